@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The matrix of docs/testing.md, ``nox``, and the lock files, ``nox -s lock``.
+"""Run the version matrix of docs/testing.md (``nox``) and write the lock files (``nox -s lock``).
 
 Each session makes an environment below ``.nox/``, runs the fast tests and one train-resume-test round, and prints its
-row of the table. ``nox -s "tests(3.13, newest)"`` runs one; a Python that is not there is skipped.
+row of the table. ``nox -s "tests(3.13, newest)"`` runs one; sessions without their Python are skipped.
 """
 
 import datetime
@@ -16,12 +16,14 @@ import nox
 ROOT = Path(__file__).resolve().parent
 REQUIREMENTS = ROOT / 'requirements'
 # oldest: the lower bounds of requirements/runtime.txt and mminstall.txt
-MATRIX = [('3.10', 'oldest'), ('3.11', 'newest'), ('3.12', 'newest'), ('3.13', 'newest'), ('3.11', 'onedl')]
-# lock -> the oldest Python that it is for; all but the oldest versions are for newer ones, too, and for every platform
-LOCKS = {'lock': '3.9', 'lock-onedl': '3.10', 'lock-oldest': '3.10', 'lock-newest': '3.11'}
+NEWEST = [(version, 'newest') for version in ('3.11', '3.12', '3.13', '3.14')]
+MATRIX = [('3.10', 'oldest'), *NEWEST, ('3.11', 'onedl')]
+# lock file -> its oldest Python; all but lock-oldest serve newer ones and every platform too
+LOCKS = {'lock': '3.10', 'lock-onedl': '3.10', 'lock-oldest': '3.10', 'lock-newest': '3.11'}
 HEADER = """\
 # Versions that the tests run with: `nox -s lock` makes this file from {}.in.
-# '===' keeps a local build such as 2.14.1+cpu out, which does not work with PyPI's torchvision.
+# '===' excludes local builds such as 2.14.1+cpu, which do not work with PyPI's torchvision; setup_env.sh --torch cpu
+# takes both from PyTorch's index.
 """
 VERSIONS = """
 import platform, importlib.metadata as m
@@ -54,7 +56,7 @@ def tests(session: nox.Session, version: str, versions: str) -> None:
 
 @nox.session
 def lock(session: nox.Session) -> None:
-    """Resolve requirements/*.in anew; newer releases come in."""
+    """Resolve requirements/*.in to the newest releases."""
     session.install('uv')
     for name, python in LOCKS.items():
         source, target = REQUIREMENTS / f'{name}.in', REQUIREMENTS / f'{name}.txt'

@@ -8,13 +8,13 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-# What mim and MMEngine look for inside an installed OpenMMLab package.
+# read by mim and MMEngine inside an installed OpenMMLab package
 MIM_CONTENT = ('configs', 'tools', 'mmcv_ops', 'model-index.yml')
 LEFT_OUT = ('__pycache__', '*.py[cod]', '*.egg-info', 'build', 'tests', 'results')
 
 
 def read_version() -> str:
-    """The version without importing the package, which would need torch at build time."""
+    """Return the version without importing the package, which would need torch at build time."""
     text = (ROOT / 'mmlinattn' / 'version.py').read_text(encoding='utf-8')
     match = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
     if match is None:
@@ -22,8 +22,20 @@ def read_version() -> str:
     return match.group(1)
 
 
+def project_urls() -> dict:
+    """Return the addresses shown by package indexes: the repository of CITATION.cff, and the released weights."""
+    found = re.search(r'^repository-code: (\S+)$', (ROOT / 'CITATION.cff').read_text(encoding='utf-8'), re.MULTILINE)
+    own = {'Source': found[1], 'Issues': f'{found[1]}/issues'} if found else {}
+    return {
+        **own,
+        'RALA weights': 'https://github.com/qhfan/RALA',
+        'InLine weights': 'https://github.com/LeapLabTHU/InLine',
+        'FLatten weights': 'https://github.com/LeapLabTHU/FLatten-Transformer',
+    }
+
+
 def read_requirements(name: str) -> list:
-    """Requirement lines of ``requirements/{name}.txt``, without comments."""
+    """Return the requirement lines of ``requirements/{name}.txt`` without comments."""
     lines = (ROOT / 'requirements' / f'{name}.txt').read_text(encoding='utf-8').splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith('#')]
 
@@ -43,9 +55,9 @@ def copy(source: Path, target: Path) -> None:
 
 
 class BuildWithMim(build_py):
-    """Puts configs, tools, MMCV's operators and model index under ``mmlinattn/.mim``.
+    """Put configs, tools, MMCV's operators and the model index under ``mmlinattn/.mim``.
 
-    A wheel gets copies. An editable install gets links, so that an edited config is the one in use.
+    A wheel gets copies, an editable install gets links.
     """
 
     def run(self) -> None:
@@ -56,7 +68,7 @@ class BuildWithMim(build_py):
         mim.mkdir(parents=True, exist_ok=True)
         for name in MIM_CONTENT:
             source, target = ROOT / name, mim / name
-            # A build folder left over from an earlier build must not bring deleted configs back.
+            # a stale build folder must not bring deleted configs back
             remove(target)
             if not source.exists():
                 continue
@@ -76,6 +88,7 @@ setup(
     long_description=((ROOT / 'README.md').read_text(encoding='utf-8') if (ROOT / 'README.md').exists() else ''),
     long_description_content_type='text/markdown',
     author='The mmlinattn authors',
+    project_urls=project_urls(),
     license_expression='Apache-2.0',
     license_files=['LICENSE'],
     keywords='computer vision, linear attention, object detection, semantic segmentation',
@@ -85,20 +98,20 @@ setup(
         'Operating System :: OS Independent',
         'Programming Language :: Python :: 3',
         'Programming Language :: Python :: 3 :: Only',
-        'Programming Language :: Python :: 3.9',
         'Programming Language :: Python :: 3.10',
         'Programming Language :: Python :: 3.11',
         'Programming Language :: Python :: 3.12',
         'Programming Language :: Python :: 3.13',
+        'Programming Language :: Python :: 3.14',
         'Topic :: Scientific/Engineering :: Artificial Intelligence',
         'Topic :: Scientific/Engineering :: Image Recognition',
         'Typing :: Typed',
     ],
     packages=find_packages(include=['mmlinattn', 'mmlinattn.*']),
     package_data={'mmlinattn': ['py.typed', '*.csv', '*.json', '**/*.csv', '**/*.json']},
-    # Links that an editable install left in the checkout are not data of their own.
+    # links that an editable install left in the checkout
     exclude_package_data={'mmlinattn': ['.mim/*']},
-    python_requires='>=3.9',
+    python_requires='>=3.10',
     install_requires=read_requirements('runtime'),
     extras_require={
         'mim': read_requirements('mminstall'),

@@ -17,12 +17,14 @@ with warnings.catch_warnings():
 
 from . import backbones, engine, necks, registry
 from .checkpoints import schemes
+from .utils.files import link_checkout
 from .version import __version__
 
 # lets a config inherit ours: _base_ = 'mmlinattn::mmdet/ravlt_b_cascade_3x.py'
 # 'mmlinattn.version' is no distribution, so MMEngine looks the package up by import: right for wheels and editable
 # installs
 MODULE2PACKAGE.setdefault('mmlinattn', 'mmlinattn.version')
+link_checkout()
 # MMEngine knows mmseg by the name of its original distribution; where another one provides it, by the module's own
 try:
     distribution(MODULE2PACKAGE['mmseg'])

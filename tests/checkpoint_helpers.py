@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the checkpoint tests share: hostile files, released-like state dicts, a small server."""
+"""Hostile files, state dicts with released keys, a small server."""
 
 import http.server
 import io
@@ -30,7 +30,7 @@ def touch_when_loaded(marker: Path) -> Hostile:
 
 
 def saved(thing) -> bytes:
-    """What ``torch.save`` writes."""
+    """Return the bytes of ``torch.save``."""
     buffer = io.BytesIO()
     torch.save(thing, buffer)
     return buffer.getvalue()

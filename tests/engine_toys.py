@@ -33,7 +33,7 @@ class ToyDataset(BaseDataset):
 
 @MODELS.register_module(force=True)
 class ToyModel(BaseModel):
-    """One linear layer behind dropout; the loss is not finite once ``bad_at`` steps were done."""
+    """One linear layer behind dropout. The loss is not finite after ``bad_at`` steps."""
 
     def __init__(self, bad_at=None, break_weights=False, bad=float('nan')):
         super().__init__()
@@ -51,7 +51,7 @@ class ToyModel(BaseModel):
         self.steps += 1
         loss = self.layer(self.dropout(x)).square().mean()
         if self.bad_at is not None and self.steps > self.bad_at:
-            if self.break_weights:  # a finite loss whose step leaves broken weights behind
+            if self.break_weights:  # a finite loss with a step to broken weights
                 self.layer.weight.register_hook(lambda grad: grad * self.bad)
             else:
                 loss = loss * self.bad
@@ -97,9 +97,9 @@ def validation(*metrics):
     return dict(val_dataloader=LOADER, val_cfg={}, val_evaluator=list(metrics) or [Count()])
 
 
-def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, optim=None, **kwargs):
+def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, optim=None, kind=Runner, **kwargs):
     """A Runner of 2 epochs of 3 batches of 4 samples, ready for ``train()``."""
-    return Runner(
+    return kind(
         model={'type': 'ToyModel', **(model or {})},
         work_dir=str(work_dir),
         train_dataloader={**LOADER, 'sampler': dict(type='DefaultSampler', shuffle=True), **(loader or {})},

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Convert a published checkpoint into one that the model of CONFIG loads key by key.
+"""Convert a published checkpoint for strict loading into the model of CONFIG.
 
 ``python tools/convert_checkpoint.py SRC DST --config CONFIG``
 """
@@ -9,30 +9,31 @@ import runpy
 import sys
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and missing packages
 
 import mmlinattn  # noqa: F401, registers the backbones
-from mmlinattn.checkpoints.convert import Conversion, convert_checkpoint
+from mmlinattn.checkpoints.convert import convert_checkpoint
+from mmlinattn.checkpoints.fit import Fit, listed
 from mmlinattn.tooling.command_line import clean_end, one_line_errors
 from mmlinattn.tooling.configs import read_config
 
 
-def explain(conversion: Conversion, source: str, config: str) -> str:
-    report = conversion.report
+def explain(fit: Fit, source: str, config: str) -> str:
     lines = [f'{source} was not converted: it does not match the model of {config} key by key.']
     for title, keys in (
-        ('missing in SRC', report.missing),
-        ('left over from SRC', report.unexpected),
-        ('of another shape', report.mismatched),
+        ('missing in SRC', fit.missing),
+        ('left over from SRC', fit.unexpected),
+        ('of another shape', listed(fit.mismatched)),
+        ('not real numbers', listed(fit.not_real)),
     ):
         if keys:
             lines += [f'{len(keys)} {title}:', *(f'  {key}' for key in keys)]
-    if {key.split('.')[0] for key in report.loaded} == {'backbone'}:
+    if {key.split('.')[0] for key in fit.weights} == {'backbone'}:
         lines.append(
-            'Hint: of this model SRC holds the backbone alone. To train from it nothing needs to '
-            f"be converted: --cfg-options model.backbone.init_cfg.checkpoint='{source}'"
+            'Hint: SRC holds the backbone alone. Training from it needs no conversion: '
+            f"--cfg-options model.backbone.init_cfg.checkpoint='{source}'"
         )
-    elif report.mismatched and not report.missing:
+    elif fit.mismatched and not fit.missing:
         lines.append('Hint: CONFIG has another number of classes or another size than SRC.')
     return '\n'.join(lines)
 
@@ -40,21 +41,21 @@ def explain(conversion: Conversion, source: str, config: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(
         description='Convert a published checkpoint (a classifier, or an MMDetection 2.x or '
-        "MMSegmentation 0.x model) into one that CONFIG's model loads key by key."
+        "MMSegmentation 0.x model) for strict loading into CONFIG's model."
     )
     parser.add_argument('src', metavar='SRC', help='a file, a link, or mmlinattn://NAME')
     parser.add_argument('dst', metavar='DST', help='the file to write; never SRC itself')
     parser.add_argument('--config', required=True, help='config of the model DST is for')
     args = parser.parse_args()
     with clean_end(), one_line_errors():
-        read_config(args.config)  # what is wrong with it in one line
-        conversion = convert_checkpoint(args.src, args.dst, args.config)
-        for key in conversion.dropped:
-            print(f'dropped (the model derives it or has no such part): {key}')
-        if not conversion.complete:
-            print(explain(conversion, args.src, args.config), file=sys.stderr)
+        read_config(args.config)  # refuses a faulty one in one line
+        fit = convert_checkpoint(args.src, args.dst, args.config)
+        for key in fit.ignored:
+            print(f'dropped (derived, or a part that the model lacks): {key}')
+        if not fit.is_complete:
+            print(explain(fit, args.src, args.config), file=sys.stderr)
             return 1
-        print(f'wrote {args.dst}: {len(conversion.state_dict)} tensors')
+        print(f'wrote {args.dst}: {len(fit.weights)} tensors')
     return 0
 
 

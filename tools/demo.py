@@ -1,20 +1,29 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Draw what a model finds in an image, or in each image of a folder. The config's ``default_scope`` says whether it
-is a detector, segmentor or classifier."""
+"""Predict and draw: an image, a folder of images, a video, a URL or a webcam.
+
+The config's ``default_scope`` says which task it is: detection, segmentation or classification.
+"""
 
 import argparse
+import contextlib
+import itertools
 import os
 import os.path as osp
 import runpy
-import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
-runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
+runpy.run_path(
+    str(Path(__file__).resolve().with_name('check_env.py'))
+)  # put the checkout on the path, report missing packages
 
+import cv2
 import mmcv
 import numpy as np
+from mmengine import fileio
 from mmengine.device import get_device
 from mmengine.registry import init_default_scope
 from mmengine.runner.checkpoint import CheckpointLoader
@@ -22,28 +31,61 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from mmlinattn.checkpoints.loading import check_trained
 from mmlinattn.engine.hooks.data_check import enough_colours
 from mmlinattn.tooling.class_names import class_names, num_classes
-from mmlinattn.tooling.command_line import check_out_file, clean_end, explained_setup, notice, one_line_errors, writing
+from mmlinattn.tooling.command_line import (
+    check_display,
+    check_out_file,
+    clean_end,
+    explained_setup,
+    notice,
+    one_line_errors,
+    writing,
+)
 from mmlinattn.tooling.configs import check_checkpoint, read_config, require
+from mmlinattn.tooling.console import quiet_upstream
 from mmlinattn.tooling.images import read_picture
+from mmlinattn.tooling.predictions import (
+    add_prediction_arguments,
+    category_ids,
+    check_prediction_arguments,
+    coco_results,
+    names_below,
+    write_coco,
+    write_label_image,
+    write_yolo,
+)
 from mmlinattn.utils.errors import RunError, described
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
+VIDEOS = ('.mp4', '.avi', '.mov', '.mkv', '.webm', '.m4v', '.mpg', '.mpeg', '.wmv')
+CODECS = {'.mp4': 'mp4v', '.avi': 'MJPG', '.mkv': 'mp4v', '.mov': 'mp4v'}  # of the videos that are written
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('image', help='image, or folder of images')
+    parser.add_argument('image', help='image, folder of images, video, URL of one, or number of a webcam')
     parser.add_argument('config', help='config file')
     parser.add_argument('checkpoint', help='checkpoint file, URL or mmlinattn://NAME')
-    parser.add_argument('--out', required=True, help='image to write; for a folder of images, a folder')
-    parser.add_argument('--score-thr', type=float, default=0.3, help='lowest score drawn, detectors only [0.3]')
+    parser.add_argument('--out', help='image or video to write; for a folder of images, a folder')
+    add_prediction_arguments(parser)
+    parser.add_argument('--show', action='store_true', help='show drawings in a window; q ends')
+    parser.add_argument('--max-frames', type=int, metavar='N', help='end a video or webcam after N frames')
+    parser.add_argument(
+        '--score-thr', type=float, default=0.3, help='lowest score in drawings and --save-txt, detectors only [0.3]'
+    )
     parser.add_argument('--classes', nargs='+', metavar='NAME', help="class names [the checkpoint's or data set's]")
     parser.add_argument('--device', default=get_device(), help='cpu, cuda:0, ... [the best here]')
     return parser.parse_args()
 
 
+def is_video(source: str) -> bool:
+    """Return True for a video file, the URL of anything but an image, and the number of a webcam."""
+    if '://' in source:
+        return not urlsplit(source).path.lower().endswith(SUFFIXES)
+    return source.lower().endswith(VIDEOS) or (source.isdecimal() and not osp.exists(source))
+
+
 def find_pictures(path: str) -> list:
-    """The image named, or those directly inside the folder named; what is hidden (macOS's ``._a.jpg``) is none."""
+    """Return the image named, or those directly inside a folder, without hidden files (macOS's ``._a.jpg``)."""
     if osp.isfile(path):
         return [path]
     if not osp.isdir(path):
@@ -55,13 +97,60 @@ def find_pictures(path: str) -> list:
     return pictures
 
 
-def check_out(out: str, is_folder: bool, pictures: list) -> Path:
-    out = Path(out)
-    if is_folder and out.is_file():
-        raise RunError(f'--out {str(out)!r} is a file; for a folder of images it has to be a folder.')
-    if not is_folder and out.suffix.lower() not in SUFFIXES:
-        raise RunError(f'--out {str(out)!r} has to end in one of {" ".join(SUFFIXES)}.')
-    if is_folder:
+def download(url: str, folder: str) -> str:
+    """Download an image and return its path."""
+    path = Path(folder, osp.basename(urlsplit(url).path))
+    try:
+        path.write_bytes(fileio.get(url))
+    except (OSError, ValueError) as error:
+        raise RunError(f'image {url!r} cannot be downloaded: {described(error)}.') from error
+    return str(path)
+
+
+def open_video(source: str) -> mmcv.VideoReader:
+    """Open a video file, a stream or a webcam.
+
+    Raises:
+        RunError: It cannot be opened, or has no frame.
+    """
+    if '://' not in source and osp.isfile(source):
+        video = mmcv.VideoReader(source)
+        if video.opened and video.frame_cnt:
+            return video
+    elif '://' in source or source.isdecimal():
+        capture = cv2.VideoCapture(int(source) if source.isdecimal() else source)
+        if capture.isOpened():
+            return capture
+    kind = 'webcam' if source.isdecimal() else 'video'
+    raise RunError(f'{kind} {source!r} cannot be opened.')
+
+
+def frames_of(video) -> Iterator[np.ndarray]:
+    """Iterate over the frames (H, W, 3) of a video, uint8 BGR."""
+    if isinstance(video, mmcv.VideoReader):
+        yield from itertools.takewhile(lambda frame: frame is not None, video)
+        return
+    while True:
+        is_read, frame = video.read()
+        if not is_read:
+            return
+        yield frame
+
+
+def check_out(args: argparse.Namespace, pictures: list) -> None:
+    """Check that --out can be written and is no input.
+
+    Raises:
+        RunError: It cannot, or nothing is to be written or shown.
+    """
+    if not args.out:
+        if not (args.show or args.save_json or args.save_txt or args.save_labels):
+            raise RunError('--out is missing: name the file or folder to write.')
+        return
+    out = Path(args.out)
+    if osp.isdir(args.image):
+        if out.is_file():
+            raise RunError(f'--out {str(out)!r} is a file; for a folder of images it has to be a folder.')
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=out).close()
@@ -70,13 +159,15 @@ def check_out(out: str, is_folder: bool, pictures: list) -> Path:
         for path in (out / name for name in (*drawing_names(pictures), *map(osp.basename, pictures))):
             if osp.realpath(path) in read or path.is_dir():
                 check_out_file(path, *read.values())
-    else:
-        check_out_file(out, *pictures)
-    return out
+        return
+    suffixes = tuple(CODECS) if is_video(args.image) else SUFFIXES
+    if out.suffix.lower() not in suffixes:
+        raise RunError(f'--out {str(out)!r} has to end in one of {" ".join(suffixes)}.')
+    check_out_file(out, *pictures, args.image)
 
 
 def name_classes(inferencer, classes) -> None:
-    """Give labels these names, and each a colour."""
+    """Set the class names, and a colour for each."""
     meta = dict(getattr(inferencer.model, 'dataset_meta', None) or {})
     if classes and list(meta.get('classes') or ()) != list(classes):
         meta['classes'] = tuple(classes)
@@ -86,7 +177,7 @@ def name_classes(inferencer, classes) -> None:
 
 
 def build_inferencer(args: argparse.Namespace, scope: str):
-    """The task's own inferencer."""
+    """Build the inferencer of the task."""
     init_default_scope(scope)
     if scope == 'mmdet':
         from mmdet.apis import DetInferencer
@@ -101,12 +192,12 @@ def build_inferencer(args: argparse.Namespace, scope: str):
     from mmpretrain import ImageClassificationInferencer
     from mmpretrain.utils import progress
 
-    progress.disable_progress_bar = True  # of each image
+    progress.disable_progress_bar = True  # one an image
     return ImageClassificationInferencer(args.config, args.checkpoint, device=args.device)
 
 
 def drawing_names(pictures: list) -> list:
-    """A name for each drawing: ``a.png`` of a.jpg, ``a.jpg.png`` where another image has that already."""
+    """Return a name for each drawing: ``a.png`` of a.jpg, ``a.jpg.png`` if another image has it."""
     names: list = []
     for path in map(Path, pictures):
         name = f'{path.stem}.png'
@@ -114,12 +205,13 @@ def drawing_names(pictures: list) -> list:
     return names
 
 
-def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> dict:
-    """Write the drawings into ``vis`` below ``folder``, one an image, in any format; why by image that has none."""
+def load_model(args: argparse.Namespace, cfg):
+    """Build the inferencer with trained weights and class names.
+
+    Raises:
+        RunError: The task is not supported, names do not fit, or the checkpoint is of another model.
+    """
     scope = cfg.get('default_scope')
-    if scope not in ('mmdet', 'mmseg', 'mmpretrain'):
-        raise RunError(f'{args.config}: default_scope = {scope!r} is none of mmdet, mmseg, mmpretrain.')
-    require(cfg, args.config, 'model', 'test_dataloader')
     if args.classes and num_classes(cfg) not in (0, len(args.classes)):
         raise RunError(f'--classes: {len(args.classes)} names given, the model has {num_classes(cfg)} classes.')
     head = cfg.model.get('head')
@@ -127,73 +219,199 @@ def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> dict:
         raise RunError(f'{args.config}: labels of several tasks are not drawn; tools/test.py --out writes them.')
     with explained_setup(args.config):
         inferencer = build_inferencer(args, scope)
-    # Inferencers load what fits and draw with the rest as it was initialised.
+    # inferencers load the weights that fit, and keep the initial values of the others
     checkpoint = CheckpointLoader.load_checkpoint(args.checkpoint, 'cpu', logger='silent')
     try:
         check_trained(inferencer.model, checkpoint)
     except RunError as error:
         raise RunError(f'{args.checkpoint}: {error}') from error
-    # Where the checkpoint has no names, inferencers take those of COCO or ImageNet for any classes.
+    # inferencers fall back to the names of COCO or ImageNet
     names = args.classes or class_names(cfg, checkpoint.get('meta'))
     if scope == 'mmpretrain':
+        from mmpretrain.visualization import UniversalVisualizer
+
         inferencer.classes = names
+        inferencer.visualizer = UniversalVisualizer()
     else:
         name_classes(inferencer, names)
-    Path(folder, 'vis').mkdir()
-    refused = {}
-    for picture, name in zip(pictures, drawing_names(pictures)):
+    inferencer.visualizer._vis_backends = {}  # as upstream's hooks do: drawings go nowhere else
+    return inferencer
+
+
+class Predictor:
+    """Predictions and drawings of images and frames by upstream's inferencer.
+
+    Args:
+        args (argparse.Namespace): The command line.
+        cfg (Config): The config.
+    """
+
+    def __init__(self, args: argparse.Namespace, cfg):
+        self.args, self.cfg, self.scope = args, cfg, cfg.default_scope
+        self.inferencer = load_model(args, cfg)
+        names = getattr(self.inferencer, 'classes', None) or (
+            getattr(self.inferencer.model, 'dataset_meta', None) or {}
+        ).get('classes')
+        self.ids = category_ids(cfg, names) if args.save_json else None
+        self.entries: list = []
+
+    def predict(self, image, name: str, image_id):
+        """Predict a path or an (H, W, 3) BGR frame, write the files that are asked for, and return the sample.
+
+        Args:
+            image (str | np.ndarray): Path or frame.
+            name (str): Name of its files, without suffix.
+            image_id (int | str): Its id in ``--save-json``.
+        """
+        args, given = self.args, image
+        if self.scope == 'mmpretrain' and isinstance(image, str):
+            given = read_picture(image, self.cfg)  # of a path, the inferencer reads three channels of eight bits
+        data = next(iter(self.inferencer.preprocess([given], batch_size=1)))
+        (sample,) = self.inferencer.forward(data[1] if self.scope == 'mmdet' else data)
+        if args.save_txt:
+            write_yolo(Path(args.save_txt, f'{name}.txt'), sample, args.score_thr, args.save_conf)
+        if args.save_labels:
+            write_label_image(Path(args.save_labels, f'{name}.png'), sample)
+        if args.save_json:
+            file_name = osp.basename(image) if isinstance(image, str) else name
+            self.entries += [dict(each, file_name=file_name) for each in coco_results(sample, image_id, self.ids)]
+        return sample
+
+    def draw(self, image, sample) -> np.ndarray:
+        """Return the drawing of a path or frame, (H, W, 3) uint8 BGR."""
+        if self.scope == 'mmpretrain':
+            picture = mmcv.imread(image, channel_order='rgb') if isinstance(image, str) else image[..., ::-1]
+            drawn = self.inferencer.visualizer.visualize_cls(
+                picture, sample, classes=self.inferencer.classes, draw_gt=False
+            )
+        else:
+            more = dict(pred_score_thr=self.args.score_thr) if self.scope == 'mmdet' else {}
+            given = image if isinstance(image, str) else np.ascontiguousarray(image[..., ::-1])
+            (drawn,) = self.inferencer.visualize([given], [sample], return_vis=True, **more)
+        return np.ascontiguousarray(drawn[..., ::-1])
+
+    def describe(self, sample) -> str:
+        """Return the labels of a classifier with their scores."""
+        labels = sample.pred_label.flatten().tolist()  # none or several of some heads
+        names = dict(enumerate(self.inferencer.classes or ()))
+        found = ', '.join(f'{names.get(label, label)} ({sample.pred_score[label]:.3f})' for label in labels)
+        return found or 'no class'
+
+    def finish(self) -> None:
+        """Write ``--save-json``."""
+        if self.args.save_json:
+            write_coco(self.args.save_json, self.entries, self.ids)
+
+
+def show(drawn: np.ndarray, wait: int) -> bool:
+    """Show a drawing in a window for some milliseconds, 0 until a key; True if q or Escape was pressed."""
+    try:
+        cv2.imshow('mmlinattn', drawn)
+        return cv2.waitKey(wait) & 0xFF in (ord('q'), 27)
+    except cv2.error as error:
+        raise RunError(f'--show: no window can be opened: {error.err}.') from error
+
+
+def run_images(predictor: Predictor, pictures: list) -> None:
+    """Predict images one by one. An image that the model refuses keeps no other from being drawn."""
+    args, refused, count = predictor.args, {}, 0
+    drawings = drawing_names(pictures) if predictor.scope == 'mmpretrain' else [*map(osp.basename, pictures)]
+    names = [osp.splitext(name)[0] for name in names_below(pictures, '.txt')]
+    for picture, drawing, name in zip(pictures, drawings, names):
+        stem = Path(picture).stem
         try:
-            draw_one(inferencer, cfg, picture, args.score_thr, folder, name)
+            sample = predictor.predict(picture, name, int(stem) if stem.isdecimal() else stem)
         except (AssertionError, RuntimeError, ValueError) as error:  # an image too small for the model, for example
-            if os.environ.get('MMLINATTN_TRACEBACK') == '1':
+            if os.environ.get('MMLINATTN_TRACEBACK') == '1' or isinstance(error, RunError):
                 raise
             refused[picture] = described(error)
-    return refused
+            continue
+        count += 1
+        if predictor.scope == 'mmpretrain':
+            print(f'{picture}: {predictor.describe(sample)}')
+        if args.out or args.show:
+            drawn = predictor.draw(picture, sample)
+            if args.out:
+                path = osp.join(args.out, drawing) if osp.isdir(args.image) else args.out
+                with writing(path):
+                    mmcv.imwrite(drawn, path)
+            if args.show and show(drawn, 0):
+                break
+    predictor.finish()
+    say_written(args, f'{count} image(s)')
+    for picture, why in list(refused.items())[:1]:
+        more = f' and {len(refused) - 1} more' * (len(refused) > 1)
+        raise RunError(f'image {picture!r}{more}: the model refuses it: {why} (MMLINATTN_TRACEBACK=1 shows where)')
 
 
-def draw_one(inferencer, cfg, picture: str, threshold: float, folder: str, name: str) -> None:
-    """Write the drawing of an image into ``vis`` below ``folder``; of a classifier, print the label too."""
-    scope = cfg.default_scope
-    if scope == 'mmdet':
-        inferencer(picture, out_dir=folder, pred_score_thr=threshold, no_save_pred=True)
-    elif scope == 'mmseg':
-        inferencer(picture, out_dir=folder)
-    else:
-        # as the test pipeline reads it; of a path, the inferencer reads three channels of eight bits
-        samples = inferencer(read_picture(picture, cfg), return_datasamples=True)
-        labels = samples[0].pred_label.flatten().tolist()  # none or several of some heads
-        scores = samples[0].pred_score
-        # MMPretrain gives a.jpg and a.png the same name, and a.1.jpg and a.2.jpg
-        inferencer.visualize([picture], samples, show_dir=folder)
-        (drawn,) = Path(folder).glob('*.png')
-        drawn.rename(Path(folder, 'vis', name))
-        names = dict(enumerate(inferencer.classes or ()))
-        said = ', '.join(f'{names.get(label, label)} ({scores[label]:.3f})' for label in labels)
-        print(f'{picture}: {said or "no class"}')
+def run_video(predictor: Predictor, source: str) -> None:
+    """Predict the frames of a video, stream or webcam until it ends, q is pressed, or Ctrl-C, which keeps the video."""
+    args, writer, count = predictor.args, None, 0
+    video = open_video(source)
+    fps = video.fps if isinstance(video, mmcv.VideoReader) else video.get(cv2.CAP_PROP_FPS)
+    stem = 'webcam' if source.isdecimal() else Path(urlsplit(source).path).stem
+    try:
+        for frame in itertools.islice(frames_of(video), args.max_frames):
+            sample = predictor.predict(frame, f'{stem}_{count:06d}', count)
+            count += 1
+            if not (args.out or args.show):
+                continue
+            drawn = predictor.draw(frame, sample)
+            if args.out:
+                height, width = drawn.shape[:2]
+                if writer is None:
+                    codec = cv2.VideoWriter_fourcc(*CODECS[Path(args.out).suffix.lower()])
+                    writer = cv2.VideoWriter(args.out, codec, fps if 0 < fps < 1000 else 25, (width, height))
+                writer.write(drawn)
+            if args.show and show(drawn, 1):
+                break
+    finally:
+        if writer is not None:
+            writer.release()
+    if not count:
+        raise RunError(f'video {source!r} has no frame that can be read.')
+    if args.out and not (osp.isfile(args.out) and osp.getsize(args.out)):
+        raise RunError(f'--out {args.out!r} cannot be written: OpenCV here has no encoder for it. Name an .avi file.')
+    predictor.finish()
+    say_written(args, f'{count} frame(s)')
+
+
+def say_written(args: argparse.Namespace, what: str) -> None:
+    for path in filter(None, (args.out, args.save_json, args.save_txt, args.save_labels)):
+        notice(f'{what} in {osp.abspath(path)}')
 
 
 def main() -> None:
     args = parse_args()
-    with clean_end(), one_line_errors():
+    quiet_upstream()
+    with clean_end(), one_line_errors(), contextlib.ExitStack() as stack:
+        if args.max_frames is not None and args.max_frames < 1:
+            raise RunError(f'--max-frames={args.max_frames}: expected at least 1.')
         cfg = read_config(args.config)
+        scope = cfg.get('default_scope')
+        if scope not in ('mmdet', 'mmseg', 'mmpretrain'):
+            raise RunError(f'{args.config}: default_scope = {scope!r} is none of mmdet, mmseg, mmpretrain.')
         args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
-        pictures = find_pictures(args.image)
-        for path in pictures:
-            read_picture(path, cfg)  # before the model is built
-        is_folder = osp.isdir(args.image)
-        out = check_out(args.out, is_folder, pictures)
-        with tempfile.TemporaryDirectory() as folder:
-            refused = draw(args, cfg, pictures, folder)
-            drawn = sorted(Path(folder, 'vis').iterdir())
-            if is_folder:
-                for path in drawn:
-                    shutil.copy2(path, out / path.name)
-            elif drawn:
-                mmcv.imwrite(mmcv.imread(str(drawn[0])), str(out))
-        notice(f'{len(drawn)} image(s) in {osp.abspath(out)}')
-        for picture, why in list(refused.items())[:1]:
-            more = f' and {len(refused) - 1} more' * (len(refused) > 1)
-            raise RunError(f'image {picture!r}{more}: the model refuses it: {why} (MMLINATTN_TRACEBACK=1 shows where)')
+        require(cfg, args.config, 'model', 'test_dataloader')
+        pictures: list = []
+        if not is_video(args.image):
+            image = args.image
+            if '://' in image:
+                image = download(image, stack.enter_context(tempfile.TemporaryDirectory()))
+            pictures = find_pictures(image)
+            for path in pictures:
+                read_picture(path, cfg)  # before the model is built
+        elif '://' not in args.image and not args.image.isdecimal() and not osp.isfile(args.image):
+            raise RunError(f'video {args.image!r}: no such file.')
+        if args.show:
+            check_display()
+        check_out(args, pictures)
+        check_prediction_arguments(args, scope, args.config, args.checkpoint, *pictures)
+        predictor = Predictor(args, cfg)
+        if pictures:
+            run_images(predictor, pictures)
+        else:
+            run_video(predictor, args.image)
 
 
 if __name__ == '__main__':

@@ -13,7 +13,7 @@ import argparse
 import runpy
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
 from mmlinattn.tooling.command_line import check_out_file, clean_end, one_line_errors
 from mmlinattn.utils.errors import RunError

@@ -1,27 +1,28 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Test a detector, segmentor or classifier: the config's ``default_scope`` says which."""
+"""Test a detector, segmentor or classifier, by the ``default_scope`` of the config."""
 
 import argparse
-import itertools
 import os
 import os.path as osp
 import runpy
-from functools import partial
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
+runpy.run_path(
+    str(Path(__file__).resolve().with_name('check_env.py'))
+)  # put the checkout on the path, report missing packages
 
 import mmengine
 import torch
 from mmengine.config import ConfigDict
 from mmengine.device import get_device
 from mmengine.evaluator import DumpResults
+from mmengine.registry import MODELS
 
-from mmlinattn.engine.data.checks import leaf_datasets
 from mmlinattn.tooling.class_names import dataset_configs
 from mmlinattn.tooling.command_line import (
     add_common_arguments,
+    check_display,
     check_out_file,
     clean_end,
     explained_setup,
@@ -30,8 +31,15 @@ from mmlinattn.tooling.command_line import (
     writing,
 )
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
+from mmlinattn.tooling.console import quiet_upstream
+from mmlinattn.tooling.predictions import (
+    PredictionFilesHook,
+    add_prediction_arguments,
+    check_prediction_arguments,
+)
 from mmlinattn.tooling.running import add_checks, build_runner
 from mmlinattn.utils.errors import RunError
+from mmlinattn.utils.registering import bare_name
 
 
 def parse_args() -> argparse.Namespace:
@@ -43,21 +51,27 @@ def parse_args() -> argparse.Namespace:
         '--out-item',
         choices=['metrics', 'pred'],
         default='pred',
-        help='what --out writes: of each image the boxes and masks, label map or label (pred), or the numbers of the '
-        'evaluator (metrics, also to .json) [pred]',
+        help='content of --out: boxes and masks, label map or label of each image (pred), or the metrics (also to '
+        '.json) [pred]',
     )
+    add_prediction_arguments(parser)
     parser.add_argument('--show', action='store_true', help='show predictions in a window')
     parser.add_argument('--show-dir', help='draw predictions into this folder')
+    parser.add_argument(
+        '--score-thr',
+        type=float,
+        help='lowest score in drawings and --save-txt [default_hooks.visualization.score_thr, or 0.3]',
+    )
     parser.add_argument('--interval', type=int, default=1, help='draw every n-th image [1]')
     parser.add_argument('--wait-time', type=float, default=2, help='seconds --show waits [2]')
     parser.add_argument('--tta', action='store_true', help='test-time augmentation of the config')
-    parser.add_argument('--amp', action='store_true', help='mixed precision (fp32 where there is no accelerator)')
+    parser.add_argument('--amp', action='store_true', help='float16 (off without an accelerator)')
     add_common_arguments(parser)
     return parser.parse_args()
 
 
 def configure(args: argparse.Namespace):
-    """The config as it will run, with everything checked that can be checked before."""
+    """Return the checked config of the run."""
     suffixes = ('.pkl', '.pickle') + ('.json',) * (args.out_item == 'metrics')
     if args.out and not args.out.endswith(suffixes):
         raise RunError(f'--out {args.out!r} has to end with {" or ".join(suffixes)}.')
@@ -68,6 +82,8 @@ def configure(args: argparse.Namespace):
     cfg = load_config(args)
     require(cfg, args.config, 'model', 'test_dataloader', 'test_cfg', 'test_evaluator')
     add_checks(cfg)
+    if args.tta:
+        augment(cfg, args.config)
     cfg.load_from = check_checkpoint(args.checkpoint, 'checkpoint')
     cfg.resume = False
     check_data_config(cfg, ['test'])
@@ -77,28 +93,63 @@ def configure(args: argparse.Namespace):
         notice('no accelerator: mixed precision is off, testing in fp32.')
     elif args.amp:
         cfg.test_cfg.fp16 = True
-    if args.show or args.show_dir:
-        draw_predictions(cfg, args)
-    if args.tta:
-        augment(cfg, args.config)
+    if args.show:
+        check_display()
+    if args.show_dir:
+        with writing(args.show_dir, '--show-dir'):
+            os.makedirs(args.show_dir, exist_ok=True)
+    if (args.show or args.show_dir) and not cfg.get('visualizer'):
+        raise RunError(f'--show, --show-dir: {args.config} has no visualizer.')
+    check_prediction_arguments(args, cfg.get('default_scope'), args.config, args.checkpoint)
     return cfg
 
 
-# what upstream's tools take where a config has none
+# test-time augmentation of upstream's tools for configs without tta_model
 TTA_MODELS = dict(
     mmdet=dict(type='DetTTAModel', tta_cfg=dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)),
     mmpretrain=dict(type='AverageClsScoreTTA'),
 )
+MASK_METRICS = ('CocoPanopticMetric', 'CityScapesMetric', 'CocoOccludedSeparatedMetric', 'SemSegMetric')
 
 
 def augment(cfg, config: str) -> None:
-    """Test-time augmentation of the config, else the image and its mirror image."""
+    """Switch to the test-time augmentation of the config, by default the image and its mirror image.
+
+    Raises:
+        RunError: The config has none, or masks of a detector would be measured: MMDetection merges boxes only.
+    """
     model = cfg.get('tta_model') or TTA_MODELS.get(cfg.get('default_scope'))
     if not model:
         raise RunError(f'--tta: {config} has no tta_model.')
+    if bare_name(model['type']) == 'DetTTAModel':
+        evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, (list, tuple)) else [cfg.test_evaluator]
+        for evaluator in evaluators:
+            metric = evaluator.get('metric', 'bbox')
+            if 'segm' in (metric if isinstance(metric, (list, tuple)) else [metric]):
+                raise RunError(
+                    f'--tta: MMDetection merges boxes only, and test_evaluator.metric={metric!r} measures masks. '
+                    'Set --cfg-options test_evaluator.metric=bbox.'
+                )
+            if bare_name(evaluator['type']) in MASK_METRICS:
+                raise RunError(f'--tta: test_evaluator.type={evaluator["type"]!r}: expected a metric of boxes alone.')
+        model = dict(model, type=box_tta_model())
     cfg.model = ConfigDict(dict(model, module=cfg.model))
     for _, dataset in dataset_configs(cfg, 'test_dataloader'):
         dataset['pipeline'] = cfg.get('tta_pipeline') or with_mirror_image(dataset['pipeline'])
+
+
+def box_tta_model() -> str:
+    """Register DetTTAModel for detectors whose masks are left out, and return its name."""
+    from mmdet.models import DetTTAModel
+
+    @MODELS.register_module(force=True)
+    class BoxTTAModel(DetTTAModel):
+        def merge_preds(self, data_samples_list: list) -> list:
+            for sample in (sample for views in data_samples_list for sample in views):
+                sample.pred_instances.pop('masks', None)
+            return super().merge_preds(data_samples_list)
+
+    return BoxTTAModel.__name__
 
 
 def with_mirror_image(pipeline: list) -> list:
@@ -108,81 +159,22 @@ def with_mirror_image(pipeline: list) -> list:
     return [*steps, dict(type='TestTimeAug', transforms=[flips, [pack]])]
 
 
-def draw_predictions(cfg, args: argparse.Namespace) -> None:
-    """Turn on the visualisation hook of the task; each of the three spells it its own way."""
-    scope = cfg.get('default_scope')
-    hook = (cfg.get('default_hooks') or {}).get('visualization')
-    if hook is None:
-        raise RunError('--show, --show-dir: the config has no default_hooks.visualization.')
-    show_dir = osp.abspath(args.show_dir) if args.show_dir else None
-    if show_dir:
-        with writing(show_dir, '--show-dir'):
-            os.makedirs(show_dir, exist_ok=True)
-    hook.show = args.show
-    hook.wait_time = args.wait_time
-    if scope == 'mmpretrain':
-        hook.enable = True
-        hook.out_dir = show_dir
-        hook.interval = args.interval
-        return
-    hook.draw = True
-    hook.interval = 1  # every_nth below: MMDetection ignores it, MMSegmentation counts batches
-    if scope == 'mmdet':
-        hook.test_out_dir = show_dir
-    elif show_dir:
-        cfg.visualizer.save_dir = show_dir
-
-
-def every_nth(runner, interval: int) -> None:
-    """Let the visualisation hooks of MMDetection and MMSegmentation see every n-th image only."""
-    for hook in runner.hooks:
-        if type(hook).__name__ in ('DetVisualizationHook', 'SegVisualizationHook'):
-            draw, counter = hook.after_test_iter, itertools.count()
-
-            def draw_some(runner, batch_idx, data_batch, outputs, draw=draw, counter=counter):
-                chosen = [output for output in outputs if next(counter) % interval == 0]
-                draw(runner, batch_idx=batch_idx, data_batch=data_batch, outputs=chosen)
-
-            hook.after_test_iter = draw_some
-
-
-def keep_folders(runner) -> None:
-    """Where images of several folders have one name, let hooks draw into folders of the same names. MMSegmentation's
-    numbers its drawings."""
-    leaves = [data for data in leaf_datasets(runner.test_dataloader.dataset) if hasattr(data, 'get_data_info')]
-    infos = (data.get_data_info(i) for data in leaves for i in range(len(data)))
-    paths = [str(info['img_path']) for info in infos if isinstance(info, dict) and 'img_path' in info]
-    if len(set(map(osp.basename, paths))) == len(paths):
-        return
-    root = osp.commonpath([osp.dirname(osp.abspath(path)) for path in paths])
-    for name in {'add_datasample', 'visualize_cls'} & set(dir(runner.visualizer)):
-        setattr(runner.visualizer, name, partial(draw_below, getattr(runner.visualizer, name), root))
-
-
-def draw_below(draw, root: str, *args, data_sample=None, out_file=None, **kwargs):
-    path = getattr(data_sample, 'img_path', '')
-    if out_file and path:
-        folder = osp.relpath(osp.dirname(osp.abspath(path)), root)
-        out_file = osp.join(osp.dirname(out_file), folder, osp.basename(out_file))
-    return draw(*args, data_sample=data_sample, out_file=out_file, **kwargs)
-
-
 class DumpLabelMaps(DumpResults):
-    """Keeps the label map of each image, a byte a pixel; logits would be hundreds."""
+    """DumpResults that keeps the label map of each image, a byte a pixel; logits take hundreds."""
 
     def process(self, data_batch, predictions) -> None:
         for prediction in predictions:
             kept = {key: value for key, value in prediction.items() if 'logits' not in key and key != 'gt_sem_seg'}
-            if 'pred_sem_seg' in kept:  # of depth there is none
+            if 'pred_sem_seg' in kept:  # not of depth models
                 labels = kept['pred_sem_seg']['data'].cpu()
                 kept['pred_sem_seg'] = dict(data=labels.to(torch.uint8 if labels.max() < 256 else torch.int16))
             super().process(data_batch, [kept])
 
 
 def dump_metric(cfg, path: str):
-    """The metric that only writes predictions down, in the form of the task."""
+    """Return the metric that dumps the predictions of a task."""
     if cfg.get('default_scope') == 'mmdet':
-        from mmdet.evaluation import DumpDetResults  # keeps masks encoded
+        from mmdet.evaluation import DumpDetResults  # encodes masks
 
         return DumpDetResults(out_file_path=path)
     return (DumpLabelMaps if cfg.get('default_scope') == 'mmseg' else DumpResults)(out_file_path=path)
@@ -190,14 +182,12 @@ def dump_metric(cfg, path: str):
 
 def main() -> None:
     args = parse_args()
+    quiet_upstream()
     with clean_end(), one_line_errors():
         with explained_setup(args.config):
             cfg = configure(args)
             runner = build_runner(cfg, compiles=args.compile)
-            if args.interval > 1:
-                every_nth(runner, args.interval)
-            if args.show_dir:
-                keep_folders(runner)
+            runner.register_hook(PredictionFilesHook(args, cfg))
             if args.out and args.out_item == 'pred':
                 runner.test_evaluator.metrics.append(dump_metric(cfg, args.out))
         with explained_setup(args.config, whole=False):
@@ -206,6 +196,8 @@ def main() -> None:
             mmengine.dump(metrics, args.out)
         if args.show_dir:
             notice(f'images are in {osp.abspath(args.show_dir)}')
+        for path in filter(None, (args.out, args.save_json, args.save_txt, args.save_labels)):
+            notice(f'predictions are in {osp.abspath(path)}')
 
 
 if __name__ == '__main__':

@@ -1,17 +1,20 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Train a detector, segmentor or classifier: the config's ``default_scope`` says which."""
+"""Train a detector, segmentor or classifier, by the ``default_scope`` of the config."""
 
 import argparse
 import runpy
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
+runpy.run_path(
+    str(Path(__file__).resolve().with_name('check_env.py'))
+)  # put the checkout on the path, report missing packages
 
 from mmlinattn.engine.runner import find_latest_checkpoint
 from mmlinattn.tooling.command_line import add_common_arguments, clean_end, explained_setup, notice, one_line_errors
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
-from mmlinattn.tooling.running import add_checks, build_runner, drop_amp_on_cpu, was_restarted
+from mmlinattn.tooling.console import quiet_upstream
+from mmlinattn.tooling.running import add_checks, build_runner, set_precision, was_restarted
 from mmlinattn.utils.errors import RunError
 
 
@@ -23,13 +26,17 @@ def parse_args() -> argparse.Namespace:
         nargs='?',
         const='auto',
         metavar='CHECKPOINT',
-        help='continue from CHECKPOINT, or without one from the last in the work dir',
+        help='continue from CHECKPOINT [the last one in the work dir]',
     )
-    parser.add_argument('--amp', action='store_true', help='mixed precision (fp32 where there is no accelerator)')
+    parser.add_argument(
+        '--amp',
+        action='store_true',
+        help='mixed precision: bfloat16, or float16 with loss scaling on older GPUs; off without an accelerator',
+    )
     parser.add_argument(
         '--auto-scale-lr',
         action='store_true',
-        help='scale the learning rate by actual batch size / auto_scale_lr.base_batch_size',
+        help='scale the learning rate by images an update / auto_scale_lr.base_batch_size',
     )
     parser.add_argument('--no-validate', action='store_true', help='do not evaluate while training')
     parser.add_argument('--no-persistent-workers', action='store_true', help='restart loader workers every epoch')
@@ -38,7 +45,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def configure(args: argparse.Namespace):
-    """The config as it will run, with everything checked that can be checked before."""
+    """Return the checked config of the run."""
     cfg = load_config(args)
     require(cfg, args.config, 'model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
     add_checks(cfg)
@@ -48,7 +55,7 @@ def configure(args: argparse.Namespace):
         for loader in (cfg.train_dataloader, cfg.get('val_dataloader')):
             if loader:
                 loader.persistent_workers = False
-    drop_amp_on_cpu(cfg, is_asked=args.amp)
+    set_precision(cfg, is_asked=args.amp)
     if args.auto_scale_lr:
         if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
             raise RunError('--auto-scale-lr: the config has no auto_scale_lr.base_batch_size.')
@@ -71,6 +78,7 @@ def configure(args: argparse.Namespace):
 
 def main() -> None:
     args = parse_args()
+    quiet_upstream()
     with clean_end() as run, one_line_errors():
         with explained_setup(args.config):
             cfg = configure(args)

@@ -88,6 +88,7 @@ train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=max_epochs, val_interval
 val_cfg = dict(type='ValLoop')
 test_cfg = dict(type='TestLoop')
 optim_wrapper = dict(
+    constructor='MergedOptimWrapperConstructor',
     type='OptimWrapper',
     optimizer=dict(type='AdamW', lr=2e-3, weight_decay=0.05),
     paramwise_cfg=dict(norm_decay_mult=0.0, bias_decay_mult=0.0),

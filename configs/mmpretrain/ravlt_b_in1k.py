@@ -15,3 +15,4 @@ model = dict(
     neck=dict(_delete_=True, type='ConvProjectionNeck', in_channels=512, out_channels=1024),
     head=dict(in_channels=1024),
 )
+optim_wrapper = dict(constructor='MergedOptimWrapperConstructor')

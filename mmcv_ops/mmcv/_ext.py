@@ -6,6 +6,8 @@ tensors that the caller has made. A compiled ``mmcv/_ext.*.so`` beside this file
 imports. float16 and bfloat16 are computed in float32, as torchvision does under autocast.
 """
 
+import contextlib
+import functools
 import sys
 
 import numpy as np
@@ -16,6 +18,7 @@ import torchvision
 KERNELS = torch.ops.torchvision
 COMPILE = 'bash tools/setup_env.sh --compiled'
 TINY = torch.finfo(torch.float32).tiny
+HEAD, WIDTH = 255, 128  # boxes of a block of NMS
 
 
 def __getattr__(name: str):
@@ -47,6 +50,12 @@ def _wide(*tensors):
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
+def _without_autocast(device):
+    """Keep autocast, where a device has it, from products in lower precision."""
+    has_it = torch.amp.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if has_it else contextlib.nullcontext()
+
+
 def _gradients(function, inputs, grad_output):
     """Gradients of ``function(*inputs)`` for each input, by autograd."""
     with torch.enable_grad():
@@ -69,64 +78,56 @@ def get_compiling_cuda_version() -> str:
 
 
 def nms(boxes, scores, iou_threshold, offset):
-    """Indices of the boxes that stay, best score first.
+    """Return the indices of the kept boxes, best score first.
 
-    On CUDA by torchvision, which knows no offset: the boxes get wider by it. On CPUs block by block, the best ones of
-    those left against each other and then against the rest, which is faster than torchvision's loop and rounds as MMCV.
-    By one thread: each step is too short for more, which wait for each other on a busy machine.
+    CUDA tensors go to torchvision, which has no offset: the boxes are widened by it. On CPUs the best remaining boxes
+    are compared with each other and then with the rest, in blocks. This is faster than torchvision's loop and rounds
+    like MMCV. PyTorch runs an operator of fewer than 32768 numbers by the calling thread alone. Blocks are smaller
+    than that, because threads that wait for each other in such short steps are slow on a busy machine.
     """
     boxes, scores = _wide(boxes, scores)
     if boxes.is_cuda:
         return torchvision.ops.nms(torch.cat((boxes[:, :2], boxes[:, 2:] + offset), dim=1), scores, iou_threshold)
-    threads = torch.get_num_threads()
-    if threads == 1 or len(boxes) < 128:  # PyTorch takes one thread for what is small
-        return _nms_in_blocks(boxes, scores, iou_threshold, offset)
-    torch.set_num_threads(1)
-    try:
-        return _nms_in_blocks(boxes, scores, iou_threshold, offset)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _nms_in_blocks(boxes, scores, iou_threshold, offset):
     order, kept = scores.sort(descending=True).indices, []  # unstable as MMCV's: equal scores come in the same order
     low, high = boxes[order].T.contiguous().split(2)
     size = high - low + offset
     area = size[:1] * size[1:]
-    # A box without a finite area overlaps nothing. This one says so without a NaN.
+    # A box without a finite area overlaps nothing. This one has no overlap with any box and gives no NaN.
     nothing = boxes.new_tensor([[0.0], [0.0], [-2.0], [-2.0], [1.0]])
     left = torch.where((area > 0) & (area < torch.inf), torch.cat((low, high, area)), nothing)
     while len(order):
-        head, rest = left[:, :256], left[:, 256:]
+        head, rest = left[:, :HEAD], left[:, HEAD:]
         above = (_overlaps(head, head, offset) - iou_threshold).relu_().triu_(1)
         stays, before = torch.ones_like(head[0]), None
         while before is None or not torch.equal(stays, before):  # each turn settles one box more at least
             stays, before = (stays @ above == 0).to(head.dtype), stays
         stays = stays.bool()
-        kept.append(order[:256][stays])
+        kept.append(order[:HEAD][stays])
         head = head[:, stays]
-        worst = [_overlaps(head, part, offset).amax(0) for part in rest.split(512, dim=1)]
+        worst = [_overlaps(head, part, offset).amax(0) for part in rest.split(WIDTH, dim=1)]
         alive = torch.cat(worst) <= iou_threshold
-        left, order = rest[:, alive], order[256:][alive]
+        left, order = rest[:, alive], order[HEAD:][alive]
     return torch.cat(kept) if kept else order
 
 
 def _overlaps(a, b, offset):
-    """Intersection over union of boxes (5, N) and (5, M), rows x1, y1, x2, y2 and area, as (N, M)."""
+    """Return intersection over union (N, M) of boxes (5, N) and (5, M), with rows x1, y1, x2, y2 and area."""
     a = a.unsqueeze(2)
-    size = torch.minimum(a[2:4], b[2:4, None]).sub_(torch.maximum(a[:2], b[:2, None]))
-    width, height = size.add_(offset) if offset else size
-    common = width.clamp_(min=0).mul_(height)
+    common, height = (torch.minimum(a[i], b[i]).sub_(torch.maximum(a[i - 2], b[i - 2])) for i in (2, 3))
+    if offset:
+        common.add_(offset)
+        height.add_(offset)
+    common.clamp_(min=0).mul_(height.clamp_(min=0))
     return common.div_((a[4] + b[4]).sub_(common))
 
 
 def _overlap(box, others, offset):
-    """The same in NumPy, of one box in (5,) with (5, N), for what goes box by box."""
+    """Return the same for one box (5,) and others (5, N), NaN for two boxes without area as in MMCV."""
     width = np.maximum(np.minimum(box[2], others[2]) - np.maximum(box[0], others[0]) + offset, 0)
     height = np.maximum(np.minimum(box[3], others[3]) - np.maximum(box[1], others[1]) + offset, 0)
     common = width * height
     union = box[4] + others[4] - common
-    return np.divide(common, union, out=np.zeros_like(union), where=union != 0)
+    return np.divide(common, union, out=np.full_like(union, np.nan), where=union != 0)
 
 
 def softnms(boxes, scores, dets, iou_threshold, sigma, min_score, method, offset):
@@ -146,6 +147,7 @@ def softnms(boxes, scores, dets, iou_threshold, sigma, min_score, method, offset
         others = left[:, first:end]
         overlap = _overlap(left[:, first - 1], others, offset)
         if method == 2:
+            overlap = np.nan_to_num(overlap)
             others[5] *= np.exp((-(overlap * overlap) / sigma).astype(np.float64)).astype(left.dtype)
         else:
             others[5] *= np.where(overlap >= iou_threshold, 1 - overlap if method == 1 else 0, 1)
@@ -308,30 +310,53 @@ def roi_pool_backward(grad_output, rois, argmax, grad_input, pooled_height, pool
 # --- focal loss (https://arxiv.org/abs/1708.02002), without the reduction ---
 
 
-def _of_class(logits, target, weight, alpha):
-    """Which logits are of the target's class, and alpha times the weights; target C is background of weight 1."""
-    positive = target[:, None] == torch.arange(logits.shape[1], device=logits.device)
-    factor = torch.where(positive, alpha, 1 - alpha).to(logits.dtype)
-    if weight.numel():
-        factor = factor * F.pad(weight.to(logits.dtype), (0, 1), value=1.0)[target][:, None]
-    return positive, factor
+@functools.lru_cache(maxsize=32)
+def _constants(classes, gamma, dtype, device):
+    """Return class indices, 0 and 1 / gamma on a device; made anew they would be three launches a call."""
+    return (
+        torch.arange(classes, device=device),
+        torch.zeros((), dtype=dtype, device=device),
+        torch.tensor(1 / (gamma or 1.0), dtype=dtype, device=device),
+    )
+
+
+def _focal_terms(input, target, gamma):
+    """Return softplus(z), sigmoid(z), the mask of the target's class, and constants.
+
+    z is the logit, with the other sign for the target's class: a loss is ``factor * sigmoid(z)**gamma * softplus(z)``.
+    """
+    (logits,) = _wide(input)
+    classes, *constants = _constants(logits.shape[1], gamma, logits.dtype, logits.device)
+    positive = target[:, None] == classes
+    z = torch.addcmul(logits, logits, positive, value=-2)
+    return F.softplus(z, 1.0, 40.0), torch.sigmoid(z), positive, *constants  # above 40 it is z, in float64 as well
+
+
+def _write_focal(result, zero, power, term, positive, target, weight, factors):
+    """Write the product of ``power``, ``term``, the factor of each entry (others, target's class) and the weights."""
+    others, own = factors
+    others = others or 2.0**-60  # own is divided by it
+    product = torch.addcmul(zero, power, term, value=others)
+    if weight.numel():  # target C is background of weight 1
+        product = product * F.pad(weight.to(product.dtype), (0, 1), value=1.0)[target][:, None]
+    is_same = result.dtype == product.dtype
+    scaled = torch.addcmul(product, product, positive, value=own / others - 1, out=result if is_same else None)
+    if not is_same:
+        result.copy_(scaled)
 
 
 def sigmoid_focal_loss_forward(input, target, weight, output, gamma, alpha):
     """Logits (N, C), classes (N,), weights of classes (C,) or none, to losses (N, C)."""
-    (logits,) = _wide(input)
-    positive, factor = _of_class(logits, target, weight, alpha)
-    signed = torch.where(positive, logits, -logits)
-    output.copy_(-factor * torch.sigmoid(-signed) ** gamma * F.logsigmoid(signed))
+    softplus, p, positive, zero, _ = _focal_terms(input, target, gamma)
+    _write_focal(output, zero, p.pow_(gamma), softplus, positive, target, weight, (1 - alpha, alpha))
 
 
 def sigmoid_focal_loss_backward(input, target, weight, grad_input, gamma, alpha):
-    (logits,) = _wide(input)
-    positive, factor = _of_class(logits, target, weight, alpha)
-    signed = torch.where(positive, logits, -logits)
-    p, rest = torch.sigmoid(signed), torch.sigmoid(-signed)
-    slope = factor * rest**gamma * (gamma * p * F.logsigmoid(signed) - rest)
-    grad_input.copy_(torch.where(positive, slope, -slope))
+    """The derivative by z is ``factor * p**gamma * (gamma * (1 - p) * softplus(z) + p)`` with p = sigmoid(z)."""
+    softplus, p, positive, zero, inverse = _focal_terms(input, target, gamma)
+    slope = softplus.lerp_(inverse, p) if gamma else p.clone()
+    factors = (1 - alpha) * (gamma or 1.0), -alpha * (gamma or 1.0)
+    _write_focal(grad_input, zero, p.pow_(gamma), slope, positive, target, weight, factors)
 
 
 def _softmax_focal(softmax, target, weight, alpha):
@@ -482,6 +507,49 @@ def _sums(values, rows, weights):
     return F.embedding_bag(rows, values, mode='sum', per_sample_weights=weights)
 
 
+def _takes_rows(value):
+    """Return True on CPUs, and for deterministic algorithms, which ``grid_sample`` has no gradient of on GPUs."""
+    return value.is_cpu or torch.are_deterministic_algorithms_enabled()
+
+
+def _sizes(shapes, starts):
+    """Return [height, width, start] of each level as numbers.
+
+    Reading them waits for the GPU. The tensor, which all layers of a model share, keeps them until it changes.
+    """
+    tensors = shapes, starts
+    versions = None if any(map(torch.Tensor.is_inference, tensors)) else [tensor._version for tensor in tensors]
+    known = getattr(shapes, '_sizes', None)
+    if versions is None or known is None or known[0] is not starts or known[1] != versions:
+        known = starts, versions, torch.cat((shapes, starts[:, None].to(shapes)), 1).tolist()
+        shapes._sizes = known
+    return known[2]
+
+
+class _Levels:
+    """Samples of each level by ``grid_sample``: of values (B, K, heads, D) at locations (B, Q, heads, L, P, 2).
+
+    Iterating gives ``level, maps (B * heads, D, H, W), grid (B * heads, Q, P, 2), where the keys are``.
+    """
+
+    def __init__(self, value, locations, sizes):
+        self.value = value.transpose(1, 2).flatten(0, 1).transpose(1, 2)  # (B * heads, D, K), channels in one place
+        grid = locations.permute(0, 2, 3, 1, 4, 5).flatten(0, 1)
+        # from 0..1 over the map to -1..1
+        self.grid, self.sizes = torch.rsub(grid, -1, alpha=-2), sizes
+
+    def __iter__(self):
+        for level, (height, width, start) in enumerate(self.sizes):
+            keys = slice(start, start + height * width)
+            maps = self.value[:, :, keys].unflatten(2, (height, width))
+            yield level, maps, self.grid[:, level], keys
+
+
+def _by_head(x):
+    """(B, Q, heads, L, P) to (L, B * heads, Q, P)."""
+    return x.permute(3, 0, 2, 1, 4).flatten(1, 2)
+
+
 def ms_deform_attn_forward(
     value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step
 ):
@@ -490,9 +558,18 @@ def ms_deform_attn_forward(
     Zeros outside the maps; a location of 0 is the outer edge of the first pixel.
     """
     values, *tensors = _wide(value, sampling_locations, attention_weights)
-    rows, weights = _samples(*tensors, value_spatial_shapes, value_level_start_index, value.shape[1])
-    output = _sums(values.flatten(0, 2), rows.flatten(0, 2), weights.flatten(0, 2))
-    return output.view(*rows.shape[:2], output.shape[-1] * value.shape[2]).to(value.dtype)
+    batch, _, heads, width = value.shape
+    queries = sampling_locations.shape[1]
+    if _takes_rows(value) or not queries:
+        rows, weights = _samples(*tensors, value_spatial_shapes, value_level_start_index, value.shape[1])
+        output = _sums(values.flatten(0, 2), rows.flatten(0, 2), weights.flatten(0, 2))
+        return output.view(batch, queries, heads * width).to(value.dtype)
+    locations, weights = tensors
+    weights, output = _by_head(weights), None
+    for level, maps, grid, _ in _Levels(values, locations, _sizes(value_spatial_shapes, value_level_start_index)):
+        samples = F.grid_sample(maps, grid, align_corners=False).mul_(weights[level][:, None]).sum(-1)
+        output = samples if output is None else output.add_(samples)
+    return output.view(batch, heads * width, queries).transpose(1, 2).to(value.dtype).contiguous()
 
 
 def ms_deform_attn_backward(
@@ -508,6 +585,16 @@ def ms_deform_attn_backward(
     im2col_step,
 ):
     value, locations, weights, grad_output = _wide(value, sampling_locations, attention_weights, grad_output)
+    if not _takes_rows(value) and locations.shape[1]:
+        tensors = value, locations, weights, grad_output
+        _backward_by_level(
+            tensors,
+            grad_value,
+            grad_sampling_loc,
+            grad_attn_weight,
+            _sizes(value_spatial_shapes, value_level_start_index),
+        )
+        return
     keys, grad_output = value.shape[1], grad_output.reshape(-1, value.shape[-1])
     value, read = value.flatten(0, 2), []
 
@@ -529,33 +616,62 @@ def ms_deform_attn_backward(
     grad_value.copy_(result.view_as(grad_value))
 
 
+def _backward_by_level(tensors, grad_value, grad_locations, grad_weights, sizes):
+    value, locations, weights, grad_output = tensors
+    batch, _, heads, width = value.shape
+    weights = _by_head(weights)
+    grad = grad_output.unflatten(2, (heads, width)).permute(0, 2, 3, 1).flatten(0, 1)[..., None]  # (B * heads, D, Q, 1)
+    for level, maps, grid, keys in _Levels(value, locations, sizes):
+        samples = F.grid_sample(maps, grid, align_corners=False).mul_(grad).sum(1)
+        grad_weights[:, :, :, level].copy_(samples.unflatten(0, (batch, heads)).transpose(1, 2))
+        at_samples = grad * weights[level][:, None]
+        of_maps, of_grid = torch.ops.aten.grid_sampler_2d_backward(at_samples, maps, grid, 0, 0, False, (True, True))
+        grad_value[:, keys].copy_(of_maps.flatten(2).unflatten(0, (batch, heads)).permute(0, 3, 1, 2))
+        of_locations = grad_locations[:, :, :, level]
+        torch.mul(of_grid.unflatten(0, (batch, heads)).transpose(1, 2), 2, out=of_locations)
+
+
 # --- CARAFE (https://arxiv.org/abs/1905.02188): each output pixel is a weighted sum of the pixels around its source ---
 
 
-def _reassemble(features, masks, kernel_size, group_size, scale_factor):
-    """Features (N, C, H, W), masks (N, groups * K * K, H * scale, W * scale): (N, C, H * scale, W * scale)."""
-    height, width = masks.shape[2:]
-    padded = F.pad(features, [kernel_size // 2] * 4).unflatten(1, (group_size, -1))
-    enlarged = padded.repeat_interleave(scale_factor, -2).repeat_interleave(scale_factor, -1)
-    masks = masks.unflatten(1, (group_size, 1, -1))
-    output = 0
-    for tap in range(kernel_size**2):
-        top, left = (scale_factor * step for step in divmod(tap, kernel_size))
-        output = output + enlarged[..., top : top + height, left : left + width] * masks[:, :, :, tap]
-    return output.flatten(1, 2)
+def _windows(features, kernel_size, groups):
+    """Windows around the pixels of features (N, C, H, W), as (N * H * W * groups, K * K, C / groups)."""
+    margin = kernel_size // 2
+    padded = F.pad(features.permute(0, 2, 3, 1), (0, 0, margin, margin, margin, margin))
+    windows = padded.unfold(1, kernel_size, 1).unfold(2, kernel_size, 1).unflatten(3, (groups, -1))
+    return windows.permute(0, 1, 2, 3, 5, 6, 4).flatten(4, 5).flatten(0, 3)
+
+
+def _by_source(x, groups, scale):
+    """Split maps (N, groups * C, H * scale, W * scale) by the source pixel: (N, H, W, groups, scale, scale, C)."""
+    height, width = (size // scale for size in x.shape[2:])
+    x = x.unflatten(3, (width, scale)).unflatten(2, (height, scale)).unflatten(1, (groups, -1))
+    return x.permute(0, 3, 5, 1, 4, 6, 2)
 
 
 def carafe_naive_forward(features, masks, output, kernel_size, group_size, scale_factor):
-    output.copy_(_reassemble(*_wide(features, masks), kernel_size, group_size, scale_factor))
+    """Features (N, C, H, W), masks (N, groups * K * K, H * scale, W * scale): (N, C, H * scale, W * scale).
+
+    The output pixels of a source pixel are the product of their masks and its window.
+    """
+    features, masks = _wide(features, masks)
+    masks, target = (_by_source(x, group_size, scale_factor) for x in (masks, output))
+    with _without_autocast(features.device.type):
+        result = masks.flatten(4, 5).flatten(0, 3) @ _windows(features, kernel_size, group_size)
+    target.copy_(result.view(target.shape))
 
 
 def carafe_naive_backward(top_grad, features, masks, bottom_grad, mask_grad, kernel_size, group_size, scale_factor):
-    def reassemble(features, masks):
-        return _reassemble(features, masks, kernel_size, group_size, scale_factor)
-
-    top_grad, *inputs = _wide(top_grad, features, masks)
-    for target, result in zip((bottom_grad, mask_grad), _gradients(reassemble, inputs, top_grad)):
-        target.copy_(result)
+    top_grad, features, masks = _wide(top_grad, features, masks)
+    height, width = features.shape[2:]
+    masks, top_grad, of_masks = (_by_source(x, group_size, scale_factor) for x in (masks, top_grad, mask_grad))
+    grad = top_grad.flatten(4, 5).flatten(0, 3)  # (N * H * W * groups, scale * scale, C / groups)
+    with _without_autocast(features.device.type):
+        result = grad @ _windows(features, kernel_size, group_size).mT
+        of_windows = masks.flatten(4, 5).flatten(0, 3).mT @ grad
+    of_masks.copy_(result.view(of_masks.shape))
+    result = of_windows.unflatten(0, (len(features), height * width, group_size)).permute(0, 2, 4, 3, 1).flatten(1, 3)
+    bottom_grad.copy_(F.fold(result, (height, width), kernel_size, padding=kernel_size // 2))
 
 
 def carafe_forward(features, masks, rfeatures, routput, rmasks, output, kernel_size, group_size, scale_factor):

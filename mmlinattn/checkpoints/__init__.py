@@ -1,17 +1,18 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Checkpoints: safe reading, the published files, and loading them into our models."""
+"""Checkpoints: safe reading, published files, loading into models."""
 
 from ..utils.errors import CheckpointError, CheckpointNotFoundError
+from .fit import Fit, compare
 from .loading import load_pretrained
 from .released import find_released, released_checkpoints
 from .safe import load_file
 from .schemes import register
-from .states import LoadReport
 
 __all__ = [
     'CheckpointError',
     'CheckpointNotFoundError',
-    'LoadReport',
+    'Fit',
+    'compare',
     'find_released',
     'load_file',
     'load_pretrained',

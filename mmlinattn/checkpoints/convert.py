@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""From a published file to one that a config's model loads with ``strict=True``."""
+"""Conversion of published files for ``load_checkpoint(strict=True)``."""
 
 import os
 from pathlib import Path
@@ -13,15 +13,24 @@ from ..utils import atomic_write
 from ..utils.building import build_model
 from ..utils.errors import CheckpointError
 from ..version import __version__
-from .loading import Conversion, convert_state
+from .fit import Fit
+from .loading import convert_state
 
 PathLike = Union[str, 'os.PathLike[str]']
 
 
-def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> Conversion:
-    """Write ``source`` to ``target`` in the names of the model of ``config``.
+def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> Fit:
+    """Write ``source`` to ``target`` under the names of the model of ``config``.
 
-    ``target`` appears whole, and only when the conversion is complete; ``source`` is never written to.
+    ``target`` is written whole, and only if the conversion is complete. ``source`` is never written to.
+
+    Args:
+        source (str | Path): A file, URL or ``mmlinattn://NAME``.
+        target (str | Path): The file to write.
+        config (str | Path): Config of the model.
+
+    Returns:
+        Fit: The comparison of ``source`` with the model.
 
     Raises:
         RunError: ``source`` cannot be read (:class:`CheckpointError`), ``target`` is the same file, a folder, or cannot
@@ -36,22 +45,22 @@ def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> 
         raise CheckpointError(f'the folder of DST {target} does not exist or cannot be written to')
     checkpoint = CheckpointLoader.load_checkpoint(str(source), 'cpu', logger='silent')
     model = build_model(Config.fromfile(config))
-    conversion = convert_state(checkpoint, str(source), model)
-    if not conversion.complete:
-        return conversion
-    model.load_state_dict(conversion.state_dict)  # key by key, or nothing is written
+    fit = convert_state(checkpoint, str(source), model)
+    if not fit.is_complete:
+        return fit
+    model.load_state_dict(fit.weights)  # strict: key by key, or nothing is written
     meta: dict = dict(source=os.path.basename(source), config_name=os.path.basename(config))
     meta.update(mmlinattn_version=__version__, **_dataset_meta(checkpoint.get('meta') or {}))
     try:
         with atomic_write(target) as file:
-            torch.save(dict(state_dict=conversion.state_dict, meta=meta), file)
+            torch.save(dict(state_dict=fit.weights, meta=meta), file)
     except (OSError, RuntimeError) as error:  # PyTorch reports a full disk as RuntimeError
         raise CheckpointError(f'cannot write {target}: {str(error).splitlines()[0]}') from error
-    return conversion
+    return fit
 
 
 def _dataset_meta(meta: dict) -> dict:
-    """``dataset_meta``, if there is any: class names and colours, which today's inferencers look for in one place."""
+    """Return class names and colours as ``dataset_meta``, also of older files, for inferencers."""
     old_names = dict(CLASSES='classes', PALETTE='palette')
     names = {new: meta[old] for old, new in old_names.items() if meta.get(old) is not None}
     known = meta.get('dataset_meta') or names

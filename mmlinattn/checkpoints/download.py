@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Fetching a checkpoint file once per machine, whole or not at all."""
+"""Atomic downloads of checkpoints, one per machine."""
 
 import os
 import socket
@@ -18,18 +18,18 @@ TIMEOUT = 30  # seconds without a byte from the server
 
 
 def fetch(link: str, path: Path) -> None:
-    """Download ``link`` to ``path``, with a progress bar on a terminal, unless a file is there already.
+    """Download ``link`` to ``path`` unless the file exists, with a progress bar on a terminal.
 
-    The file appears at ``path`` whole, and only after the safe loader has read it: a broken transfer or an error page
-    is never kept. One process per machine downloads, and the others wait for it.
+    The file is kept only if the safe loader can read it: a broken transfer or an error page is removed. One process
+    per machine downloads, and the others wait.
 
     Args:
-        link: an http or https link.
-        path: where the file belongs; a file put there by hand is taken as it is.
+        link (str): An http or https link.
+        path (Path): The target. A file put there by hand is used unchecked.
 
     Raises:
-        CheckpointError: the link cannot be reached, its content is no checkpoint, or the file cannot be written; in one
-            line with the link and ``path``.
+        CheckpointError: The link cannot be reached, its content is no checkpoint, or the file cannot be written. The
+            message has the link and ``path``.
     """
     if path.exists():
         return
@@ -43,18 +43,18 @@ def fetch(link: str, path: Path) -> None:
         raise CheckpointError(
             f'{link} did not send a usable checkpoint: {error}; nothing was kept; {advice}'
         ) from error
-    except (OSError, ValueError, HTTPException, NotImplementedError) as error:  # the last: of a disk without locks
+    except (OSError, ValueError, HTTPException, NotImplementedError) as error:  # the last from a disk without locks
         raise CheckpointError(f'cannot download {link} ({described(error)}); {advice}') from error
 
 
 def _fetch(link: str, path: Path) -> None:
     print_log(f'Downloading {link} to {path}', logger='current')
     part = path.with_name(f'.{path.name}.part')
-    patience = socket.getdefaulttimeout()  # with a server, which torch.hub leaves to the process
+    patience = socket.getdefaulttimeout()  # torch.hub sets no timeout
     socket.setdefaulttimeout(TIMEOUT)
     try:
         torch.hub.download_url_to_file(link, str(part), progress=sys.stderr.isatty())
-        load_file(part, name='what it sent')
+        load_file(part, name='the download')
         os.replace(part, path)
     finally:
         socket.setdefaulttimeout(patience)

@@ -1,15 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""From a checkpoint of any accepted kind to a backbone that begins with its weights, or to a model that was trained.
+"""Load checkpoints of any accepted kind: weights to start a backbone from, or a model that was trained.
 
-All tools load by this file. A model counts as trained when a checkpoint gave it every parameter; frozen ones, which
-adapters such as LoRA do not save, may come from the ``init_cfg`` that they had in training.
+A model counts as trained if a checkpoint gave it every parameter. Frozen parameters, which adapters such as LoRA do not
+save, may come from the ``init_cfg`` that they had in training.
 """
 
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 from mmengine.config import Config
 from mmengine.logging import print_log
@@ -17,25 +16,13 @@ from mmengine.model import update_init_info
 from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
 
-from ..utils.building import build_model, is_pretrained
+from ..utils.building import build_model
 from ..utils.errors import CheckpointError, RunError
-from .states import (
-    LoadReport,
-    backbone_state,
-    fit_backbone,
-    fit_state,
-    kind_of,
-    model_state,
-    not_compiled,
-    not_finite,
-    some,
-    state_dict_of,
-    strip_prefix,
-)
+from .fit import Fit, compare, listed, needed, some
+from .states import backbone_state, model_state, not_compiled, state_dict_of, strip_prefix
 
-_INSIDE = re.compile(r'\b(module|original_layer)\.')  # what LoRAModel and LoRALinear call what they adapt
+_INSIDE = re.compile(r'\b(module|original_layer)\.')  # names of the adapted module in LoRAModel and LoRALinear
 UNUSED_IN_TESTS = ('auxiliary_head',)
-_OTHER_SHAPE = re.compile(r'size mismatch for (\S+): .*?\[([\d, ]*)\]\D*\[([\d, ]*)\]')  # in PyTorch's own message
 
 
 def load_pretrained(
@@ -44,207 +31,93 @@ def load_pretrained(
     map_location: Any = 'cpu',
     logger: Union[logging.Logger, str, None] = 'current',
     prefix: Optional[str] = None,
-) -> LoadReport:
+) -> Fit:
     """Load pretrained weights into one of our backbones.
 
     Args:
-        backbone: the model that takes the weights.
-        checkpoint: anything MMEngine's CheckpointLoader takes (a path, a URL, ``mmlinattn://NAME``), holding a released
-            file as its authors published it (a classifier, a dense backbone, or a whole detector or segmentor) or our
-            own (a backbone, or a whole model with a ``backbone.`` part).
-        map_location: as in :func:`torch.load`.
-        logger: where MMEngine's ``print_log`` writes. Defaults to the current logger.
-        prefix: the part of the file to take. Defaults to ``backbone.`` where there is one.
+        backbone (nn.Module): The model that takes the weights.
+        checkpoint (str): A path, URL, ``mmlinattn://NAME`` or other address of MMEngine's CheckpointLoader. The file is
+            a released one as its authors published it (a classifier, a dense backbone, or a whole detector or
+            segmentor) or our own (a backbone, or a whole model with a ``backbone.`` part).
+        map_location: As in :func:`torch.load`.
+        logger: Argument of MMEngine's ``print_log``. Defaults to the current logger.
+        prefix (str, optional): The part of the file to take. Defaults to ``backbone.`` if the file has one.
 
     Returns:
-        What was loaded, missing, unexpected and of another shape. Head keys are skipped; the rest of what did not fit
-        is listed in one warning.
+        Fit: The comparison. Head keys are skipped; all other differences are listed in one warning.
 
     Raises:
-        CheckpointError: the file cannot be read, or nothing of it fits (the backbone is then as it was).
-        ValueError: ``checkpoint`` is no such text.
+        CheckpointError: The file cannot be read, or nothing of it fits. The backbone is then unchanged.
+        ValueError: ``checkpoint`` is not a text.
     """
     if not isinstance(checkpoint, str) or not checkpoint:
-        raise ValueError(f'checkpoint={checkpoint!r} has to be a path, an address or mmlinattn://NAME')
+        raise ValueError(f'checkpoint={checkpoint!r}: expected a path, an address or mmlinattn://NAME')
     loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location, logger)
     state, _, _ = backbone_state(loaded, checkpoint, prefix)
-    fits, report = fit_backbone(backbone, state)
+    fit = compare(backbone, _adapted(backbone, state))
+    other = listed({**fit.mismatched, **{key: f'{kind}, not real' for key, kind in fit.not_real.items()}})
     kind = type(backbone).__name__
-    if not fits:
+    if fit.is_empty:
         raise CheckpointError(
             f'nothing in {checkpoint} fits {kind}: the file has {some(state or state_dict_of(loaded, checkpoint))}; '
             f'the model has {some(backbone.state_dict())}'
-            + (f'; of another shape or kind: {report.mismatched[0]}' if report.mismatched else '')
+            + (f'; of another shape or kind: {other[0]}' if other else '')
         )
-    backbone.load_state_dict(fits, strict=False)
+    backbone.load_state_dict(fit.weights, strict=False)
     if hasattr(backbone, '_params_init_info'):  # MMEngine's log of where each weight comes from
         update_init_info(backbone, f'load_pretrained: from {checkpoint}')
     problems = {
-        'missing in the file': report.missing,
-        'unexpected in the file': report.unexpected,
-        'of another shape or kind, not loaded': report.mismatched,
-        'NaN or infinite': not_finite(fits, fits),
+        'missing in the file': fit.missing,
+        'unexpected in the file': fit.unexpected,
+        'of another shape or kind, not loaded': other,
+        'NaN or infinite': fit.nonfinite,
     }
-    listed = '; '.join(f'{title}: {", ".join(keys)}' for title, keys in problems.items() if keys)
-    if listed:
-        print_log(f'{checkpoint} and {kind} do not match exactly. {listed}', logger=logger, level=logging.WARNING)
-    return report
+    text = '; '.join(f'{title}: {", ".join(keys)}' for title, keys in problems.items() if keys)
+    if text:
+        print_log(f'{checkpoint} and {kind} do not match exactly. {text}', logger=logger, level=logging.WARNING)
+    return fit
 
 
-# --- whole models -----------------------------------------------------------------------------------------------------
+def _adapted(backbone: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Resize position tables of another grid, if the backbone can."""
+    adapt = getattr(backbone, 'adapt_state_dict', None)
+    return adapt(state) if adapt else state
 
 
-class Conversion(NamedTuple):
-    """A checkpoint in the names of a model, and how it fits.
-
-    Attributes:
-        state_dict: the tensors that fit, under the model's names.
-        report: what fits and what does not.
-        dropped: keys left out on purpose.
-    """
-
-    state_dict: dict[str, Tensor]
-    report: LoadReport
-    dropped: list[str]
-
-    @property
-    def complete(self) -> bool:
-        """Whether the state dict is the model's, key by key."""
-        return not (self.report.missing or self.report.unexpected or self.report.mismatched)
-
-
-def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Conversion:
-    """Rewrite a loaded checkpoint in the names of ``model``.
+def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Fit:
+    """Compare a loaded checkpoint with ``model``, under the model's names.
 
     Args:
-        checkpoint: a released classifier, backbone, MMDetection 2.x detector or MMSegmentation 0.x segmentor, or a
-            model of this project.
-        source: where it came from, for messages.
-        model: an MMDetection, MMSegmentation or MMPretrain model with a ``backbone``.
+        checkpoint (dict): A released classifier, backbone, MMDetection 2.x detector or MMSegmentation 0.x segmentor, or
+            a model of this project.
+        source (str): Its address, for messages.
+        model (nn.Module): An MMDetection, MMSegmentation or MMPretrain model with a ``backbone``.
+
+    Returns:
+        Fit: The comparison; ``weights`` have batch counters of zero if the file lacks them, for strict loading.
 
     Raises:
-        CheckpointError: the checkpoint holds no weights, or the model has no backbone.
+        CheckpointError: The checkpoint holds no weights, or the model has no backbone.
     """
     backbone = getattr(model, 'backbone', None)
     if not isinstance(backbone, nn.Module):
         raise CheckpointError(f'{source}: {type(model).__name__} has no backbone to convert a file for')
     state, dropped = model_state(checkpoint, source)
-    of_backbone, report = fit_backbone(backbone, strip_prefix(state, 'backbone'))
-    own, rest = ({k: v for k, v in s.items() if not k.startswith('backbone.')} for s in (model.state_dict(), state))
-    of_rest, rest_report = fit_state(own, rest)
-    fits = {**{f'backbone.{key}': value for key, value in of_backbone.items()}, **of_rest}
-    report = LoadReport(*([f'backbone.{key}' for key in keys] + others for keys, others in zip(report, rest_report)))
-    # Batch counters are the one thing a file may lack: PyTorch's own strict loading wants them.
+    inside = _adapted(backbone, strip_prefix(state, 'backbone'))
+    state = {key: value for key, value in state.items() if not key.startswith('backbone.')}
+    fit = compare(model, {**{f'backbone.{key}': value for key, value in inside.items()}, **state})
     for key, value in model.state_dict().items():
         if key.endswith('num_batches_tracked'):
-            fits.setdefault(key, value)
-    return Conversion(fits, report, dropped + report.ignored)
+            fit.weights.setdefault(key, value)
+    return fit._replace(ignored=dropped + fit.ignored)
 
 
-class MissingWeights(NamedTuple):
-    """The weights that a model still lacks after a checkpoint was loaded.
-
-    Attributes:
-        mismatched: keys of another shape, with both shapes.
-        missing: parameters and running statistics that nobody trained: neither the checkpoint nor, of frozen ones,
-            ``init_cfg`` gave them.
-        unexpected: weights that a backbone of this package has no place for: it computes something else than the one
-            that was trained.
-        nothing_fits: whether the checkpoint gave no weight at all.
-    """
-
-    mismatched: list[str]
-    missing: list[str]
-    unexpected: list[str]
-    nothing_fits: bool
-
-    def __str__(self) -> str:
-        parts = [f'left out for its shape: {", ".join(self.mismatched)}'] * bool(self.mismatched)
-        parts += [f'{len(self.missing)} parameters not in the file: {some(self.missing)}'] * bool(self.missing)
-        parts += [f'{len(self.unexpected)} weights not in the model: {some(self.unexpected)}'] * bool(self.unexpected)
-        return f'the checkpoint does not fit the model; {"; ".join(parts)}. '
-
-
-def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...] = ()) -> MissingWeights:
-    """Load what fits of a state dict, and find what the model lacks then.
-
-    Modules may rename and resize weights while they load, and adapters keep frozen ones out of ``state_dict``, so what
-    counts is which parameters were written. Keys that begin as one of ``left_out`` may lack or differ.
-    """
-    parameters = trained_weights(model)
-    versions = {name: parameter._version for name, parameter in parameters.items()}
-    differing = {}
-    unexpected: list[str] = []
-    try:
-        unexpected = getattr(model.load_state_dict(state, strict=False), 'unexpected_keys', [])
-    except RuntimeError as error:
-        for key, *shapes in _OTHER_SHAPE.findall(str(error)):
-            theirs, ours = (shape.replace(', ', 'x') or 'scalar' for shape in shapes)
-            differing[key] = f'{key} ({theirs} in the file, {ours} in the model)'
-        if not differing:
-            raise
-    given = tuple(
-        f'{name}.' if name else ''
-        for name, module in model.named_modules()
-        if getattr(module, 'is_init', False) and is_pretrained(getattr(module, 'init_cfg', None))
-    )
-    untouched = [name for name, parameter in parameters.items() if parameter._version == versions[name]]
-    missing = [
-        name
-        for name in untouched
-        if name not in state
-        and not name.startswith(left_out)
-        and (parameters[name].requires_grad or not name.startswith(given))
-    ]
-    backbones = [(f'{n}.' if n else '', part) for n, part in model.named_modules() if hasattr(part, 'ignorable_keys')]
-    return MissingWeights(
-        [text for key, text in differing.items() if not key.startswith(left_out)],
-        missing,
-        [
-            key
-            for key in unexpected
-            for beginning, backbone in backbones
-            if key.startswith(beginning) and not key.startswith(left_out)
-            if not backbone.ignorable_keys(key.removeprefix(beginning))
-        ],
-        len(untouched) == len(parameters) > 0,
-    )
-
-
-def trained_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What training changes, by its keys: parameters and running statistics. Masks and tables among the other buffers
-    may well be infinite."""
-    return {**dict(model.named_parameters()), **running_statistics(model)}
-
-
-def running_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Running means and variances of the norms of a model, by their keys."""
-    return {key: buffer for key, buffer in model.named_buffers() if key.endswith(('running_mean', 'running_var'))}
-
-
-def check_values(
-    model: nn.Module, state: Mapping[str, Tensor], allow_nonfinite: bool = False, advice: str = ''
-) -> None:
-    """Refuse weights that no model computes with.
-
-    Raises:
-        RunError: weights of the model are no real numbers in ``state``, or NaN or infinite.
-    """
-    own = [key for key, value in model.state_dict().items() if key in state and kind_of(value) == 'real']
-    other = [f'{key} ({kind_of(state[key])})' for key in own if kind_of(state[key]) != 'real']
-    if other:
-        raise RunError(f'the checkpoint does not fit the model; no real numbers in memory: {some(other)}.')
-    broken = [] if allow_nonfinite else not_finite(state, trained_weights(model))
-    if broken:
-        raise RunError(
-            f'{len(broken)} weights of the checkpoint are NaN or infinite: {some(broken)}. It was saved by a run that '
-            f'had failed; take an earlier one.{advice}'
-        )
+# --- whole models -----------------------------------------------------------------------------------------------------
 
 
 def rename_wrapped(state: dict, model: nn.Module) -> None:
-    """Give weights of a state dict, in place, the names that they have in ``model``: without ``_orig_mod`` where it is
-    not compiled; inside of adapters (MMPretrain's LoRA), where they are of a model that has none."""
+    """Rename weights in place as ``model`` has them: without ``_orig_mod`` if it is not compiled, and into adapters
+    (MMPretrain's LoRA) from a model without."""
     keys = [key for key in state if '_orig_mod.' in key]
     if keys and not any('_orig_mod.' in key for key in model.state_dict()):
         for key in keys:
@@ -258,80 +131,79 @@ def rename_wrapped(state: dict, model: nn.Module) -> None:
 
 
 def runner_state(checkpoint: dict, model: nn.Module) -> OrderedDict:
-    """The weights that MMEngine's Runner loads from a checkpoint, which get the names they have in ``model``."""
+    """Return the weights that MMEngine's Runner loads from a checkpoint, renamed in place as ``model`` has them."""
     state = checkpoint.get('state_dict', checkpoint)
     rename_wrapped(state, model)
     # the runner's own pattern, whose dot is any character: it loads nothing into a part named module_list
     tensors = OrderedDict((re.sub('^module.', '', key), v) for key, v in state.items() if isinstance(v, Tensor))
-    vars(tensors)['_metadata'] = getattr(state, '_metadata', OrderedDict())  # the versions of its modules
+    tensors._metadata = getattr(state, '_metadata', OrderedDict())  # type: ignore[attr-defined]  # module versions
     return tensors
 
 
 def check_trained(model: nn.Module, checkpoint: dict) -> None:
-    """Refuse a checkpoint that leaves a model with weights nobody trained; it is loaded by this, as a Runner would.
+    """Load a checkpoint as a Runner would, but refuse one that leaves weights untrained.
 
     Raises:
-        RunError: parameters are missing, have another shape, are no real numbers or are not finite, or the backbone
+        RunError: Parameters are missing, have another shape, are no real numbers or are not finite, or the backbone
             lacks some of the checkpoint's.
     """
-    state = runner_state(checkpoint, model)
-    check_values(model, state)
-    lacking = fill(model, state, UNUSED_IN_TESTS)
-    if any(lacking[:3]):
-        raise RunError(f'{lacking}The config has to be the one of the checkpoint.')
+    fit = compare(model, runner_state(checkpoint, model))
+    fit.check_values()
+    fit = needed(model, fit, UNUSED_IN_TESTS)
+    if fit.missing or fit.unexpected or fit.mismatched:
+        raise RunError(f'{fit}Use the config of the checkpoint.')
+    model.load_state_dict(fit.weights, strict=False)
 
 
 def trained_model(
     cfg: Config, source: str, part: str = '', name: str = 'the config'
 ) -> tuple[nn.Module, Optional[dict]]:
-    """The model of a config with the weights of a checkpoint, published or of this project.
+    """Build the model of a config with the weights of a checkpoint, published or of this project.
 
-    What ``init_cfg`` names is read only where frozen weights come from it.
+    ``init_cfg`` is read only if frozen weights come from it.
 
     Args:
-        cfg: of a detector, segmentor or classifier.
-        source: a file, URL or ``mmlinattn://NAME``.
-        part: beginning of the keys that have to be trained; all but auxiliary heads by default.
-        name: of the config, for messages.
+        cfg (Config): Config of a detector, segmentor or classifier.
+        source (str): A file, URL or ``mmlinattn://NAME``.
+        part (str): Beginning of the keys that have to be trained. Defaults to all but auxiliary heads.
+        name (str): Name of the config, for messages.
 
     Returns:
-        The model, and ``meta`` of the checkpoint where it has one.
+        tuple[nn.Module, dict | None]: The model, and ``meta`` of the checkpoint.
 
     Raises:
-        RunError: the model cannot be built, the checkpoint cannot be read, or a weight that counts is missing, of
-            another shape, left over or no finite number.
+        RunError: The model cannot be built, the checkpoint cannot be read, or a weight that counts is missing, of
+            another shape, unexpected or no finite number.
     """
     checkpoint: Any = CheckpointLoader.load_checkpoint(source, 'cpu', logger='silent')
 
-    def wanted(keys: list[str]) -> list[str]:
-        return [key for key in keys if key.startswith(part) and not key.startswith(UNUSED_IN_TESTS)]
+    def counts(key: str) -> bool:
+        return key.startswith(part) and not key.startswith(UNUSED_IN_TESTS)
 
     for pretrained in (False, True):
         model: Any = build_model(cfg, pretrained)
         if pretrained:
             model.init_weights()
-        state, report, _ = convert_state(checkpoint, source, model)
-        parameters = dict(model.named_parameters())
-        missing = wanted(fill(model, state).missing)
-        trains = [key for key in missing if key in parameters and parameters[key].requires_grad]
-        if trains or not missing:  # what trains is in the checkpoint or nowhere
+        fit = convert_state(checkpoint, source, model).only(counts)
+        missing, weights = needed(model, fit).missing, dict(model.named_parameters())
+        trains = [key for key in missing if key in weights and weights[key].requires_grad]
+        if trains or not missing:  # a weight that trains is in the checkpoint or nowhere
             missing = trains
             break
-    own_parts = {child for child, _ in model.named_children()} - {'data_preprocessor'}  # whose mean is in the config
+    own_parts = {child for child, _ in model.named_children()} - {'data_preprocessor'}  # its mean is in the config
     problems = dict(
-        mismatched=wanted(report.mismatched),
-        unexpected=wanted([key for key in report.unexpected if key.partition('.')[0] in own_parts]),
-        missing=[*dict.fromkeys(missing + wanted([key for key in report.missing if key not in parameters]))],
+        mismatched=listed(fit.mismatched),
+        unexpected=[key for key in fit.unexpected if key.partition('.')[0] in own_parts],
+        missing=missing,
     )
-    what, wrong = next(((what, keys) for what, keys in problems.items() if keys), ('', []))
-    if wrong:
-        raise RunError(f'checkpoint {source!r} does not fit the model of {name}; {what}: {some(wrong)}.')
-    if not wanted(report.loaded):
-        raise RunError(
-            f'checkpoint {source!r} does not fit the model of {name}; it has {some(state_dict_of(checkpoint, source))}.'
-        )
+    fault = next((f'; {kind}: {some(keys)}' for kind, keys in problems.items() if keys), '')
+    if not fault and not any(map(counts, fit.weights)):
+        fault = f'; it has {some(state_dict_of(checkpoint, source))}'
+    if fault:
+        raise RunError(f'checkpoint {source!r} does not fit the model of {name}{fault}.')
     try:
-        check_values(model, state)
+        fit.check_values()
     except RunError as error:
         raise RunError(f'{source}: {error}') from error
+    model.load_state_dict(fit.weights, strict=False)
     return model, checkpoint.get('meta') if isinstance(checkpoint, dict) else None

@@ -1,9 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The checkpoints that the methods' authors published, by name.
+"""Checkpoints published by the methods' authors, by name.
 
-``released_checkpoints.csv`` lists them with their links. A name is the stem of a config of this project
-(``ravlt_b_cascade_3x``: the whole detector; ``ravlt_b_in1k``: the whole classifier) or a backbone's (``ravlt_b``: the
-ImageNet weights, without classifier).
+``released_checkpoints.csv`` lists them with their links. A name is one of:
+
+- the stem of a config of this project: the whole model (detector ``ravlt_b_cascade_3x``, classifier ``ravlt_b_in1k``);
+- a backbone: its ImageNet weights, without classifier (``ravlt_b``).
 """
 
 import csv
@@ -22,13 +23,13 @@ _TABLE = Path(__file__).with_name('released_checkpoints.csv')
 
 
 class Released(NamedTuple):
-    """One published checkpoint under one of its names.
+    """Published checkpoint under one of its names.
 
     Attributes:
-        name: the name asked for.
-        link: where its authors put it.
-        file_name: name of the file in the cache; the link's own where it has one.
-        bare: whether the name is of a backbone without head.
+        name (str): The name.
+        link (str): The authors' link.
+        file_name (str): Name of the file in the cache: the link's own, if it has one.
+        bare (bool): True for a backbone without head.
     """
 
     name: str
@@ -38,13 +39,13 @@ class Released(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """The path of the file in the cache, which is tried before a download."""
+        """The path in the cache."""
         return Path(torch.hub.get_dir(), 'checkpoints', 'mmlinattn', self.file_name)
 
 
 @functools.cache
 def released_checkpoints() -> dict[str, Released]:
-    """Every published checkpoint by name; ImageNet files appear as NAME and as NAME_in1k."""
+    """Return all published checkpoints by name. ImageNet files are there as NAME and as NAME_in1k."""
     table = {}
     with open(_TABLE, newline='') as file:
         for row in csv.DictReader(file):
@@ -57,10 +58,10 @@ def released_checkpoints() -> dict[str, Released]:
 
 
 def find_released(name: str) -> Released:
-    """The published checkpoint called ``name``.
+    """Return the published checkpoint ``name``.
 
     Raises:
-        CheckpointError: there is none; the message lists the known names, the closest first.
+        CheckpointError: The name is unknown. The message lists the known names, the closest first.
     """
     table = released_checkpoints()
     if name in table:
@@ -71,6 +72,6 @@ def find_released(name: str) -> Released:
 
 
 def find_link(link: str) -> Optional[Released]:
-    """The published checkpoint, whole, that is behind a link with or without fragment; None for other links."""
+    """Return the whole published checkpoint of a link, with or without fragment, or None."""
     plain = link.partition('#')[0]
     return next((entry for entry in released_checkpoints().values() if entry.link == plain and not entry.bare), None)

@@ -1,9 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Reading checkpoint files without running anything that is in them.
+"""Safe reading of checkpoints: nothing in a file is run.
 
-A checkpoint is a pickle, and a pickle can run any code. Everything here goes through PyTorch's ``weights_only`` loader,
-which builds only what is on a list. The list is extended, while a file is read, by the few harmless types that training
-frameworks leave in their checkpoints next to the weights.
+A checkpoint is a pickle, and a pickle can run any code. PyTorch's ``weights_only`` loader builds listed types only. The
+list is extended, while a file is read, by the harmless types that training frameworks leave in checkpoints.
 """
 
 import argparse
@@ -12,13 +11,14 @@ import functools
 import os
 import pathlib
 import pickle
-import re
+import pickletools
 import threading
 import warnings
 import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -28,23 +28,30 @@ from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 
 from ..utils.errors import CheckpointError, CheckpointNotFoundError
+from ..utils.private_apis import listed_globals
 
 _ZIP_START = b'PK\x03\x04'
 _LEGACY_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
-# where files keep their weights; the first one present counts
+# keys of the weights in files; the first one present counts
 STATE_KEYS = ('state_dict', 'model', 'model_ema', 'state_dict_ema')
 
 
-class _ReadHistoryBuffer(HistoryBuffer):
-    """MMEngine's log buffer as it is read: its own ``__setstate__`` takes any attribute, and functions for all buffers.
+class _Refused(Exception):
+    """Object in a checkpoint that is not known to be harmless; the message is its name."""
 
-    Once read it is a plain HistoryBuffer.
+
+class _ReadHistoryBuffer(HistoryBuffer):
+    """MMEngine's log buffer, without its ``__setstate__``, which takes any attribute and functions for all buffers.
+
+    Its copies and pickles are plain HistoryBuffers.
     """
 
     def __setstate__(self, state: Any) -> None:
         log, count = (np.asarray(state[f'_{kind}_history'], float) for kind in ('log', 'count'))
         super().__init__(log, count, int(state['max_length']))
-        self.__class__ = HistoryBuffer
+
+    def __reduce__(self) -> tuple:
+        return HistoryBuffer, (*self.data, self.max_length)
 
 
 _FUNCTIONS = {name: getattr(HistoryBuffer, name) for name in ('min', 'max', 'mean', 'current')}
@@ -52,20 +59,19 @@ _FUNCTIONS.update((name, getattr(OneCycleParamScheduler, name)) for name in ('_a
 
 
 def _known_attribute(owner: Any, name: str) -> Any:
-    """``getattr`` inside a checkpoint: gives six functions of MMEngine and nothing else.
+    """Replace ``getattr`` inside a checkpoint: return one of six functions of MMEngine.
 
-    Protocol 2 pickles a function defined inside a class as ``getattr(class, name)``, and every checkpoint of MMEngine
-    holds four of them (the statistics of its HistoryBuffer). ``getattr`` itself would open every attribute of every
-    listed type, so it never is on the list.
+    Protocol 2 pickles a function of a class as ``getattr(class, name)``; MMEngine's checkpoints hold the four
+    statistics of its HistoryBuffer. ``getattr`` itself, with every attribute of every listed type, is never listed.
     """
     if name not in _FUNCTIONS:
-        raise pickle.UnpicklingError('Unsupported global: GLOBAL builtins.getattr')
+        raise _Refused('builtins.getattr')
     return _FUNCTIONS[name]
 
 
 def _numeric(dtype: np.dtype) -> np.dtype:
     if dtype.kind not in 'biufc':
-        raise pickle.UnpicklingError(f'Unsupported global: GLOBAL numpy.dtype[{dtype}]')
+        raise _Refused(f'numpy.dtype[{dtype}]')
     return dtype
 
 
@@ -78,32 +84,31 @@ def _numpy_scalar(dtype: np.dtype, data: bytes) -> np.generic:
 
 
 def _numpy_array(*_: Any) -> np.ndarray:
-    """An empty array, which the unpickler then fills through ``__setstate__``."""
+    """Return an empty array; the unpickler fills it through ``__setstate__``."""
     return np.ndarray((0,), np.int8)
 
 
 def _settings(*args: Any) -> OrderedDict:
-    """A dict with attribute access, as one of a type that the unpickler fills."""
+    """Return a plain dict for one with attribute access."""
     return OrderedDict(*(arg for arg in args if isinstance(arg, dict)))
 
 
 def _stand_in(name: str, make: Callable) -> type:
-    """A class with the full name ``name`` whose instances are what ``make`` gives."""
+    """Make a class with the full name ``name`` and the instances of ``make``."""
     module, _, kind = name.rpartition('.')
     return type(kind, (), {'__module__': module, '__new__': lambda cls, *args: make(*args)})
 
 
 @functools.cache
 def safe_globals() -> list[Any]:
-    """The harmless types, each under the name by which checkpoints ask for it.
+    """Return the harmless types, under the names that checkpoints ask for.
 
-    Where the named object does more than hold data, or its package is usually not installed, an inert object answers to
-    its name.
+    An inert object replaces a type that does more than hold data, or of a package that is usually not installed.
     """
-    made: dict[str, Callable] = {
+    stand_ins: dict[str, Callable] = {
         'mmengine.logging.history_buffer.HistoryBuffer': _ReadHistoryBuffer,
         'builtins.getattr': _known_attribute,
-        'builtins.bytes': lambda: b'',  # protocol 2, of arrays without numbers
+        'builtins.bytes': lambda: b'',  # empty arrays in protocol 2
         f'{OneCycleParamScheduler.__module__}.OneCycleParamScheduler': object,
         'numpy.dtype': _numpy_dtype,
         'pathlib.PosixPath': pathlib.PurePosixPath,
@@ -113,24 +118,23 @@ def safe_globals() -> list[Any]:
         'mmcv.utils.config.ConfigDict': _settings,
         'mmengine.config.config.ConfigDict': _settings,
     }
-    for core in ('core', '_core'):  # NumPy 2 moved the one to the other; files of both ages are read by both
-        made[f'numpy.{core}.multiarray._reconstruct'] = _numpy_array
-        made[f'numpy.{core}.multiarray.scalar'] = _numpy_scalar
-    # the last two are on PyTorch's own list since 2.5 and 2.6
-    named_so = [_ReadHistoryBuffer, argparse.Namespace, np.ndarray, codecs.encode, set]
-    named_so += {type(np.dtype(code)) for code in '?bhilqBHILQefdgFDG'}
-    return named_so + [_stand_in(name, make) for name, make in made.items()]
+    for core in ('core', '_core'):  # renamed in NumPy 2; either reads files of both
+        stand_ins[f'numpy.{core}.multiarray._reconstruct'] = _numpy_array
+        stand_ins[f'numpy.{core}.multiarray.scalar'] = _numpy_scalar
+    # PyTorch lists the last two since 2.5 and 2.6
+    known = [_ReadHistoryBuffer, argparse.Namespace, np.ndarray, codecs.encode, set]
+    known += {type(np.dtype(code)) for code in '?bhilqBHILQefdgFDG'}
+    return known + [_stand_in(name, make) for name, make in stand_ins.items()]
 
 
-_LIST = threading.Lock()  # the list is the process's: threads that load take turns
+_LIST = threading.Lock()  # one list per process: threads take turns
 
 
 @contextmanager
 def _listed() -> Iterator[None]:
-    """PyTorch's list with :func:`safe_globals`, for a while.
+    """Extend PyTorch's list by :func:`safe_globals`.
 
-    What the process has put on the list counts, except ``getattr``, which is common advice on MMEngine's error with
-    PyTorch 2.6 and opens every attribute.
+    Entries of the process stay, but for ``getattr``: common advice on MMEngine's error with PyTorch 2.6, and unsafe.
     """
     with _LIST:
         theirs = torch.serialization.get_safe_globals()
@@ -145,7 +149,7 @@ def _listed() -> Iterator[None]:
 
 
 def _why_not_a_checkpoint(path: Path) -> Optional[str]:
-    """The kind of a file that ``torch.save`` cannot have written, by its first bytes."""
+    """Describe a file that ``torch.save`` cannot have written, by its first bytes."""
     with open(path, 'rb') as file:
         head = file.read(256)
     text = head.lstrip().lower()
@@ -167,20 +171,20 @@ def _why_not_a_checkpoint(path: Path) -> Optional[str]:
 
 
 def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Optional[str] = None) -> Any:
-    """Read a checkpoint file; nothing in it is run, neither now nor by MMEngine later.
+    """Read a checkpoint file. Nothing in it is run, neither now nor by MMEngine later.
 
     Args:
-        path: a file written by ``torch.save``, in its zip or its older format.
-        map_location: as in :func:`torch.load`. Defaults to ``'cpu'``.
-        name: what messages call it. Defaults to the path.
+        path (str | Path): A file written by ``torch.save``, in its zip or its older format.
+        map_location: As in :func:`torch.load`.
+        name (str, optional): Name of the file in messages. Defaults to the path.
 
     Returns:
-        The saved dict (or one tensor or array): tensors, plain Python data, and the types of :func:`safe_globals`,
-        without ``meta['config']``, which ``Runner.resume`` would run as Python. MMEngine itself writes ``cfg``.
+        dict | Tensor | ndarray: Tensors, plain Python data and the types of :func:`safe_globals`. ``meta['config']`` is
+        dropped, as ``Runner.resume`` would run it; MMEngine itself writes ``cfg``.
 
     Raises:
-        CheckpointError: in one line that names the file: it does not exist (then a :class:`CheckpointNotFoundError`),
-            is no checkpoint, is cut short or damaged, or asks for something that is not known to be harmless.
+        CheckpointError: The file does not exist (:class:`CheckpointNotFoundError`), is no checkpoint, is cut short or
+            damaged, or asks for a type that is not known to be harmless. The message is one line.
     """
     path = Path(path).expanduser()
     name = name or str(path)
@@ -193,7 +197,7 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Op
         if reason:
             raise CheckpointError(f'{name} {reason}')
         with warnings.catch_warnings():
-            # A pickle of another protocol is refused below or loads; either way no news.
+            # a pickle of another protocol loads or is refused below
             warnings.filterwarnings('ignore', message='Detected pickle protocol')
             with _listed():
                 checkpoint = torch.load(path, map_location, weights_only=True)
@@ -201,22 +205,44 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Op
     except (CheckpointError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:
-        refused = re.search(r'(?:unsupported global:?|unsupported) GLOBAL (\S+)', str(error), re.I)
+        refused = str(error) if isinstance(error, _Refused) else ''
+        if isinstance(error, pickle.UnpicklingError):
+            with suppress(Exception), _listed():  # a damaged file has no readable names
+                refused = _unlisted(path)
         if refused:
             raise CheckpointError(
-                f'{name} was refused: it asks for {refused[1]}, which is not known to be harmless '
-                '(a checkpoint can hide code); nothing of it was run'
+                f'{name} was refused: it asks for {refused}, which is not known to be harmless '
+                '(a checkpoint can hide code); nothing was run'
             ) from None
-        # What PyTorch's loader says of the file comes last, after advice on its own list.
-        lines = [line.strip() for line in str(error).rpartition('WeightsUnpickler error:')[2].splitlines()]
-        detail = next(filter(None, lines), '')
         raise CheckpointError(
-            f'{name} cannot be read ({type(error).__name__}: {detail[:200]}); the file may be cut short or damaged'
+            f'{name} cannot be read ({type(error).__name__}); the file may be cut short or damaged'
         ) from error
 
 
+def _unlisted(path: Path) -> str:
+    """Return the full name of the first type that the pickles of a file ask for and that is not listed, or ''."""
+    listed = listed_globals()
+    with open(path, 'rb') as file:
+        pickles: list = [file] * 4  # of the older format: magic number, protocol, system, checkpoint
+        if file.read(4) == _ZIP_START:
+            archive = zipfile.ZipFile(file)
+            pickles = [archive.open(entry) for entry in archive.namelist() if entry.endswith('data.pkl')]
+        else:
+            file.seek(0)
+        for stream in pickles:
+            texts: list[str] = []
+            for opcode, argument, _ in pickletools.genops(stream):
+                texts += [argument] * isinstance(argument, str)
+                if opcode.name in ('GLOBAL', 'STACK_GLOBAL'):  # protocol 4 puts module and name on the stack
+                    module, name = ' '.join(texts[-2:]).split(' ')[-2:]
+                    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+                    if f'{module}.{name}' not in listed:
+                        return f'{module}.{name}'
+    return ''
+
+
 def _plain(checkpoint: Any, name: str) -> Any:
-    """A loaded checkpoint, checked to be of the form that MMEngine expects, without the text that it would run."""
+    """Check the types that MMEngine expects in a loaded checkpoint, and drop the text that it would run."""
     if isinstance(checkpoint, (torch.Tensor, np.ndarray)):  # tables of embeddings, which some models load
         return checkpoint
     if not isinstance(checkpoint, dict):
@@ -227,16 +253,16 @@ def _plain(checkpoint: Any, name: str) -> Any:
         if isinstance(node, (dict, list, tuple, set)) and id(node) not in seen:
             seen.add(id(node))
             stack.extend(dict.values(node) if isinstance(node, dict) else node)
-            # an attribute hung on a dict, as settings have them, would stand in for a method: for the `pop` below, say
-            hung = getattr(node, '__dict__', {})
-            for attribute in hung.keys() - {'_metadata'}:
-                del hung[attribute]
+            # an attribute of a dict, as settings have them, could replace a method: the `pop` below
+            attributes = getattr(node, '__dict__', {})
+            for attribute in attributes.keys() - {'_metadata'}:
+                del attributes[attribute]
     for part in ('state_dict', 'meta'):
         if not isinstance(checkpoint.get(part) or {}, dict):
             raise CheckpointError(f'{part} of {name} is a {type(checkpoint[part]).__name__}, not a dict')
     for state in (checkpoint, *map(checkpoint.get, STATE_KEYS), checkpoint.get('ema_state_dict')):
         for key in state if isinstance(state, dict) else ():
-            if not isinstance(key, str) or not key.isprintable():  # keys that do not fit reach the terminal
+            if not isinstance(key, str) or not key.isprintable():  # keys are printed in messages
                 raise CheckpointError(f'{name} has a key that is no printable string: {key!r:.80}')
     if checkpoint.get('meta'):
         checkpoint['meta'].pop('config', None)

@@ -1,32 +1,31 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""MMEngine's checkpoint loading, made safe, and ``mmlinattn://``.
+"""Safe loaders for MMEngine's CheckpointLoader, and ``mmlinattn://``.
 
-Importing mmlinattn calls :func:`register`. From then on ``load_from``, ``--resume``, ``init_cfg``, the test tools'
-argument and the inferencers, all of which go through MMEngine's CheckpointLoader, read every kind of address with
-:func:`~mmlinattn.checkpoints.safe.load_file`. The loaders take MMEngine's arguments, and raise CheckpointError.
+``import mmlinattn`` calls :func:`register`. All users of the CheckpointLoader (``load_from``, ``--resume``,
+``init_cfg``, test tools, inferencers) then read files with :func:`~mmlinattn.checkpoints.safe.load_file`. The loaders
+take MMEngine's arguments and raise CheckpointError.
 """
 
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from mmengine.fileio import get_file_backend
 from mmengine.runner import (
     CheckpointLoader,
     get_deprecated_model_names,
     get_external_models,
-    get_mmcls_models,
     get_torchvision_models,
 )
 
 from ..utils.errors import CheckpointError
+from ..utils.private_apis import checkpoint_loaders
 from . import download, released
+from .fit import some
 from .safe import load_file
-from .states import backbone_state, model_state, some, state_dict_of, strip_prefix
+from .states import backbone_state, model_state
 
 PREFIX = 'mmlinattn://'
 _ZOOS = {
@@ -34,20 +33,19 @@ _ZOOS = {
     'modelzoo': get_torchvision_models,
     'open-mmlab': get_external_models,
     'openmmlab': get_external_models,
-    'mmcls': get_mmcls_models,
 }
 
 
 def load_from_local(filename: str, map_location: Any = None) -> Any:
-    """The checkpoint of a local file."""
+    """Load a local file."""
     return load_file(filename, map_location)
 
 
 def load_from_http(filename: str, map_location: Any = None) -> Any:
-    """The checkpoint behind a link, kept where MMEngine keeps it.
+    """Load a link, cached in MMEngine's folder.
 
-    A link without a file name in it is kept under a name made from the link. One of a published checkpoint, as in our
-    metafiles, is ``mmlinattn://NAME`` of that checkpoint: its layout is converted.
+    A link without a file name gets one derived from the link. The link of a published checkpoint, as in our metafiles,
+    is loaded as ``mmlinattn://NAME``.
     """
     entry = released.find_link(filename)
     if entry is not None:
@@ -61,15 +59,14 @@ def load_from_http(filename: str, map_location: Any = None) -> Any:
 
 
 def load_from_mmlinattn(filename: str, map_location: Any = None) -> dict:
-    """The published checkpoint ``mmlinattn://NAME``, in the names of this project.
+    """Load the published checkpoint ``mmlinattn://NAME``, under the names of this project.
 
     Returns:
-        ``dict(state_dict=..., meta=...)``: bare backbone keys for a backbone's name, those of the whole model for a
-        config's stem. ``meta`` is the file's own, and its name and link.
+        dict: ``state_dict`` of the backbone for a backbone's name, of the whole model for a config's stem; ``meta`` of
+        the file, with the ``source`` and ``link``.
 
     Raises:
-        CheckpointError: the name is unknown, or the file can neither be found nor downloaded, or is not what it should
-            be.
+        CheckpointError: The name is unknown, or the file cannot be downloaded or read.
     """
     entry = released.find_released(filename[len(PREFIX) :])
     download.fetch(entry.link, entry.path)
@@ -80,40 +77,29 @@ def load_from_mmlinattn(filename: str, map_location: Any = None) -> dict:
 
 
 def load_from_zoo(filename: str, map_location: Any = None) -> Any:
-    """The checkpoint of ``torchvision://NAME``, ``open-mmlab://NAME`` or ``mmcls://NAME``, by MMEngine's tables."""
+    """Load ``torchvision://NAME`` or ``open-mmlab://NAME``, by MMEngine's tables of links."""
     zoo, _, name = filename.partition('://')
     models = _ZOOS[zoo]()
     if 'mmlab' in zoo:
         name = get_deprecated_model_names().get(name, name)
     if name not in models:
         raise CheckpointError(f'{filename}: {zoo} has no model {name!r}; it has {some(sorted(models), 10)}')
-    checkpoint = load_from_http(models[name], map_location)
-    if zoo == 'mmcls':
-        return dict(state_dict=strip_prefix(state_dict_of(checkpoint, filename), 'backbone'))
-    return checkpoint
+    return load_from_http(models[name], map_location)
 
 
-def load_from_ceph(filename: str, map_location: Any = None) -> Any:
-    """The checkpoint of an ``s3://`` or ``petrel://`` address."""
-    with tempfile.NamedTemporaryFile(suffix='.pth') as file:
-        file.write(get_file_backend(filename, backend_args={'backend': 'petrel'}).get(filename))
-        file.flush()
-        return load_file(file.name, map_location, name=filename)
-
-
-def load_from_pavi(filename: str, map_location: Any = None) -> Any:
-    """MMEngine's own loader unpickles the service's file without a check."""
+def load_from_elsewhere(filename: str, map_location: Any = None) -> Any:
+    """Refuse an address that MMEngine would unpickle without a check."""
     raise CheckpointError(f'{filename} is not read after `import mmlinattn`: download the file and give its path')
 
 
 def register() -> None:
-    """Make MMEngine's checkpoint loading safe in this process; calling it again does no harm."""
+    """Make MMEngine's checkpoint loading safe in this process. Idempotent; loaders of other packages stay."""
+    unsafe = [prefix for prefix, loader in checkpoint_loaders().items() if loader.__module__.startswith('mmengine.')]
     for prefixes, loader in {
+        tuple(unsafe): load_from_elsewhere,
         '': load_from_local,
         ('http://', 'https://'): load_from_http,
         PREFIX: load_from_mmlinattn,
         tuple(f'{zoo}://' for zoo in _ZOOS): load_from_zoo,
-        (r'(\S+\:)?s3://', r'(\S+\:)?petrel://'): load_from_ceph,
-        'pavi://': load_from_pavi,
     }.items():
         CheckpointLoader.register_scheme(prefixes, loader, force=True)

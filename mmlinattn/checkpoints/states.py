@@ -1,52 +1,34 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""State dicts of any accepted kind, in the names of this project."""
+"""State dicts of all accepted checkpoints, under the names of this project."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Optional
+from collections.abc import Mapping
+from typing import Any, Optional
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..utils.errors import CheckpointError
+from .fit import some
 from .layouts import find_layout
 from .safe import STATE_KEYS
 
-# Parts of OpenMMLab models beside the backbone. A key of one of them in a bare file is a head.
+# parts of OpenMMLab models beside the backbone: heads, in a file of a bare backbone
 _HEADS = tuple(
     f'{part}.'
     for part in ('head neck rpn_head roi_head bbox_head mask_head decode_head auxiliary_head data_preprocessor').split()
 )
 
 
-class LoadReport(NamedTuple):
-    """How a state dict fits a model, in lists of keys.
-
-    Attributes:
-        loaded: keys of the model that the state dict has.
-        missing: keys of the model that it lacks.
-        unexpected: keys that the model lacks.
-        mismatched: keys of both whose tensors differ in shape or kind, with both.
-        ignored: keys of parts that the model was configured not to have.
-    """
-
-    loaded: list[str]
-    missing: list[str]
-    unexpected: list[str]
-    mismatched: list[str]
-    ignored: list[str]
-
-
 def state_dict_of(checkpoint: Any, source: str) -> dict[str, Tensor]:
-    """The tensors of a loaded checkpoint by name, without what DDP (``module.``) and ``torch.compile`` put before it.
+    """Return the tensors of a loaded checkpoint by name, without the prefixes of DDP and ``torch.compile``.
 
     Args:
-        checkpoint: a state dict, or a dict that holds one under ``state_dict``, ``model``, ``model_ema`` or
+        checkpoint (dict): A state dict, or a dict with one under ``state_dict``, ``model``, ``model_ema`` or
             ``state_dict_ema`` (the first one present).
-        source: where it came from, for messages.
+        source (str): Its address, for messages.
 
     Raises:
-        CheckpointError: it holds no tensors.
+        CheckpointError: It holds no tensors.
     """
     state = checkpoint
     for key in STATE_KEYS:
@@ -65,12 +47,12 @@ def state_dict_of(checkpoint: Any, source: str) -> dict[str, Tensor]:
 
 
 def not_compiled(key: str) -> str:
-    """A key without ``_orig_mod``, which ``torch.compile(module)`` puts before the names of a module."""
+    """Strip ``_orig_mod``, the prefix of ``torch.compile(module)``, from a key."""
     return re.sub(r'(^|\.)(_orig_mod\.)+', r'\1', key)
 
 
 def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The entries of ``state`` under ``prefix`` (``'backbone'`` or ``'backbone.'``), without it."""
+    """Return the entries of ``state`` under ``prefix`` (``'backbone'`` or ``'backbone.'``), without it."""
     prefix = prefix if prefix.endswith('.') else f'{prefix}.'
     return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
 
@@ -78,20 +60,20 @@ def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def backbone_state(
     checkpoint: Any, source: str, prefix: Optional[str] = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
-    """Our backbone keys, classifier head keys and deliberately dropped keys of a checkpoint.
+    """Split a checkpoint into backbone weights, head weights and keys dropped on purpose.
 
     Args:
-        checkpoint: what was loaded: a released file of a known layout or one of ours, a backbone alone or a whole model
-            with a ``backbone.`` part.
-        source: where it came from, for messages.
-        prefix: the part to take. Defaults to ``backbone.`` where there is one.
+        checkpoint (dict): A released file of a known layout or one of ours; a backbone, or a whole model with a
+            ``backbone.`` part.
+        source (str): Its address, for messages.
+        prefix (str, optional): The part to take. Defaults to ``backbone.`` if the file has one.
 
     Raises:
-        CheckpointError: there are no tensors, or none under ``prefix``.
+        CheckpointError: There are no tensors, or none under ``prefix``.
     """
     state = state_dict_of(checkpoint, source)
     part = strip_prefix(state, prefix or 'backbone')
-    # A bare backbone has no prefix to take away, so asking for 'backbone.' is not held against it.
+    # a bare backbone has no prefix: 'backbone.' is accepted
     if not part and prefix and prefix.rstrip('.') != 'backbone':
         raise CheckpointError(f'{source} holds nothing under prefix {prefix!r}; its keys are like {some(state)}')
     state = part or state
@@ -103,16 +85,16 @@ def backbone_state(
 
 
 def model_state(checkpoint: Any, source: str) -> tuple[dict[str, Tensor], list[str]]:
-    """The whole model of a checkpoint under MMDetection's, MMSegmentation's or MMPretrain's names.
+    """Return the whole model of a checkpoint under the names of MMDetection, MMSegmentation or MMPretrain.
 
-    Heads and necks of MMDetection 2.x and MMSegmentation 0.x have the names they have today (FPN, RPN, RoI, RetinaNet,
-    Semantic FPN, UperNet and FCN heads), so only the backbone changes.
+    Only the backbone is renamed: heads and necks of MMDetection 2.x and MMSegmentation 0.x (FPN, RPN, RoI, RetinaNet,
+    Semantic FPN, UperNet, FCN) kept their names.
 
     Returns:
-        The state dict, and the keys deliberately dropped.
+        tuple[dict, list[str]]: The state dict, and the keys dropped on purpose.
 
     Raises:
-        CheckpointError: there are no tensors.
+        CheckpointError: There are no tensors.
     """
     state = state_dict_of(checkpoint, source)
     backbone, head, dropped = backbone_state(state, source)
@@ -122,72 +104,3 @@ def model_state(checkpoint: Any, source: str) -> tuple[dict[str, Tensor], list[s
         whole.update((k, v) for k, v in state.items() if not k.startswith('backbone.'))
     whole.update(head)
     return whole, dropped
-
-
-def fit_state(
-    own: Mapping[str, Tensor],
-    state: Mapping[str, Tensor],
-    ignorable: Callable[[str], bool] = lambda key: False,
-) -> tuple[dict[str, Tensor], LoadReport]:
-    """The part of ``state`` that fits a model, and the report on all of it.
-
-    Args:
-        own: the state dict of the model.
-        state: the weights to load, by the same names.
-        ignorable: whether a key may be missing or left over in silence.
-    """
-    differences = {key: _difference(value, own[key]) for key, value in state.items() if key in own}
-    fits = {key: state[key] for key, difference in differences.items() if not difference}
-    left_over = [key for key in state if key not in own]
-    # Batch counters are not weights: files converted from elsewhere lack them.
-    missing = [key for key in own if key not in state and not key.endswith('num_batches_tracked')]
-    return fits, LoadReport(
-        loaded=list(fits),
-        missing=[key for key in missing if not ignorable(key)],
-        unexpected=[key for key in left_over if not ignorable(key)],
-        mismatched=[f'{key} ({difference})' for key, difference in differences.items() if difference],
-        ignored=[key for key in left_over if ignorable(key)],
-    )
-
-
-def fit_backbone(backbone: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LoadReport]:
-    """:func:`fit_state` for a backbone, which may take part.
-
-    Its ``adapt_state_dict(state)`` rewrites the state (position tables of another size); its ``ignorable_keys(key)``
-    names the keys of parts it was configured not to have.
-    """
-    adapt: Callable = getattr(backbone, 'adapt_state_dict', dict)
-    ignorable: Callable = getattr(backbone, 'ignorable_keys', lambda key: False)
-    return fit_state(backbone.state_dict(), adapt(dict(state)), ignorable)
-
-
-def kind_of(tensor: Tensor) -> str:
-    """``'real'`` for a tensor of floating-point numbers, else its type or layout."""
-    if tensor.layout != torch.strided:
-        return str(tensor.layout).replace('torch.', '')
-    return 'real' if tensor.is_floating_point() else str(tensor.dtype).replace('torch.', '')
-
-
-def not_finite(state: Mapping[str, Tensor], keys: Iterable[str]) -> list[str]:
-    """The ``keys`` whose tensors hold NaN or infinite values."""
-    real = [key for key in keys if key in state and kind_of(state[key]) == 'real']
-    return [key for key in real if not state[key].float().isfinite().all()]
-
-
-def _difference(value: Tensor, own: Tensor) -> str:
-    """Shapes or kinds of a file's and a model's tensor where the file's does not fit, else ''."""
-    theirs, ours = _shape(value), _shape(own)
-    # PyTorch would round integers in silence and drop imaginary parts with a warning.
-    if theirs == ours and kind_of(own) == 'real':
-        theirs, ours = kind_of(value), kind_of(own)
-    return f'{theirs} in the file, {ours} in the model' if theirs != ours else ''
-
-
-def _shape(tensor: Tensor) -> str:
-    return 'x'.join(map(str, tensor.shape)) or 'scalar'
-
-
-def some(keys: Iterable[object], limit: int = 3) -> str:
-    """The first few of ``keys``, for a message."""
-    names = [str(key) for key in keys]
-    return (', '.join(names[:limit]) + (', ...' if len(names) > limit else '')) or 'nothing'

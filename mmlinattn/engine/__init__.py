@@ -1,18 +1,19 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Hooks, optimizers, runner. Configs name their hooks; our tools add two checks.
+"""Hooks, optimizers, runner. Importing it registers them, the CPU model wrapper and the atomic storage backend.
 
-Importing this registers hooks, constructors, the CPU model wrapper, the runner and the atomic storage backend.
+Configs name their hooks; our tools add two checks.
 """
 
 from ..utils.errors import RunError
 from . import hooks
 from .hooks import *  # noqa: F403
-from .optimizers import BackboneLayerDecayOptimWrapperConstructor
+from .optimizers import BackboneLayerDecayOptimWrapperConstructor, MergedOptimWrapperConstructor
 from .runner import CPUDistributedDataParallel, SafeRunner, prepare_distributed
 
 __all__ = [
     'BackboneLayerDecayOptimWrapperConstructor',
     'CPUDistributedDataParallel',
+    'MergedOptimWrapperConstructor',
     'RunError',
     'SafeRunner',
     'prepare_distributed',

@@ -70,7 +70,7 @@ def check_kernel(kernel: str, allowed: Collection[str]) -> str:
         ValueError: If it is not one of ``allowed``.
     """
     if kernel not in allowed:
-        raise ValueError(f'kernel={kernel!r} has to be one of {list(allowed)}')
+        raise ValueError(f'kernel={kernel!r}: expected one of {list(allowed)}')
     return kernel
 
 

@@ -11,7 +11,7 @@ __all__ = ['class_names', 'dataset_configs', 'num_classes']
 
 
 def dataset_configs(cfg: Config, loader: str) -> Iterator[tuple[str, dict]]:
-    """The data sets of a loader by their keys, inside wrappers such as ``RepeatDataset`` and ``ConcatDataset``."""
+    """Yield the data sets of a loader by their keys, also those inside wrappers such as ``ConcatDataset``."""
     nodes = [(f'{loader}.dataset', (cfg.get(loader) or {}).get('dataset'))]
     while nodes:
         key, node = nodes.pop(0)
@@ -26,7 +26,7 @@ def dataset_configs(cfg: Config, loader: str) -> Iterator[tuple[str, dict]]:
 
 
 def num_classes(cfg: Config) -> int:
-    """Classes of the head that decides, 0 where the config does not say."""
+    """Return the number of classes of the final head, 0 if the config has none."""
     model = cfg.model
     head = model.get('bbox_head') or model.get('decode_head') or model.get('head')
     if model.get('roi_head'):
@@ -36,15 +36,15 @@ def num_classes(cfg: Config) -> int:
 
 
 def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional[list[str]]:
-    """Names of the labels: of the checkpoint, else of the config's test data set, else of that data set's class.
+    """Return the names of the labels: of the checkpoint, else of the test data set, else of the class of that data set.
 
     Args:
-        cfg (Config): Of a detector, segmentor or classifier.
+        cfg (Config): Config of a detector, segmentor or classifier.
         checkpoint_meta (dict, optional): ``meta`` of its checkpoint, as MMEngine or MMCV 1.x (``CLASSES``) saves it.
 
     Returns:
-        list[str] | None: One name a class. None where nobody names them, or only as many as the head does not have: a
-        data set in the layout of another has the names of that one.
+        list[str] | None: One name a class. None without names, or with another number of them than the head has, as
+        in a data set that borrows the layout of another.
     """
     expected = num_classes(cfg)
     meta = checkpoint_meta if isinstance(checkpoint_meta, dict) else {}

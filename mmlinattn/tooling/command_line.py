@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Shared by the command lines: arguments, and ends of one line."""
+"""Shared parts of the command lines: arguments, one-line errors, clean exit."""
 
 import argparse
 import errno
@@ -29,12 +29,12 @@ INTERRUPTED = 128 + signal.SIGINT  # exit status, as shells count
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the tools of MMDetection, MMSegmentation and MMPretrain all have."""
+    """Add the arguments common to the tools of MMDetection, MMSegmentation and MMPretrain."""
     parser.add_argument('--work-dir', help='folder for logs and checkpoints [work_dirs/CONFIG]')
     parser.add_argument(
         '--data-root',
-        help='folder of the data set, in place of the one in the config: sets data_root of every '
-        'data set and the annotation files of the evaluators',
+        help='folder of the data set: replaces data_root of every data set and the folder of the annotation files of '
+        'the evaluators',
     )
     parser.add_argument(
         '--cfg-options',
@@ -69,8 +69,10 @@ def one_line_errors():
 
 @contextmanager
 def quiet():
-    """A context without warnings and logs: upstream's models make them while they are built and run, exporters and
-    tracers of their own deprecations and of every check of a size; what counts is in the result."""
+    """Silence warnings and logs of upstream's models, exporters and tracers.
+
+    Models warn while they are built and run, exporters of their own deprecations, tracers of every comparison of sizes.
+    """
     loggers = [MMLogger.get_current_instance(), logging.getLogger()]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -86,29 +88,29 @@ def quiet():
 
 @contextmanager
 def writing(path, name: str = '--out'):
-    """A context in which an OSError becomes the RunError that a path cannot be written, under its name on the command
-    line."""
+    """Turn an OSError into a RunError with the path and its name on the command line."""
     try:
         yield
     except OSError as error:
         raise RunError(f'{name} {str(path)!r} cannot be written: {error.strerror}.') from error
 
 
-def check_out_file(out, *sources) -> None:
-    """Make the folder of a file that a tool writes at its end, before it works.
+def check_out_file(out, *sources, name: str = '--out') -> None:
+    """Make the folder of an output file before a tool works.
 
     Args:
-        out (str | Path): The file, which need not exist and stays as it is.
+        out (str | Path): The file. It need not exist, and is left as it is.
         sources (str | Path): Files and other arguments that the tool reads.
+        name (str): The argument, for messages.
 
     Raises:
-        RunError: It is a folder or one of ``sources``, or nothing can be written in the folder it is in.
+        RunError: It is a folder or one of ``sources``, or its folder is not writable.
     """
     out = Path(out)
     for source in filter(os.path.exists, sources if out.exists() else ()):
         if out.samefile(source):
-            raise RunError(f'--out {str(out)!r} is {str(source)!r}, which is read; it would be lost.')
-    with writing(out):
+            raise RunError(f'{name} {str(out)!r} is {str(source)!r}, which is read; it would be lost.')
+    with writing(out, name):
         if out.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -116,22 +118,32 @@ def check_out_file(out, *sources) -> None:
             pass
 
 
+def check_display(flag: str = '--show') -> None:
+    """Check that a window can be opened; OpenCV aborts without a display, and Matplotlib shows nothing in silence.
+
+    Raises:
+        RunError: There is no display.
+    """
+    if sys.platform == 'linux' and not (os.environ.get('DISPLAY') or os.environ.get('WAYLAND_DISPLAY')):
+        raise RunError(f'{flag}: there is no display (DISPLAY is not set).')
+
+
 def notice(message: str) -> None:
-    """One line on stderr, from one process per machine."""
+    """Print one line to stderr, from one process per machine."""
     if int(os.environ.get('LOCAL_RANK', 0)) == 0:
         print(f'notice: {message}', file=sys.stderr, flush=True)
 
 
 def _end_workers() -> None:
-    """Kill the data-loader workers of this process; PyTorch would wait up to 5 s for each."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises an error for each that ends
+    """Kill the data-loader workers of this process; PyTorch waits up to 5 s for each."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises an error for each dead worker
     for child in multiprocessing.active_children():
         child.kill()
         child.join(5)
 
 
 def _interrupted(work_dir: Optional[str], since: float) -> str:
-    """The line after Ctrl-C, of a run whose checkpoints were written since then."""
+    """Return the line after Ctrl-C for a run with checkpoints written since a time."""
     if work_dir is None:
         return 'interrupted.'
     pointer, path = Path(work_dir, 'last_checkpoint'), ''
@@ -145,12 +157,12 @@ def _interrupted(work_dir: Optional[str], since: float) -> str:
 
 @contextmanager
 def clean_end():
-    """For the main function of a tool: its workers and process group end with it, also on errors and signals.
+    """End workers and process group with the main function of a tool, also on errors and signals.
 
-    Ctrl-C ends in one line that says where the last checkpoint is, and exit status 130. Errors pass through.
+    Ctrl-C ends in one line with the path of the last checkpoint, and exit status 130. Errors pass through.
 
     Yields:
-        A namespace for a training to set ``work_dir`` and, where it resumes, ``since`` to 0: older ones are its own.
+        SimpleNamespace: A training sets ``work_dir`` and, if it resumes, ``since`` to 0: older checkpoints are its own.
     """
     run = SimpleNamespace(work_dir=None, since=time.time())
     try:
@@ -166,39 +178,40 @@ def clean_end():
         raise SystemExit(INTERRUPTED) from None
 
 
-# words of an error in the midst of a run -> what to set
+# substring of an upstream error -> remedy
 ADVICE = {
     'Expected more than 1 value per channel': 'BatchNorm cannot train on one image whose map is one pixel. Set '
-    'train_dataloader.drop_last=True where the last batch of an epoch has one image, else a larger '
+    'train_dataloader.drop_last=True if the last batch of an epoch has one image, else a larger '
     'train_dataloader.batch_size, or a norm_cfg of another type, such as GN',
     'The image size in a batch should be the same': 'images of one batch differ in size. Set batch_size=1 in '
     'val_dataloader and test_dataloader, or resize to one size in the pipeline',
     'stack expects each tensor to be equal size': 'images of one batch differ in size. Set batch_size=1 in that '
     'dataloader, or resize or crop to one size in the pipeline',
     'is not a subset of classes': 'metainfo.classes can only choose among the classes of this data set. For others set '
-    "type='BaseSegDataset' of each data set (with reduce_zero_label=True where 0 is no class)",
-    'selected index k out of range': 'top-k exceeds the number of classes or boxes: set topk=(1,) in val_evaluator, '
-    'test_evaluator and the head. Of the boxes of a detector: lower max_per_img or max_per_image of its test_cfg',
-    'None is not a callable object': 'optim_wrapper.optimizer.type is no optimizer that is known here',
+    "type='BaseSegDataset' of each data set (with reduce_zero_label=True if 0 is no class)",
+    'selected index k out of range': 'the detector has fewer boxes: lower max_per_img or max_per_image in its test_cfg',
+    'accuracy is unavailable since the number of categories': 'set topk=(1,) in val_evaluator, test_evaluator and the '
+    'head',
+    'None is not a callable object': 'optim_wrapper.optimizer.type is no known optimizer',
     'Scale must be a number or tuple of int': 'a scale is a list; write it in brackets, scale="(96,96)"',
     'base_wd should not be None': 'paramwise_cfg has *_decay_mult: set optim_wrapper.optimizer.weight_decay, too',
     'weight tensor should be defined': 'class_weight of a loss has to have a number for each class of its head',
-    'No enough information to get one-hot': 'mixed images need data_preprocessor=dict(num_classes=...), as many as the '
-    'head has',
+    'Cannot generate one-hot format labels': 'mixed images need data_preprocessor=dict(num_classes=...), the number of '
+    'the head',
     "unexpected keyword argument 'pretrained'": 'weights of a backbone go into its init_cfg=dict(type="Pretrained", '
     'checkpoint=...)',
-    '!_src.empty()': 'OpenCV cannot read an image; where a transform of your own reads them, leave --show-dir out',
+    '!_src.empty()': 'OpenCV cannot read an image. If a transform of your own reads them, leave --show-dir out',
     'LoadImageFromFile is not found': "upstream's inferencers read images by LoadImageFromFile alone; tools/test.py "
     'reads them by your own transform',
     'is out of bounds': 'a label is beyond num_classes of the head: in a label image that DataCheckHook did not open '
-    '(custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file), or as padding, where '
-    'data_preprocessor.seg_pad_val is another number than ignore_index. Or a loss has class_weight beside ignored '
-    "pixels, which MMSegmentation 1.2's CrossEntropyLoss looks up in it",
+    '(custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file), or as padding, if '
+    'data_preprocessor.seg_pad_val differs from ignore_index. Or a loss has class_weight beside ignored pixels: '
+    "MMSegmentation 1.2's CrossEntropyLoss looks them up in it",
 }
 
 
 def _annotations(error: BaseException) -> str:
-    """The annotation file, or the folder of classes, that was being read, '' where there was none."""
+    """Return the annotation file or folder of classes that was being read, '' without one."""
     for frame, _ in reversed([*walk_tb(error.__traceback__)]):
         known = frame.f_locals
         of_self = [getattr(known.get('self'), '__dict__', {}).get(key) for key in ('ann_file', 'data_prefix')]
@@ -211,25 +224,24 @@ def _annotations(error: BaseException) -> str:
 
 @contextmanager
 def explained_setup(config: str, whole: bool = True):
-    """Give an error of the setting up of a run in one line.
+    """Turn an error of the set-up of a run into one line.
 
     A wrong argument of a model, data set, optimizer or hook shows when MMEngine builds it, in errors of any kind.
 
     Args:
         config (str): The config file, for messages.
-        whole (bool): False explains what fails while MMEngine builds something, what :data:`ADVICE` knows and what this
-            package refuses; other errors pass.
+        whole (bool): False limits this to errors while MMEngine builds something, errors in :data:`ADVICE`, and
+            ValueErrors of this package; others pass.
 
     Raises:
-        RunError: With the class that was being built, if any, and why it failed. ``MMLINATTN_TRACEBACK=1`` keeps the
-            error as it is.
+        RunError: With the class under construction, if any, and the reason. ``MMLINATTN_TRACEBACK=1`` keeps the error.
     """
     try:
         yield
     except RunError:
         raise
     except Exception as error:
-        # where MMEngine builds a part of the run: build_from_cfg, Runner.build_train_loop and so on
+        # MMEngine's builders: build_from_cfg, Runner.build_train_loop and so on
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if 'mmengine' in frame.f_code.co_filename]
         building = [frame for frame in frames if frame.f_code.co_name.startswith('build_')]
         if os.environ.get('MMLINATTN_TRACEBACK') == '1':

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Configs as the tools read, change and check them."""
+"""Reading, changing and checking configs for the tools."""
 
 import argparse
 import os
@@ -20,18 +20,19 @@ from ..engine import hooks as engine_hooks
 from ..engine.data.checks import check_names
 from ..utils.building import scope_of
 from ..utils.errors import RunError, described
-from ..utils.private_apis import checkpoint_prefixes
+from ..utils.private_apis import checkpoint_loaders
 from ..utils.registering import bare_name
 from .class_names import dataset_configs, num_classes
 from .command_line import notice, writing
 from .environment import PIP, explained, use
+from .running import fit_schedule
 
-# default_scope -> the distributions that provide it, as pip is told
+# default_scope -> distributions, as arguments of pip
 PIP_NAMES = {scope: PIP[scope] for scope in ('mmdet', 'mmseg', 'mmpretrain')}
 
 LOADERS = ('train_dataloader', 'val_dataloader', 'test_dataloader')
 EVALUATORS = ('val_evaluator', 'test_evaluator')
-DOWNLOADED = ('CIFAR10', 'CIFAR100', 'MNIST', 'FashionMNIST')  # data sets of MMPretrain that make their folder
+DOWNLOADED = ('CIFAR10', 'CIFAR100', 'MNIST', 'FashionMNIST')  # data sets of MMPretrain that make their own folder
 
 
 def load_config(args: argparse.Namespace) -> Config:
@@ -50,10 +51,12 @@ def load_config(args: argparse.Namespace) -> Config:
     if args.data_root:
         set_data_root(cfg, args.data_root)
     if args.cfg_options:
+        before = dict(cfg.get('train_cfg') or {})
         try:
             cfg.merge_from_dict(hooks_by_place(cfg, args.cfg_options))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise RunError(f'--cfg-options {args.cfg_options} does not fit the config: {error}') from error
+        fit_schedule(cfg, before, args.cfg_options)
     if scope == 'mmpretrain':
         follow_own_classes(cfg)
     if args.no_pin_memory:
@@ -68,12 +71,12 @@ def load_config(args: argparse.Namespace) -> Config:
 
 
 def hooks_by_place(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
-    """``custom_hooks.StopHook.interval`` with the hook's place in the list, as MMEngine wants it, in place of its name.
+    """Replace hook names in keys such as ``custom_hooks.StopHook.interval`` by MMEngine's list index.
 
-    A hook of ours that the config does not have is added.
+    A hook of this package that the config lacks is added.
 
     Raises:
-        RunError: For a hook that is neither.
+        RunError: The hook is neither in the config nor of this package.
     """
     placed = {}
     for key, value in options.items():
@@ -93,7 +96,7 @@ def hooks_by_place(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config(path: str) -> Config:
-    """Read a config whose task can run here.
+    """Read a config and check that its task can run in this environment.
 
     Raises:
         RunError: It is missing or not readable, or the package of its ``default_scope`` is not
@@ -103,11 +106,11 @@ def read_config(path: str) -> Config:
         raise RunError(f'config {path!r}: no such file.')
     try:
         cfg = Config.fromfile(path)
-    except Exception as error:  # a config is a program: anything may be raised by one with a mistake in it
+    except Exception as error:  # a config is a program and may raise anything
         said = f'config {path!r} cannot be read: {described(error)}'
         if isinstance(error, FileNotFoundError) and str(error.filename).endswith('.mim/model-index.yml'):
-            said = f'config {path!r} inherits one by its name, which takes an installation: pip install -e . (in the '
-            said += 'checkout of mmlinattn), or the path of the config in place of its name'
+            said = f'config {path!r} inherits one by its name, and mmlinattn is not installed. Run pip install -e . in '
+            said += 'the checkout of mmlinattn, or write the path of the config in place of its name'
         if isinstance(error, ModuleNotFoundError):  # MMEngine's message begins with the name of the distribution
             said = _how_to_install(path, error.name or str(error).split()[0]) or said
         raise RunError(said) from error
@@ -121,10 +124,10 @@ def read_config(path: str) -> Config:
 
 
 def check_scope(config: str, scope: str) -> None:
-    """Import the package of a config's ``default_scope``, and run the operators that it takes from MMCV.
+    """Import the package of a config's ``default_scope``, and run its operators of MMCV.
 
     Raises:
-        RunError: With the part that does not work, the reason, and the command that mends it.
+        RunError: With the failing part, the reason, and the command that mends it.
     """
     for module in ('mmcv.ops', f'{scope}.models') if scope == 'mmdet' else (f'{scope}.models',):
         try:
@@ -134,7 +137,7 @@ def check_scope(config: str, scope: str) -> None:
 
 
 def _how_to_install(config: str, missing: str) -> str:
-    """How to install the package of a task, by the name of its scope or distribution; '' for other packages."""
+    """Return how to install the package of a task, by scope or distribution; '' for other packages."""
     for scope, pip_names in PIP_NAMES.items():
         if missing in (scope, pip_names.replace('"', '').split('>')[0]):
             return f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {pip_names}'
@@ -142,7 +145,7 @@ def _how_to_install(config: str, missing: str) -> str:
 
 
 def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
-    """Loader settings that MMPretrain's own tools fill in and its configs rely on."""
+    """Set the loader defaults that MMPretrain's own tools fill in and its configs rely on."""
     for loader in map(cfg.get, LOADERS):
         if loader:
             loader.setdefault('collate_fn', dict(type='default_collate'))
@@ -152,10 +155,10 @@ def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
 
 
 def follow_own_classes(cfg: Config) -> None:
-    """Let a classifier's own head and folders of classes do, in a config that inherits one for ImageNet.
+    """Adapt leftovers of an inherited ImageNet config to the classifier's own head and data.
 
-    Of the inherited settings ``data_preprocessor.num_classes`` has to be that of the head, and ``CustomDataset`` does
-    not take ImageNet's ``split``; both can only be left over, so that they are mended, with a notice.
+    ``data_preprocessor.num_classes`` becomes that of the head, and ``CustomDataset`` loses ImageNet's ``split``. Each
+    change prints a notice.
     """
     count = num_classes(cfg) if cfg.get('model') else 0
     made = (cfg.get('data_preprocessor') or {}).get('num_classes')
@@ -170,31 +173,37 @@ def follow_own_classes(cfg: Config) -> None:
 
 
 def set_data_root(cfg: Config, root: str) -> None:
-    """Let all data sets of a config lie in another folder, and what its evaluators read from the folder they were in.
+    """Move all data sets of a config, and the files that its evaluators read, to another folder.
+
+    Absolute paths move if they lie below the old folder. A missing file is looked for by its name in the new one.
 
     Args:
-        cfg (Config): The config, which is changed.
-        root (str): ``data_root`` of every data set, in any wrappers. One without, where others have one, has its whole
-            paths elsewhere and stays.
+        cfg (Config): The config to change.
+        root (str): ``data_root`` of every data set, inside wrappers too. If some data sets have a ``data_root``, those
+            without keep their paths.
     """
     datasets = [dataset for loader in LOADERS for _, dataset in dataset_configs(cfg, loader)]
     rooted = [dataset for dataset in datasets if 'data_root' in dataset]
     old_roots = {osp.normpath(dataset['data_root'] or '') for dataset in rooted}
+    old_roots |= {osp.abspath(old) for old in old_roots - {'.'}}
     for dataset in rooted or datasets:
         dataset['data_root'] = root
 
     def moved(node, key=''):
         if isinstance(node, dict):
-            # of dict, as MMEngine would turn types of pure Python configs into classes, which a dump cannot write
+            # dict.items: MMEngine's would turn types of pure Python configs into classes, and a dump fails on these
             return type(node)({key: moved(value, key) for key, value in dict.items(node)})
         if isinstance(node, (list, tuple)):
             return type(node)(moved(child, key) for child in node)
         path = osp.normpath(node) if isinstance(node, str) else ''
-        # the longest first, as one root may lie in another; whole names, as data/coco is no part of data/coco_2
+        # the longest first: roots may be nested; whole names: data/coco is no part of data/coco_2
         for old in sorted(old_roots, key=len, reverse=True):
             if old != '.' and osp.join(path, '').startswith(osp.join(old, '')):
                 return osp.join(root, path[len(old) :].lstrip('/'))
-        # without a root, files were relative to the present folder; join leaves whole paths alone
+        beside = osp.join(root, osp.basename(path))
+        if key == 'ann_file' and osp.isabs(path) and not osp.exists(path) and osp.exists(beside):
+            return beside
+        # without a root, files were relative to the current folder; join leaves absolute paths alone
         if '.' in old_roots and key == 'ann_file' and path not in ('', '.') and '://' not in node:
             return osp.join(root, path)
         return node
@@ -202,15 +211,20 @@ def set_data_root(cfg: Config, root: str) -> None:
     for key in EVALUATORS:
         if cfg.get(key):
             cfg[key] = moved(cfg[key])
+    for dataset in rooted or datasets:
+        prefixes = dataset['data_prefix'] if isinstance(dataset.get('data_prefix'), dict) else {}
+        for node, key in [(dataset, 'ann_file'), (dataset, 'data_prefix'), *((prefixes, key) for key in prefixes)]:
+            if isinstance(node.get(key), str) and osp.isabs(node[key]):
+                node[key] = osp.abspath(moved(node[key], key))  # as data_root is put before others
 
 
 def check_checkpoint(path: str, name: str) -> str:
-    """Check that a checkpoint argument is a file, or an address MMEngine has a loader for.
+    """Check that a checkpoint is a file, or a URL with a loader of MMEngine.
 
     Raises:
-        RunError: ``path`` is local and there is no such file.
+        RunError: ``path`` is local and no file.
     """
-    is_address = '://' in path and any(re.match(prefix, path) for prefix in checkpoint_prefixes())
+    is_address = '://' in path and any(re.match(prefix, path) for prefix in filter(None, checkpoint_loaders()))
     local = osp.expanduser(path)
     if not is_address and not osp.isfile(local):
         what = 'a folder' if osp.isdir(local) else 'a pipe or a device'
@@ -221,10 +235,10 @@ def check_checkpoint(path: str, name: str) -> str:
 
 
 def require(cfg: Config, config: str, *keys: str) -> None:
-    """Check that a config has the settings a tool works with, and that batches are not empty.
+    """Check that a config has the settings of a tool, and positive batch sizes.
 
     Raises:
-        RunError: One is missing, or a batch size is no positive integer.
+        RunError: A setting is missing, or a batch size is no positive integer.
     """
     missing = [key for key in keys if cfg.get(key) is None]
     if missing:
@@ -236,15 +250,16 @@ def require(cfg: Config, config: str, *keys: str) -> None:
 
 
 def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
-    """Check that the folders of the data sets are there, and class names no text; the rest the data sets and
-    ``DataCheckHook`` see when they are built.
+    """Check that the folders of the data sets exist, and that class names are a list.
+
+    ``DataCheckHook`` checks the rest, with the data sets built.
 
     Args:
-        cfg: The whole config.
-        stages: Those of ``'train'``, ``'val'`` and ``'test'`` that will run.
+        cfg (Config): The whole config.
+        stages (Sequence[str]): ``'train'``, ``'val'`` or ``'test'``, as will run.
 
     Raises:
-        RunError: One is missing. The message has the config key, its value and what belongs there.
+        RunError: A folder is missing. The message has the config key, its value and a remedy.
     """
     for stage in stages:
         for key, dataset in dataset_configs(cfg, f'{stage}_dataloader'):
@@ -252,8 +267,8 @@ def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
             is_local = '://' not in root and (dataset.get('backend_args') or {}).get('backend', 'local') == 'local'
             if is_local and not osp.isdir(root) and bare_name(dataset.get('type')) not in DOWNLOADED:
                 raise RunError(
-                    f'{key}.data_root = {root!r}: no such folder. It has to be the one that ann_file and data_prefix '
-                    'are relative to.'
+                    f'{key}.data_root = {root!r}: no such folder. Set the folder that ann_file and data_prefix are '
+                    'relative to.'
                 )
             for finding in check_names(key, dataset.get('metainfo') or {}):
                 raise RunError(finding.text)

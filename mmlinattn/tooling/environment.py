@@ -1,31 +1,37 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Checks an environment, and names the command that mends it.
+"""Check an environment and name the command that mends it.
 
-``tools/check_env.py`` runs this file where PyTorch or MMEngine may be missing, so it imports Python's own modules only.
+``tools/check_env.py`` runs this file before PyTorch or MMEngine are known to be there, so it imports the standard
+library only.
 """
 
 import importlib
+import platform
+import re
 import shlex
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
+import traceback
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-# the checkout, else what a wheel brings along
+# the checkout, else the files that a wheel brings along
 ROOT = HERE.parent if (HERE.parent / 'mmcv_ops').is_dir() else HERE / '.mim'
 
 _OPERATORS = shlex.quote(str(ROOT / 'mmcv_ops'))
 
-# module -> the arguments of `pip install`; the versions are those of requirements/mminstall.txt
+# module -> arguments of `pip install`, with the version ranges of requirements/mminstall.txt
 PIP = {
     'torch': 'torch torchvision',
     'torchvision': 'torchvision',
     'einops': 'einops',
     'filelock': 'filelock',
     'numpy': 'numpy',
-    'pkg_resources': '"setuptools<82"',
-    'mmengine': 'mmengine "setuptools<82"',
+    'cv2': 'opencv-python-headless',
+    'pkg_resources': '"setuptools>=77,<82"',
+    'transformers': '"transformers>=4.28,<4.52"',
+    'mmengine': 'mmengine "setuptools>=77,<82"',
     'mmcv': f'"mmcv-lite>=2.1,<2.2" {_OPERATORS}',
     'mmcv._ext': _OPERATORS,
     'ftfy': 'ftfy',
@@ -34,43 +40,75 @@ PIP = {
     'mmseg': '"mmsegmentation>=1.2.2,<1.3" ftfy regex',
     'mmpretrain': '"mmpretrain>=1.2,<1.3"',
     'mmlinattn': f'--no-deps {ROOT}',
+    'PIL': 'pillow',
+    'yaml': 'pyyaml',
 }
-BASE = ('torch', 'einops', 'filelock', 'numpy', 'mmengine', 'mmcv')  # what `import mmlinattn` needs
-WHOLE = (*BASE[:4], 'torchvision', *BASE[4:], 'mmcv.ops', 'ftfy', 'regex', 'mmdet', 'mmseg', 'mmpretrain', 'mmlinattn')
+BASE = ('torch', 'einops', 'filelock', 'numpy', 'mmengine', 'mmcv')  # imported by `import mmlinattn`
+# Everything that the tools import. MMDetection and MMSegmentation import MMPretrain's models, so these come first.
+WHOLE = (
+    *('torch', 'einops', 'filelock', 'numpy', 'cv2', 'torchvision', 'mmengine', 'mmcv', 'mmcv.ops', 'ftfy', 'regex'),
+    *('mmpretrain.models', 'mmdet.models', 'mmseg.models', 'mmlinattn'),
+)
+OPENCV = ('opencv-python', 'opencv-contrib-python', 'opencv-python-headless', 'opencv-contrib-python-headless')
+REPORTED = (
+    *('torch', 'torchvision', 'numpy', *OPENCV, 'setuptools', 'transformers'),
+    *('mmengine', 'mmcv', 'mmcv-lite', 'mmlinattn-mmcv-ops', 'mmdet', 'mmsegmentation', 'mmpretrain', 'mmlinattn'),
+    *('onedl-mmengine', 'onedl-mmcv', 'onedl-mmdetection', 'onedl-mmsegmentation', 'onedl-mmpretrain'),
+)
 
 
 def missing(modules=BASE) -> str:
-    """The line for the first module that is not installed, '' where all are. It imports none of them."""
+    """Return the line for the first module that is not installed, or ''. Nothing is imported."""
     names = [name for name in modules if find_spec(name) is None]
     return f'{names[0]} is not installed in {sys.executable}: pip install {PIP[names[0]]}' if names else ''
 
 
 def explained(module: str, error: Exception) -> str:
-    """The line for a module that cannot be imported or used: which part, why, and the command that mends it."""
-    culprit = getattr(error, 'name', None) or module
+    """Return one line for a module that fails on import or in use: the module, the reason, the mending command."""
     reason = ' '.join(str(error).split())[:300]
-    if isinstance(error, ModuleNotFoundError) and culprit in PIP:
-        command = f'pip install {PIP[culprit]}'
-    elif 'torchvision::' in reason or module == 'torchvision':
-        command = 'pip install --force-reinstall torch torchvision, both from the same index'
-    elif module == 'mmcv.ops' and _is_there('mmcv'):  # a compiled one, of another PyTorch
-        command = f'pip uninstall -y mmcv && pip install {PIP["mmcv"]}'
-    elif module == 'mmcv.ops' and _is_there('onedl-mmcv'):
-        command = f'pip install --force-reinstall --no-deps onedl-mmcv {_OPERATORS}'
-    else:
-        command = f'pip install --force-reinstall --no-deps {PIP.get(module, PIP["mmcv._ext"])}'
-    return f'{module} does not work in {sys.executable}: {reason}; mend it with: {command}'
+    return f'{module} does not work in {sys.executable}: {reason}; mend it with: {_remedy(module, error, reason)}'
 
 
-def _is_there(name: str) -> bool:
+def _remedy(module: str, error: Exception, reason: str) -> str:
+    package = module.partition('.')[0]
+    culprit = (error.name or module) if isinstance(error, ModuleNotFoundError) else ''
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    # setuptools from 82 on has no pkg_resources; one older than Python 3.12 calls what that Python removed
+    if culprit.partition('.')[0] == 'pkg_resources' or any('pkg_resources' in file for file in files):
+        return f'pip install {PIP["pkg_resources"]}'
+    if culprit in PIP:
+        return f'pip install {PIP[culprit]}'
+    if culprit and find_spec(culprit.partition('.')[0]) is None:
+        return f'pip install {culprit.partition(".")[0]}'
+    # MMPretrain 1.2 imports classes and functions that transformers 4.52 and 4.56 moved
+    if module.endswith('.models') and tuple(map(int, re.findall(r'\d+', _version('transformers'))[:2])) >= (4, 52):
+        return f'pip install {PIP["transformers"]}'
+    if module == 'cv2':  # the desktop wheel without X libraries, or two wheels over each other
+        names = ' '.join(name for name in OPENCV if _version(name)) or PIP['cv2']
+        return f'pip uninstall -y {names} && pip install {PIP["cv2"]}'
+    if 'torchvision::' in reason or module == 'torchvision':
+        return 'pip install --force-reinstall torch torchvision, both from the same index'
+    if 'find_loader' in reason:  # Python 3.14 removed it
+        return f'pip install {_OPERATORS}'
+    if reason.startswith('MMCV==') or (module == 'mmcv.ops' and _version('mmcv')):  # compiled for another PyTorch
+        return f'pip uninstall -y mmcv && pip install {PIP["mmcv"]}'
+    if reason.startswith('MMEngine=='):
+        return f'pip install {PIP["mmengine"]}'
+    if module == 'mmcv.ops' and _version('onedl-mmcv'):
+        return f'pip install --force-reinstall --no-deps onedl-mmcv {_OPERATORS}'
+    target = PIP.get(module) or PIP.get(package) or _OPERATORS
+    return f'pip install --force-reinstall --no-deps {target.removeprefix("--no-deps ")}'
+
+
+def _version(name: str) -> str:
     try:
-        return bool(distribution(name))
+        return version(name)
     except PackageNotFoundError:
-        return False
+        return ''
 
 
 def use(module: str) -> None:
-    """Import a module and, of torchvision and ``mmcv.ops``, run operators: a half installed one fails as late as that.
+    """Import a module and call the parts of it that fail later than the import.
 
     Raises:
         Exception: Of any kind; :func:`explained` makes a line of it.
@@ -80,6 +118,10 @@ def use(module: str) -> None:
         import torch
 
         imported.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([0.5]), 0.5)
+    elif module == 'mmengine':
+        imported.utils.is_installed('mmengine')  # imports pkg_resources in MMEngine's own distribution
+    elif module == 'mmcv':
+        importlib.import_module('mmengine.utils.dl_utils').mmcv_full_available()  # calls pkgutil.find_loader
     elif module == 'mmcv.ops':
         run_operators('cpu')
 
@@ -95,7 +137,7 @@ def run_operators(device: str) -> None:
 
 
 def lacking_on_gpu() -> str:
-    """The line for MMCV's operators that do not run on the GPU; '' where they do, and where there is no GPU."""
+    """Return the line for MMCV's operators that fail on the GPU; '' if they run or there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -105,7 +147,7 @@ def lacking_on_gpu() -> str:
     except Exception as error:
         reason = ' '.join(str(error).split())[:200]
         command = 'pip install --force-reinstall torchvision, from the index that your torch is from'
-        if _is_there('mmcv'):  # compiled without CUDA
+        if _version('mmcv'):  # compiled without CUDA
             command = f'pip uninstall -y mmcv && pip install {PIP["mmcv"]}'
         return (
             f'NMS and RoIAlign do not run on the GPU ({reason}), so no detector trains there; mend it with: {command}'
@@ -114,15 +156,33 @@ def lacking_on_gpu() -> str:
 
 
 def check(modules=WHOLE) -> list:
-    """One line for every module that does not work; what fails only because of an earlier one is mended with that."""
-    lines, broken = [], set()
+    """Return one line for every module that does not work, without those that an earlier line mends."""
+    lines: list = []
+    broken: set = set()
+    known: set = set()
     for module in modules:
         try:
             use(module)
         except Exception as error:
-            culprit = getattr(error, 'name', None)
-            if culprit not in broken:
-                lines.append(explained(module, error))
-            broken.update({module, culprit or module})
+            line = explained(module, error)
+            causes = {str(error), line.rpartition('; mend it with: ')[2]}  # same reason or same command
+            if not causes & known:
+                lines.append(line)
+            known |= causes
+            broken.add(module)
     gpu = '' if {'torch', 'mmcv', 'mmcv.ops'} & broken else lacking_on_gpu()
     return [*lines, gpu] if gpu else lines
+
+
+def report() -> list:
+    """Return lines with the system and the versions of the packages that matter, for an issue."""
+    gpu = 'none'
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            gpu = f'{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}'
+    except Exception as error:
+        gpu = f'unknown ({type(error).__name__} on import torch)'
+    found = [f'{name} {_version(name)}' for name in REPORTED if _version(name)]
+    return [f'{platform.platform()}, Python {platform.python_version()}', f'GPU: {gpu}', *found]

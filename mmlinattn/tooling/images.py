@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Images as a config's own test pipeline reads and sizes them, and how many channels its model takes."""
+"""Image reading, sizes and channels by the test pipeline of a config."""
 
 import inspect
 import math
@@ -17,8 +17,11 @@ from .class_names import dataset_configs
 
 
 def image_channels(cfg: Config) -> int:
-    """Channels of the images that a config's model takes: ``in_channels`` of its backbone, also inside an adapter, or
-    of the backbone's class, else as many as the data preprocessor has means, 3 where nobody says."""
+    """Return the image channels of a config's model.
+
+    In this order: ``in_channels`` of the backbone (also inside an adapter), the default of its class, the number of
+    means of the data preprocessor, 3.
+    """
     model = cfg.get('model') or {}
     backbone = model.get('backbone') or {}
     while isinstance(backbone.get('module'), dict):
@@ -27,7 +30,7 @@ def image_channels(cfg: Config) -> int:
     if given is None and kind:
         with MODELS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
             kind = registry.get(kind) if isinstance(kind, str) else kind
-        # of the class itself, or of one that it hands its keywords on to
+        # the class itself, or a base class that takes its keywords
         signatures = (inspect.signature(each.__init__).parameters for each in getattr(kind, '__mro__', ()))
         given = next((found['in_channels'].default for found in signatures if 'in_channels' in found), None)
     mean = preprocessor(cfg).get('mean')
@@ -35,19 +38,19 @@ def image_channels(cfg: Config) -> int:
 
 
 def preprocessor(cfg: Config) -> dict:
-    """The data preprocessor's settings; MMPretrain has them beside the model."""
+    """Return the settings of the data preprocessor; MMPretrain has them beside the model."""
     return cfg.get('model', {}).get('data_preprocessor') or cfg.get('data_preprocessor') or {}
 
 
 def test_pipeline(cfg: Config) -> list[dict]:
-    """The transforms of a config's test data that do without annotations; none where it has no test data."""
+    """Return the transforms of the test data without those of annotations, [] without test data."""
     pipelines = (data.get('pipeline') for _, data in dataset_configs(cfg, 'test_dataloader'))
     steps: list = next(filter(None, pipelines), [])
     return [step for step in steps if not bare_name(step['type']).endswith('Annotations')]
 
 
 def _split(cfg: Config) -> tuple[list[dict], list[dict]]:
-    """A test pipeline up to the image in memory, and from there on."""
+    """Split a test pipeline behind the loading of the image."""
     steps = test_pipeline(cfg)
     loads = [i for i, step in enumerate(steps) if bare_name(step['type']).startswith('Load')]
     after = loads[-1] + 1 if loads else 0
@@ -55,7 +58,7 @@ def _split(cfg: Config) -> tuple[list[dict], list[dict]]:
 
 
 def is_8_bit(cfg: Config) -> bool:
-    """Whether the test pipeline gives pixels from 0 to 255 for every file."""
+    """Return True if the test pipeline gives pixels from 0 to 255 for every file."""
     loading, _ = _split(cfg)
     if not loading:
         return True
@@ -64,7 +67,7 @@ def is_8_bit(cfg: Config) -> bool:
 
 
 def transforms(cfg: Config) -> list[dict]:
-    """The transforms of a config's test data from an image in memory on.
+    """Return the transforms of the test data behind the loading of the image.
 
     Raises:
         RunError: The config has no test pipeline.
@@ -75,10 +78,10 @@ def transforms(cfg: Config) -> list[dict]:
 
 
 def read_picture(path: str, cfg: Optional[Config] = None) -> np.ndarray:
-    """(H, W, C) or, of one channel, (H, W), as the test pipeline of a config reads it; (H, W, 3) uint8 BGR without one.
+    """Read an image as the test pipeline does: (H, W, C), or (H, W) of one channel; (H, W, 3) uint8 BGR without one.
 
     Raises:
-        RunError: The file is no image, or none that the pipeline reads.
+        RunError: The pipeline cannot read the file.
     """
     loading = _split(cfg)[0] if cfg is not None else []
     if not loading:
@@ -89,14 +92,13 @@ def read_picture(path: str, cfg: Optional[Config] = None) -> np.ndarray:
     init_default_scope(cfg.get('default_scope') or 'mmengine')  # type: ignore[union-attr]
     try:
         return Compose([dict(step) for step in loading])(dict(img_path=str(path), img_id=0))['img']
-    except Exception as error:  # of a transform of anybody's
+    except Exception as error:  # a transform of any project
         why = '' if isinstance(error, AssertionError) else f' ({described(error)})'  # MMCV's says no more
         raise RunError(f'image {str(path)!r} cannot be read as an image{why}.') from error
 
 
 def test_size(cfg: Config) -> Optional[tuple[int, int]]:
-    """Height and width that the test pipeline gives every image, padding by the model included; None where they depend
-    on the image."""
+    """Return height and width after test pipeline and padding by the model; None if they depend on the image."""
     size: Any = None
     for step in test_pipeline(cfg):
         kind = bare_name(step['type'])
@@ -112,9 +114,31 @@ def test_size(cfg: Config) -> Optional[tuple[int, int]]:
     return -(-height // divisor) * divisor, -(-width // divisor) * divisor
 
 
+def resizing(cfg: Config) -> dict:
+    """How the test pipeline sizes an image, fit for JSON.
+
+    Returns:
+        dict: ``resize``, the arguments of the last step that resizes (``scale`` is width and height, or an edge), and
+        ``crop``, height and width of a crop after it; None for steps that the pipeline lacks.
+    """
+    found: dict = dict(resize=None, crop=None)
+    for step in test_pipeline(cfg):
+        kind = bare_name(step['type'])
+        if step.get('crop_size'):
+            size = step['crop_size']
+            found['crop'] = [size, size] if isinstance(size, int) else list(size)[::-1]
+        elif step.get('scale') and 'Resize' in kind:
+            found['resize'] = {key: list(value) if isinstance(value, tuple) else value for key, value in step.items()}
+            del found['resize']['type']
+    return found
+
+
 def usual_size(cfg: Config) -> tuple[int, int]:
-    """Height and width to make a graph for: :func:`test_size`, else the crop of a segmentor, else those of a photograph
-    of 3:2 that is resized as the test pipeline does, in multiples of 32."""
+    """Return height and width for an exported graph.
+
+    :func:`test_size`, else the crop of a segmentor, else a photograph of 3:2 resized by the test pipeline, in multiples
+    of 32.
+    """
     exact, scope = test_size(cfg), cfg.get('default_scope')
     if exact or scope == 'mmpretrain':
         return exact or (224, 224)

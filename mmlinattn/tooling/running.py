@@ -4,33 +4,100 @@
 import inspect
 import os
 import os.path as osp
+from collections.abc import Sequence
+from typing import Any, Optional
 
+import torch
 from mmengine.config import Config
 from mmengine.device import get_device
-from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper
+from mmengine.logging import MMLogger
+from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict
+from mmengine.optim.scheduler.param_scheduler import INF
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
+from mmengine.runner.base_loop import BaseLoop
 
-from ..engine import CheckpointMatchHook, CompileHook, DataCheckHook, SafeRunner, prepare_distributed
+from ..engine import (
+    CheckpointMatchHook,
+    CompileHook,
+    DataCheckHook,
+    ProgressHook,
+    ResultsHook,
+    SafeRunner,
+    ScheduleCheckHook,
+    prepare_distributed,
+)
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .command_line import notice
+from .console import quiet_console
 from .environment import lacking_on_gpu
 
+# hooks that the tools add to any config
+TOOL_HOOKS = (DataCheckHook, CheckpointMatchHook, ScheduleCheckHook, ProgressHook, ResultsHook)
 
-def add_checks(cfg: Config) -> None:
-    """See to it that data sets are compared with the config, and weights with the model, in configs of others too."""
-    hooks = cfg.get('custom_hooks') or []
-    names = [bare_name(hook.get('type')) for hook in hooks]
-    missing = [kind.__name__ for kind in (DataCheckHook, CheckpointMatchHook) if kind.__name__ not in names]
-    cfg.custom_hooks = [*hooks, *(dict(type=name) for name in missing)]
+
+class ToolRunner(SafeRunner):
+    """SafeRunner for a command line: a quiet console, and learning rates scaled by the batch of an update."""
+
+    def build_logger(self, *args, **kwargs) -> MMLogger:
+        logger = super().build_logger(*args, **kwargs)
+        quiet_console(logger)
+        return logger
+
+    def build_train_loop(self, loop: Any) -> BaseLoop:
+        """Build the loop.
+
+        Raises:
+            RunError: An epoch has no iteration.
+        """
+        built = super().build_train_loop(loop)
+        loader = built.dataloader
+        if getattr(loader, 'drop_last', False) and len(loader) == 0:
+            raise RunError(
+                f'train_dataloader.batch_size={loader.batch_size} exceeds the {len(loader.dataset)} images of the data '
+                'set, and drop_last=True leaves no batch. Set a smaller batch_size.'
+            )
+        return built
+
+    def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Optional[dict] = None) -> None:
+        """Scale learning rates by images an update over ``base_batch_size``; MMEngine leaves out accumulation.
+
+        With scaling off, one line reports a difference.
+        """
+        settings: dict[str, Any] = dict(auto_scale_lr or {})
+        base, is_on = settings.get('base_batch_size', 0), settings.get('enable', False)
+        if is_on and not base:
+            raise RunError('auto_scale_lr.enable=True: auto_scale_lr.base_batch_size is missing.')
+        loader: Any = self._train_dataloader
+        size = loader['batch_size'] if isinstance(loader, dict) else loader.batch_size
+        wrappers = optim_wrapper.values() if isinstance(optim_wrapper, OptimWrapperDict) else [optim_wrapper]
+        for wrapper in wrappers:
+            steps = getattr(wrapper, '_accumulative_counts', 1)
+            batch = (size or 1) * self.world_size * steps
+            parts = f'{size} images x {self.world_size} process(es) x {steps} accumulated step(s)'
+            if is_on:
+                super().scale_lr(wrapper, dict(settings, base_batch_size=base / steps))
+                notice(f'learning rate x {batch / base:g}: {batch} images an update ({parts}), base_batch_size {base}.')
+            elif base and base != batch:
+                notice(
+                    f'the learning rate is for {base} images an update (auto_scale_lr.base_batch_size), and this run '
+                    f'has {batch} ({parts}). --auto-scale-lr scales it.'
+                )
+
+
+def add_checks(cfg: Config, hooks: Sequence[type] = TOOL_HOOKS) -> None:
+    """Add the hooks that compare data, weights and schedule with the config, and show the course of a run."""
+    given = cfg.get('custom_hooks') or []
+    names = [bare_name(hook.get('type')) for hook in given]
+    cfg.custom_hooks = [*given, *(dict(type=kind.__name__) for kind in hooks if kind.__name__ not in names)]
 
 
 def was_restarted(work_dir: str) -> bool:
-    """Whether torchrun started this process anew and the run before has left a checkpoint to go on from.
+    """Return True if torchrun restarted this process and the run left a checkpoint before.
 
-    One that was there when ``tools/launch.py`` began belongs to another run: what began without ``--resume`` begins
-    anew. Without ``tools/launch.py`` nothing tells the two apart, and the answer is no.
+    A checkpoint older than the start of ``tools/launch.py`` belongs to another run. Without ``tools/launch.py`` the two
+    cannot be told apart, and the answer is False.
     """
     if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) == 0 or 'MMLINATTN_LAUNCHED' not in os.environ:
         return False
@@ -38,15 +105,25 @@ def was_restarted(work_dir: str) -> bool:
     return osp.isfile(pointer) and osp.getmtime(pointer) >= float(os.environ['MMLINATTN_LAUNCHED']) - 1
 
 
-def drop_amp_on_cpu(cfg: Config, is_asked: bool) -> None:
-    """Mixed precision where there is an accelerator; fp32 and a notice where there is none."""
+def set_precision(cfg: Config, is_asked: bool) -> None:
+    """Set up mixed precision: bfloat16 without loss scaling if the GPU has units for it, else float16 with it.
+
+    Without an accelerator, mixed precision is off. One line says which precision trains.
+
+    Args:
+        cfg (Config): The config, whose ``optim_wrapper`` is changed. An AmpOptimWrapper of its own is kept.
+        is_asked (bool): True with ``--amp``.
+
+    Raises:
+        RunError: ``--amp`` beside an optimizer wrapper that is neither OptimWrapper nor AmpOptimWrapper.
+    """
     wrapper = cfg.get('optim_wrapper')
     if not wrapper:
         return
     given = wrapper.get('type', 'OptimWrapper')
     kind = bare_name(given)
     device = get_device()
-    if device in ('cpu', 'mps'):  # where MMEngine's wrappers refuse to work
+    if device in ('cpu', 'mps'):  # MMEngine's wrappers refuse to work there
         mixed = {cls.__name__: cls for cls in (AmpOptimWrapper, ApexOptimWrapper)}.get(kind)
         if mixed or is_asked:
             why = 'no accelerator' if device == 'cpu' else f'{device} is no device of AmpOptimWrapper'
@@ -55,23 +132,95 @@ def drop_amp_on_cpu(cfg: Config, is_asked: bool) -> None:
             wrapper.type = 'OptimWrapper'
             for key in inspect.signature(mixed).parameters:
                 wrapper.pop(key, None)
-    elif is_asked and kind != 'AmpOptimWrapper':
-        if kind != 'OptimWrapper':
-            raise RunError(f"--amp: optim_wrapper.type is {given!r}; only 'OptimWrapper' can be switched.")
-        wrapper.type = 'AmpOptimWrapper'
+        return
+    if is_asked and kind == 'OptimWrapper':
+        wrapper.type = kind = 'AmpOptimWrapper'
+        if has_bfloat16(device):
+            wrapper.setdefault('dtype', 'bfloat16')
+        if wrapper.get('dtype') == 'bfloat16':  # has float32's range: no gradient is too small
+            wrapper.setdefault('loss_scale', dict(enabled=False))
         wrapper.setdefault('loss_scale', 'dynamic')
+    elif is_asked and kind != 'AmpOptimWrapper':
+        raise RunError(f"--amp: optim_wrapper.type={given!r}: expected 'OptimWrapper' or 'AmpOptimWrapper'.")
+    if kind == 'AmpOptimWrapper':
+        scale = wrapper.get('loss_scale', 'dynamic')
+        scaled = 'without' if isinstance(scale, dict) and scale.get('enabled') is False else 'with'
+        notice(f'mixed precision: {wrapper.get("dtype") or "float16"} {scaled} loss scaling.')
+    elif device == 'cuda' and not torch.version.hip and has_bfloat16(device):  # TF32 came with the same GPUs
+        is_on = torch.get_float32_matmul_precision() != 'highest'
+        more = 'uses TF32' if is_on else 'does not use TF32; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 before the command does'
+        notice(f'training in float32, which {more}. --amp trains in bfloat16.')
+
+
+def has_bfloat16(device: str) -> bool:
+    """Return True if the accelerator computes bfloat16 products in hardware."""
+    if device == 'cuda':
+        if not torch.cuda.is_available():
+            return False
+        return bool(torch.version.hip) or torch.cuda.get_device_capability() >= (8, 0)
+    return device in ('npu', 'musa')
+
+
+LENGTHS = dict(max_epochs=True, max_iters=False)  # key of train_cfg -> by_epoch of the schedules that follow it
+_IN_STEPS = ('begin', 'end', 'step_size')
+_PERIODS = ('T_max', 'total_steps')  # from begin on
+
+
+def fit_schedule(cfg: Config, before: dict, options: dict) -> None:
+    """Stretch the learning rate schedule to another length that the command line gives the training.
+
+    Args:
+        cfg (Config): The config after ``--cfg-options``, whose ``param_scheduler`` is changed.
+        before (dict): ``train_cfg`` of the file.
+        options (dict): ``--cfg-options``. With one for ``param_scheduler`` the schedule stays.
+    """
+    schedules = cfg.get('param_scheduler')
+    if not schedules or any(key.split('.')[0] == 'param_scheduler' for key in options):
+        return
+    for key, by_epoch in LENGTHS.items():
+        old: Any = before.get(key)
+        new: Any = (cfg.get('train_cfg') or {}).get(key)
+        if f'train_cfg.{key}' not in options or not all(type(each) is int and each > 0 for each in (old, new)):
+            continue
+        listed = schedules if isinstance(schedules, (list, tuple)) else [schedules]
+        listed = [each for each in listed if each.get('by_epoch', True) is by_epoch]
+        made_for = max([old, *(each['end'] for each in listed if 0 < each.get('end', 0) < INF)])
+        changed = [bare_name(each['type']) for each in listed if stretch(each, new / made_for, new)]
+        if changed:
+            names = ', '.join(changed)
+            notice(f'param_scheduler is fitted to train_cfg.{key}={new} (it was made for {made_for}): {names}.')
+
+
+def stretch(schedule: dict, ratio: float, length: int) -> bool:
+    """Multiply the steps of a schedule by a ratio, to whole steps from 1 to ``length``; True if any changed."""
+
+    def scaled(step: int) -> int:
+        return min(max(1, round(step * ratio)), length) if 0 < step < INF else step
+
+    old = dict(schedule)
+    for key in _IN_STEPS:
+        if isinstance(schedule.get(key), (int, float)):
+            schedule[key] = scaled(schedule[key])
+    if schedule.get('milestones'):
+        schedule['milestones'] = sorted({scaled(step) for step in schedule['milestones']})
+    if schedule.get('begin', 0) >= length:  # rounded up, as a warm-up shorter than a step
+        schedule['begin'] = length - 1
+    for key in _PERIODS:
+        if isinstance(schedule.get(key), (int, float)):
+            schedule[key] = scaled(old.get('begin', 0) + schedule[key]) - schedule.get('begin', 0)
+    return old != dict(schedule)
 
 
 def build_runner(cfg: Config, compiles: bool = False) -> Runner:
-    """Join the processes where there are several, and build a SafeRunner (or ``runner_type``).
+    """Join the processes of a distributed run, and build a ToolRunner (or ``runner_type``).
 
     Args:
         cfg (Config): The config as it will run.
         compiles (bool): Compile the blocks of the backbone.
 
     Raises:
-        RunError: Of :func:`~mmlinattn.engine.prepare_distributed`, or MMCV's operators, which a detector calls, do not
-            run on the GPU that is there.
+        RunError: :func:`~mmlinattn.engine.prepare_distributed` fails, or MMCV's operators of a detector do not run on
+            the GPU.
     """
     prepare_distributed(cfg)
     lacking = lacking_on_gpu() if cfg.get('default_scope') == 'mmdet' and get_device() == 'cuda' else ''
@@ -80,4 +229,4 @@ def build_runner(cfg: Config, compiles: bool = False) -> Runner:
     hooks = cfg.get('custom_hooks') or []
     if compiles and not any(bare_name(hook.get('type')) == CompileHook.__name__ for hook in hooks):
         cfg.custom_hooks = [*hooks, dict(type=CompileHook.__name__)]
-    return RUNNERS.build(cfg) if 'runner_type' in cfg else SafeRunner.from_cfg(cfg)
+    return RUNNERS.build(cfg) if 'runner_type' in cfg else ToolRunner.from_cfg(cfg)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The model of a config, for tools that bring weights of their own or need none."""
+"""Models of configs, without reading pretrained weights."""
 
 import os
 from typing import Any, Optional
@@ -14,36 +14,34 @@ from .registering import bare_name
 
 
 def unwrapped(model: Any) -> nn.Module:
-    """The model itself, without what distributed training and test-time augmentation put around it."""
+    """Return the model inside the wrappers of distributed training and test-time augmentation."""
     while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
         model = model.module
     return model
 
 
 def scope_of(cfg: Config) -> Optional[str]:
-    """``default_scope``, or of a config without one, as those of the pure Python style, the project of its model's
-    class."""
+    """Return ``default_scope``, or the project of the model's class in pure Python configs."""
     model = cfg.get('model')
     kind = model.get('type') if isinstance(model, dict) else None
-    places = [base.__module__ for base in kind.__mro__] if isinstance(kind, type) else [str(kind)]
-    projects = (place.split('.')[0] for place in places)
+    modules = [base.__module__ for base in kind.__mro__] if isinstance(kind, type) else [str(kind)]
+    projects = (module.split('.')[0] for module in modules)
     return cfg.get('default_scope') or next(
         (name for name in projects if name in ('mmdet', 'mmseg', 'mmpretrain')), None
     )
 
 
 def is_pretrained(init_cfg: Any) -> bool:
-    """Whether an ``init_cfg`` of MMEngine, or one of several, names a checkpoint: by MMEngine's name for it, by the
-    class, or by where the class is, as configs of the pure Python style are written and dumped."""
+    """Return True if an ``init_cfg``, or an entry of one, names a checkpoint. Its type is a name, a class or a path."""
     entries = init_cfg if isinstance(init_cfg, (list, tuple)) else [init_cfg]
     kinds = (bare_name(entry.get('type')) for entry in entries if isinstance(entry, dict))
     return any(kind in ('Pretrained', 'PretrainedInit') for kind in kinds)
 
 
 def without_pretrained(node: Any) -> Any:
-    """A config, or a part of one, without weights to fetch; what is not to be changed is copied.
+    """Copy a config, or a part of one, without checkpoints to fetch.
 
-    ``teacher_ckpt`` goes too: MMDetection's distillation reads it when it is built.
+    MMDetection's distillation reads ``teacher_ckpt`` when it is built.
     """
     if isinstance(node, dict):
         node = type(node)((key, without_pretrained(value)) for key, value in node.items())
@@ -58,15 +56,15 @@ def without_pretrained(node: Any) -> Any:
 
 
 def build_model(cfg: Config, pretrained: bool = False) -> nn.Module:
-    """The model of a config as its constructors leave it.
+    """Build the model of a config, without initialising its weights.
 
     Args:
-        cfg (Config): Of a detector, segmentor or classifier.
-        pretrained (bool): Keep what names a checkpoint, for ``init_weights``; some constructors, of adapters, read it.
-            Without, nothing is read or downloaded.
+        cfg (Config): Config of a detector, segmentor or classifier.
+        pretrained (bool): Keep checkpoints of ``init_cfg``, for ``init_weights`` and adapters. Else nothing is read or
+            downloaded.
 
     Raises:
-        RunError: The config has no model, or a part of it refuses its arguments; ``MMLINATTN_TRACEBACK=1`` keeps errors
+        RunError: The config has no model, or a part of it refuses its arguments. ``MMLINATTN_TRACEBACK=1`` keeps errors
             of parts as they are.
     """
     name = cfg.filename or 'the config'

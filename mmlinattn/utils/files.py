@@ -9,10 +9,10 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def project_files(name: str) -> Path:
-    """``configs``, ``tools`` or ``model-index.yml``: of the installed package, or of the checkout it lies in.
+    """Return the path of ``configs``, ``tools`` or ``model-index.yml``, installed or in the checkout.
 
     Raises:
-        FileNotFoundError: Neither has it; the message says how an installation gets it.
+        FileNotFoundError: There is neither.
     """
     for root in (PACKAGE / '.mim', PACKAGE.parent):
         if (root / name).exists():
@@ -22,15 +22,29 @@ def project_files(name: str) -> Path:
     )
 
 
+def link_checkout() -> None:
+    """Link ``configs`` and ``model-index.yml`` into ``mmlinattn/.mim`` of a checkout that is not installed.
+
+    MMEngine resolves ``mmlinattn::`` to that folder. Installing makes it; the tools of a checkout run without.
+    A folder without write permission stays as it is.
+    """
+    for name in ('configs', 'model-index.yml'):
+        link = PACKAGE / '.mim' / name
+        if not link.exists() and (PACKAGE.parent / name).exists():
+            with contextlib.suppress(OSError):  # read-only, or another rank was first
+                link.parent.mkdir(exist_ok=True)
+                link.symlink_to(os.path.join('..', '..', name))
+
+
 @contextlib.contextmanager
 def atomic_write(path: Union[str, 'os.PathLike[str]']) -> Iterator[BinaryIO]:
-    """A file to write that gets its name when it is whole and on the disk, or not at all.
+    """Open a file for writing that replaces ``path`` when it is complete and on the disk.
 
-    It is written to ``NAME.part`` beside it. On any error it is removed, and an earlier file of the name is
-    untouched; a process killed while writing leaves that one file, which the next write reuses.
+    The bytes go to ``NAME.part``. On an error it is removed, and an earlier file stays. A process killed while writing
+    leaves ``NAME.part``, which the next write overwrites.
 
     Yields:
-        BinaryIO: The file, open for writing bytes.
+        BinaryIO: The open file.
     """
     part = f'{os.fspath(path)}.part'
     try:

@@ -1,19 +1,19 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Most private APIs of PyTorch, MMEngine and MMCV that this package reads or patches.
+"""Private APIs of PyTorch, MMEngine and MMCV that this package uses.
 
-Docstrings of patches name the version they were written for, and why nothing public does it. Where a release lacks a
-private API of PyTorch, a public one replaces it.
+Docstrings name the version they were written for, and the reason. A public API replaces a missing one of PyTorch.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Callable, cast
 
 import torch
 from mmengine.model import BaseModule
 from mmengine.registry import DefaultScope
 from mmengine.runner import CheckpointLoader
-from torch import nn, overrides
+from torch import _weights_only_unpickler, nn, overrides
 from torch.autograd import forward_ad
 from torch.fx.experimental import _config, symbolic_shapes
 from torch.nn.modules import module as _module
@@ -21,11 +21,10 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._device import DeviceContext
-from torch.utils.data import DataLoader
 
-# --- what PyTorch says of itself --------------------------------------------------------------------------------------
+# --- state of PyTorch -------------------------------------------------------------------------------------------------
 
-# oneDNN's operators with a fused activation or sum, which torch.compile uses on CPUs
+# oneDNN's operators with a fused activation or sum, as torch.compile uses them on CPUs
 _mkldnn = torch.ops.mkldnn
 LINEAR: Any = getattr(_mkldnn, '_linear_pointwise', None)
 CONV: Any = getattr(_mkldnn, '_convolution_pointwise', None)
@@ -33,18 +32,18 @@ HAS_ONEDNN = None not in (LINEAR, CONV)
 CAN_BE_SIZE_OBLIVIOUS = hasattr(_config, 'backed_size_oblivious')  # since torch 2.6
 
 
-# whether oneDNN multiplies bfloat16 natively on this CPU (AVX-512 BF16, AMX)
+# True if oneDNN multiplies bfloat16 natively on this CPU (AVX-512 BF16, AMX)
 has_bfloat16_units: Any = getattr(_mkldnn, '_is_mkldnn_bf16_supported', bool)
-# how many dispatch modes, which count or record every operation, are on; the innermost torch.func transform
+# number of active dispatch modes, which count or record operations; the innermost torch.func transform
 num_modes: Any = torch._C._len_torch_dispatch_stack
 innermost_transform: Any = torch._C._functorch.peek_interpreter_stack
-forward_mode: Any = forward_ad  # whose level is 0 or more where derivatives are taken forward
+forward_mode: Any = forward_ad  # its level is 0 or more in forward-mode differentiation
 is_batched: Any = torch._C._functorch.is_legacy_batchedtensor  # by ``torch.autograd.grad(..., is_grads_batched=True)``
 is_exporting: Any = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)  # since torch 2.7
 
 
 def has_global_hooks() -> bool:
-    """Whether every module of the process has hooks. ``_has_any_global_hook`` is newer than PyTorch 2.4."""
+    """Return True if there are global module hooks. ``_has_any_global_hook`` is newer than PyTorch 2.4."""
     return bool(
         _module._global_forward_hooks
         or _module._global_forward_pre_hooks
@@ -54,12 +53,12 @@ def has_global_hooks() -> bool:
 
 
 def has_function_modes() -> bool:
-    """Whether functions of PyTorch are watched or replaced; ``torch.device`` as a context does neither."""
+    """Return True if a function mode is active, other than ``torch.device`` as a context."""
     return any(type(mode) is not DeviceContext for mode in overrides._get_current_function_mode_stack())
 
 
 def has_static_value(size) -> bool:
-    """Whether a size is a number now, not something that a graph leaves open."""
+    """Return True if a size is a number, not a symbol of a graph."""
     check = getattr(symbolic_shapes, 'has_static_value', None)  # since torch 2.5
     return type(size) is int if check is None else check(size)
 
@@ -69,7 +68,7 @@ def is_surely_above_one(size) -> bool:
 
 
 def size_oblivious():
-    """A context in which ``torch.export`` does not ask whether an open size is 1."""
+    """Context for ``torch.export`` without guards on sizes of 1."""
     return _config.patch(  # type: ignore[attr-defined]
         backed_size_oblivious=True
     )
@@ -87,34 +86,49 @@ SOFTMAX_BACKWARD: Any = torch._softmax_backward_data
 
 
 def default_scopes() -> list[str]:
-    """MMEngine 0.10.7: the default scopes so far, the present one last; public is that one alone, which is ours while
+    """MMEngine 0.10.7: all default scopes, the current one last. Only the current one is public, and it is ours while
     MMEngine builds a dict of ours."""
     return [scope.scope_name for scope in DefaultScope._instance_dict.values()]
 
 
-def checkpoint_prefixes() -> list[str]:
-    """MMEngine 0.10.7: how addresses begin that a loader of checkpoints is registered for; there is no list of them."""
-    return [prefix for prefix in CheckpointLoader._schemes if prefix]
+def checkpoint_loaders() -> dict[str, Callable]:
+    """MMEngine 0.10.7: loaders of checkpoints by address prefix. There is no public list."""
+    return dict(CheckpointLoader._schemes)
 
 
-def turn_into(thing: Any, kind: type) -> None:
-    """An object of a class becomes one of a subclass and keeps its state.
+def listed_globals() -> set[str]:
+    """PyTorch 2.14: names of the types that ``weights_only`` builds. The public list has the added types only."""
+    return {*_weights_only_unpickler._get_allowed_globals(), *_weights_only_unpickler._get_user_allowed_globals()}
 
-    MMEngine 0.10.7's ``CheckpointHook``, built before custom hooks see the run; a config cannot set its type where
-    upstream's base file does.
-    """
-    thing.__class__ = kind
+
+def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """PyTorch 2.14: parameters and persistent buffers of a module, without its children. Hooks of adapters remove
+    entries from ``state_dict``."""
+    named = {**module._parameters, **module._buffers}
+    return {key: t for key, t in named.items() if t is not None and key not in module._non_persistent_buffers_set}
+
+
+@contextmanager
+def before_loading(model: nn.Module, hook: Callable) -> Iterator[None]:
+    """PyTorch 2.4: call ``hook(module, state_dict, prefix, ...)`` before each module loads its own weights, after all
+    other hooks. The public ``register_load_state_dict_pre_hook`` is newer."""
+    handles = [module._register_load_state_dict_pre_hook(hook, with_module=True) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def call_compiled(module: nn.Module, call: Callable) -> None:
-    """PyTorch 2.11: what ``nn.Module.compile`` sets. It compiles each module by itself; here those of a kind share one
-    code."""
+    """PyTorch 2.11: set the attribute of ``nn.Module.compile``, which compiles each module by itself. Here modules of a
+    kind share one graph."""
     module._compiled_call_impl = call
 
 
 def is_altered(*modules: nn.Module) -> bool:
-    """PyTorch 2.14: whether a module computes more than its class and weights say. It has hooks or a method of its own,
-    is compiled, or its weights are sparse or of a subclass of tensors. There is no public list of hooks."""
+    """PyTorch 2.14: return True if a module has hooks or a method of its own, is compiled, or has sparse or subclassed
+    weights. There is no public list of hooks."""
     return any(map(_is_altered, modules))
 
 
@@ -162,29 +176,14 @@ def _methods(kind: Any) -> frozenset:
 
 
 def methods_of(kinds: Iterable[type]) -> list[tuple[type, str, Any]]:
-    """The methods of modules, those of ``nn.Module`` aside: (class, name, function)."""
+    """Return (class, name, function) of the methods of modules, without those of ``nn.Module``."""
     classes = {base for kind in kinds for base in kind.__mro__} - set(BaseModule.__mro__)
     return [(base, name, value) for base in classes for name, value in vars(base).items() if callable(value)]
 
 
 def keep_sizes_open() -> None:
-    """PyTorch 2.14's Inductor compiles the gradient of a convolution for each image size; up to 2.11 it calls PyTorch's
-    operator, as it does again after this."""
+    """PyTorch 2.14: let Inductor call PyTorch's operator for the gradient of a convolution, as up to 2.11. It would
+    compile one for each image size."""
     from torch._inductor import lowering
 
     lowering.make_fallback(torch.ops.aten.convolution_backward, lowering.constrain_to_fx_strides, warn=False)
-
-
-def draw_from(loader: DataLoader, batches: Any, load: Callable) -> None:
-    """PyTorch 2.11: another batch sampler for a loader, which refuses it for the sake of iterators that are under way,
-    and a function that loads whole batches, for which PyTorch looks in the data set. The iterator of a loop over
-    iterations, begun before any hook runs, is dropped."""
-    vars(loader.dataset)['__getitems__'] = load
-    vars(loader).update(batch_sampler=batches, _iterator=None)
-
-
-def number_from(loop: Any, num_done: int) -> None:
-    """MMEngine 0.10.7: ``EpochBasedTrainLoop`` numbers the batches of a resumed epoch from 0; hooks see the place in
-    the epoch. ``del loop.run_iter`` ends it."""
-    run_iter = loop.run_iter
-    loop.run_iter = lambda index, data_batch: run_iter(index + num_done, data_batch)

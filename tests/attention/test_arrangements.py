@@ -123,7 +123,7 @@ def test_linear_attention_in_windows_is_that_of_each_window_cropped(name, height
         grid = Grid(*crop.shape[1:3])
         alone = attend(attention, crop.flatten(1, 2), grid, source=source)
         expected[where] = alone.unflatten(1, grid[:2])
-    out = attention(x, StageContext.of(x), other)
+    out = attention(x, StageContext.of(x)._replace(source=other))
     assert_same(out, expected, leaves_of(attention, x, other), rtol=1e-6)
 
 
@@ -214,7 +214,7 @@ def test_stripes_are_two_halves_of_windows(name, height, width, stripe):
     slow = attention.proj(torch.cat(halves, dim=-1))
     leaves = leaves_of(attention, x)
     assert_same(attention(x, StageContext.of(x)), slow, leaves, rtol=1e-6)
-    torch.testing.assert_close(attention(x, StageContext(Grid(height, width)), source=x), slow)
+    torch.testing.assert_close(attention(x, StageContext(Grid(height, width), source=x)), slow)
 
 
 def test_what_arrangements_have_by_default():

@@ -81,7 +81,7 @@ def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_ke
         with torch.no_grad():
             torch.testing.assert_close(attend(attention, x, grid, source=source, **shared), out)
         if not encoded:
-            torch.testing.assert_close(attention(x, StageContext(grid), source), out)
+            torch.testing.assert_close(attention(x, StageContext(grid, source=source)), out)
 
 
 @every_attention

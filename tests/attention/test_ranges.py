@@ -49,11 +49,12 @@ def test_the_mean_token_is_that_of_real_tokens(dtype):
     """Sums may leave the range of a half type; of padding alone the mean is zero."""
     x = (torch.rand(3, 600, 4) * 100 + 60000).to(dtype)
     mask = torch.tensor([[True, True, False, True, False, False], [False] * 6, [True] * 6]).repeat(1, 100)
-    found, wide = mean_token(x, mask), x.double()
+    x, wide = x * mask[..., None], x.double()
+    found = mean_token(x, mask)
     assert found.dtype == mean_token(x, None).dtype == dtype
     expected = torch.stack((wide[0, mask[0]].mean(0), torch.zeros(4, dtype=torch.double), wide[2].mean(0)))
     torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0)
-    torch.testing.assert_close(mean_token(x, None).double(), wide.mean(1), rtol=0.01, atol=0)
+    torch.testing.assert_close(mean_token(x, None).double(), x.double().mean(1), rtol=0.01, atol=0)
 
 
 # --- costs -------------------------------------------------------------------------------------

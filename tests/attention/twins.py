@@ -11,6 +11,7 @@ from torch.nn.functional import conv2d, pad
 
 from mmlinattn import ops
 from mmlinattn.attention import Attention
+from mmlinattn.attention.base import mean_token
 
 DIM, HEADS = 16, 2
 HEAD_DIM = DIM // HEADS
@@ -300,7 +301,9 @@ def attend(attention, x, grid, kv=None, key_grid=None, source=None, mask=None, r
         q, *gate = attention.q(x).split((attention.widths[0], *attention.widths[3:]), dim=-1)
         k, v = attention.kv(kv).split(attention.widths[1:3], dim=-1)
     v = v if mask is None else v * mask.unsqueeze(-1).to(v.dtype)
-    context = attention.context_of(x if source is None else source, mask)
+    source = x if source is None else source
+    source = source if mask is None else source * mask.unsqueeze(-1).to(source.dtype)
+    context = mean_token(source, mask) if attention.mixer.context else None
     out = attention.mix(q, k, v, grid, key_grid, mask, rotary, bias, context)
     return attention.proj(attention.gated(out, x, gate))
 

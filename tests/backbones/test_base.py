@@ -14,7 +14,7 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from small_hosts import ARCHS, build, image, loss, mixes
 from torch import nn
 
-from mmlinattn.checkpoints.states import fit_backbone
+from mmlinattn.checkpoints.fit import compare
 from mmlinattn.layers import PositionTable
 from mmlinattn.utils import private_apis
 
@@ -177,11 +177,11 @@ def test_what_a_file_has_too_many_of_is_left_out_in_silence(host, options):
     odd = {key for name in names for key in (name, f'{name}.x.weight', f'{name}_extra.1.w', f'my_{name}.1.w')}
     odd |= {f'{name}.{number}.w' for name in names for number in ((12, 13) if name == 'blocks' else (4, 12))}
     odd |= {'odd.weight', *([] if 'out_norm' in options else ['out_norm.odd' if host == DEIT else 'out_norms.0.odd'])}
-    _, report = fit_backbone(part, {**whole.state_dict(), **{key: torch.ones(1) for key in odd}})
-    assert report.missing == report.mismatched == [] and set(report.unexpected) == odd
-    assert set(report.loaded) == set(part.state_dict())
+    fit = compare(part, {**whole.state_dict(), **{key: torch.ones(1) for key in odd}})
+    assert not fit.missing and not fit.mismatched and set(fit.unexpected) == odd
+    assert set(fit.weights) == set(part.state_dict())
     left_out = set(whole.state_dict()) - set(part.state_dict())
-    assert set(report.ignored) == left_out and bool(left_out) == bool(options)
+    assert set(fit.ignored) == left_out and bool(left_out) == bool(options)
 
 
 @pytest.mark.parametrize('others', [[], [dict(type='Constant', layer='Linear', val=3.0)]])

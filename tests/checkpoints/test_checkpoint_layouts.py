@@ -9,7 +9,7 @@ from mmlinattn.checkpoints.layouts import LAYOUTS, find_layout
 from mmlinattn.checkpoints.states import backbone_state
 
 
-def test_a_released_file_is_of_one_layout_and_others_are_of_none():
+def test_every_released_file_matches_one_layout():
     found = set()
     for case in goldens.cases():
         keys = frozenset(goldens.info(case)['state'])
@@ -22,8 +22,8 @@ def test_a_released_file_is_of_one_layout_and_others_are_of_none():
     assert find_layout(['patch_embed.proj.weight', 'norm.weight']) is None
 
 
-# What golden cases, whose keys all fit (``backbones/test_hosts_parity.py``), do not have: dense backbones, other ages,
-# files of which a part is gone. Keys of released files in the names of this project; None is dropped.
+# Released keys under our names, None if dropped, of files that are no golden cases: dense backbones, older files,
+# incomplete ones. Golden cases fit as a whole (``backbones/test_hosts_parity.py``).
 RELEASED = {
     'swin': {
         'patch_embed.proj.weight': 'patch_embeds.0.proj.weight',
@@ -36,7 +36,7 @@ RELEASED = {
         'patch_embed1.proj.weight': 'patch_embeds.0.proj.weight',
         'block1.0.attn.q.weight': 'stages.0.0.attn.q.weight',  # to be listed as unexpected
         'block2.0.attn.kv.weight': 'stages.1.0.attn.kv.weight',
-        'block2.1.attn.q.weight': 'stages.1.1.attn.q.weight',  # of another width than what it would be joined with
+        'block2.1.attn.q.weight': 'stages.1.1.attn.q.weight',  # its width differs from that of q
         'block2.1.attn.kv.weight': 'stages.1.1.attn.kv.weight',
         'norm4.bias': 'out_norms.3.bias',
         'norm.weight': 'out_norms.3.weight',

@@ -27,13 +27,13 @@ def sevens() -> dict:
 
 
 def test_counters_of_batches_that_a_file_has_are_kept():
-    """In the backbone and beside it; one that it lacks is at zero: counters are no weights."""
+    """A missing counter becomes zero."""
     state = sevens()
     del state['head.0.num_batches_tracked']
-    converted = convert_state(dict(state_dict=state), 'a.pth', ModelOfNorms())
-    found = {key: int(value) for key, value in converted.state_dict.items() if key.endswith('num_batches_tracked')}
+    fit = convert_state(dict(state_dict=state), 'a.pth', ModelOfNorms())
+    found = {key: int(value) for key, value in fit.weights.items() if key.endswith('num_batches_tracked')}
     assert found == {f'{part}.0.num_batches_tracked': n for part, n in (('backbone', 7), ('neck', 7), ('head', 0))}
-    assert converted.complete and converted.report.loaded[-1].startswith('head')
+    assert fit.is_complete
 
 
 @pytest.mark.parametrize(
@@ -45,17 +45,17 @@ def test_counters_of_batches_that_a_file_has_are_kept():
         (dict(PALETTE=[(1, 2, 3)]), dict(palette=[(1, 2, 3)])),
     ],
 )
-def test_what_is_written_beside_the_weights(config, tmp_path, monkeypatch, capsys, meta, expected):
-    """Where they are from, and names and colours of classes from files of any age."""
+def test_meta_of_a_converted_file(config, tmp_path, monkeypatch, capsys, meta, expected):
+    """The source, and names and colours of classes, also from older files."""
     monkeypatch.setenv('HOME', str(tmp_path))
     torch.save(dict(state_dict=sevens(), meta=meta), tmp_path / 'a.pth')
-    assert convert_checkpoint(tmp_path / 'a.pth', '~/b.pth', config).complete
+    assert convert_checkpoint(tmp_path / 'a.pth', '~/b.pth', config).is_complete
     written = load_file(tmp_path / 'b.pth')
     known = dict(source='a.pth', mmlinattn_version=__version__, config_name='c.py')
     assert written['meta'] == (known if expected is None else dict(known, dataset_meta=expected))
     assert list(written) == ['state_dict', 'meta'] and set(written['state_dict']) == set(sevens())
     assert all((value == 7).all() for value in written['state_dict'].values())
-    assert capsys.readouterr().out == ''  # what is said of reading is the tool's to say
+    assert capsys.readouterr().out == ''  # the tool prints
 
 
 def test_a_failed_write_leaves_the_old_file(config, tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ def serve(server, name, *reply) -> str:
 
 
 def error_line(name) -> str:
-    """Of a name that cannot be fetched: with link and path, and nothing is left behind."""
+    """A name that cannot be fetched: with link and path, and nothing is left behind."""
     entry = released.find_released(name.rpartition('/')[2])
     with pytest.raises(CheckpointError) as caught:
         LOAD(name, 'cpu')
@@ -64,13 +64,13 @@ def test_a_link_of_the_table_is_converted_as_well(server):
     ],
     ids=['breaks off', 'a page', 'gone'],
 )
-def test_what_is_no_checkpoint_is_never_kept(server, reply, said):
+def test_invalid_downloads_are_not_kept(server, reply, said):
     assert said in error_line(serve(server, 'ravlt_t', *reply)) and server.kept() == []
     serve(server, 'ravlt_t', 200, WHOLE)
     assert LOAD('mmlinattn://ravlt_t')['state_dict']  # the next attempt starts anew
 
 
-def test_a_server_that_is_away_or_silent(server, monkeypatch):
+def test_an_unreachable_or_silent_server(server, monkeypatch):
     server.stop()
     error_line('mmlinattn://ravlt_t')
     with socket.create_server(('127.0.0.1', 0)) as silent:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""``init_cfg=dict(type='Pretrained')`` of our backbones, and what it says."""
+"""``init_cfg=dict(type='Pretrained')`` of our backbones, and its warning."""
 
 import logging
 import re
@@ -20,38 +20,38 @@ def model(**kwargs) -> RAVLT:
 
 @pytest.fixture
 def load(caplog, tmp_path):
-    """Load what is given as a file; the report, and the warnings that are logged."""
+    """Save an object and load it; return the fit and the logged warnings."""
 
     def run(backbone, thing):
         torch.save(thing, tmp_path / 'a.pth')
-        report = load_pretrained(backbone, str(tmp_path / 'a.pth'), logger=logging.getLogger('of-loading'))
+        fit = load_pretrained(backbone, str(tmp_path / 'a.pth'), logger=logging.getLogger('of-loading'))
         warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
         assert all(record.name == 'of-loading' for record in warned)
         lines = [record.getMessage() for record in warned]
         assert all(line.startswith(f'{tmp_path}/a.pth and ') for line in lines)
-        return report, lines
+        return fit, lines
 
     return run
 
 
 @pytest.mark.parametrize('dense', [False, True])
-def test_nothing_is_said_of_a_released_file(load, dense):
-    """Neither of a classifier's head nor of a detector's other parts."""
+def test_a_released_file_loads_without_a_warning(load, dense):
+    """A classifier's head and a detector's other parts are skipped."""
     backbone, released = model(out_norm=dense), released_ravlt(dense)
     if dense:
         released = {f'backbone.{key}': value for key, value in released.items()} | {'neck.w': torch.ones(1)}
-    report, warned = load(backbone, released)
-    assert warned == [] and set(report.loaded) == set(backbone.state_dict())
+    fit, warned = load(backbone, released)
+    assert warned == [] and set(fit.weights) == set(backbone.state_dict())
 
 
-def test_what_does_not_fit_is_listed_in_one_warning(load):
+def test_differences_are_listed_in_one_warning(load):
     state, stem = model().state_dict(), 'patch_embeds.0.layers.0.weight'
     state.update({'mystery.weight': torch.ones(1), NORM: torch.full((5,), 3.0)})
     state['out_norms.2.weight'][3] = float('nan')
     del state[stem]
     target = model()
-    report, (warning,) = load(target, state)
-    assert report.missing == [stem] and report.unexpected == ['mystery.weight']
+    fit, (warning,) = load(target, state)
+    assert fit.missing == [stem] and fit.unexpected == ['mystery.weight']
     for part in (
         f'missing in the file: {stem}',
         'unexpected in the file: mystery.weight',
@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_listed_in_one_warning(load):
         ({'epoch': 3}, 'holds no weights'),
     ],
 )
-def test_nothing_loaded_at_all_is_an_error(load, tmp_path, alien, said):
+def test_a_file_without_a_fitting_weight_is_an_error(load, tmp_path, alien, said):
     backbone = model()
     before = {key: value.clone() for key, value in backbone.state_dict().items()}
     with pytest.raises(CheckpointError, match=f'{tmp_path}/a.pth') as caught:
@@ -80,8 +80,8 @@ def test_nothing_loaded_at_all_is_an_error(load, tmp_path, alien, said):
     assert all(torch.equal(before[key], v) for key, v in backbone.state_dict().items())
 
 
-def test_init_weights_takes_the_part_that_is_asked_for(tmp_path):
-    """Of a file of two: without ``prefix``, that under ``backbone.``."""
+def test_init_weights_takes_a_prefix(tmp_path):
+    """One of two parts; ``backbone.`` without a ``prefix``."""
     parts = {
         f'{prefix}{key}': torch.full_like(value, number)
         for number, prefix in ((1, 'backbone.'), (2, 'teacher.'))
@@ -94,8 +94,8 @@ def test_init_weights_takes_the_part_that_is_asked_for(tmp_path):
         assert all((value == expected).all() for value in backbone.state_dict().values())
     for wrong, said in (
         (dict(prefx='teacher.'), "has ['prefx']; allowed are checkpoint, prefix, map_location"),
-        (dict(checkpoint=None), 'checkpoint=None has to be a path, an address or mmlinattn://NAME'),
-        (dict(checkpoint=''), "checkpoint='' has to be a path"),
+        (dict(checkpoint=None), 'checkpoint=None: expected a path, an address or mmlinattn://NAME'),
+        (dict(checkpoint=''), "checkpoint='': expected a path"),
     ):
         backbone = model(init_cfg=dict(dict(type='Pretrained', checkpoint=str(tmp_path / 'a.pth')), **wrong))
         with pytest.raises(ValueError, match=re.escape(said)):

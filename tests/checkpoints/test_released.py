@@ -6,7 +6,7 @@ import pytest
 from mmlinattn.checkpoints import CheckpointError, find_released, released_checkpoints
 
 
-def test_a_backbone_is_its_classifier_and_files_have_names_of_their_own(monkeypatch, tmp_path):
+def test_names_of_backbones_and_files(monkeypatch, tmp_path):
     monkeypatch.setenv('TORCH_HOME', str(tmp_path))
     table = released_checkpoints()
     backbones = {name for name, entry in table.items() if entry.bare}

@@ -5,9 +5,7 @@ import torch
 from mmlinattn.checkpoints import CheckpointError
 from mmlinattn.checkpoints.states import (
     backbone_state,
-    fit_state,
     model_state,
-    not_finite,
     state_dict_of,
     strip_prefix,
 )
@@ -15,9 +13,9 @@ from mmlinattn.checkpoints.states import (
 ONE = torch.ones(1)
 
 
-def test_the_first_state_dict_of_a_file_counts():
-    """In the order of the documentation, the trained weights before their average, in whatever order the file has
-    them; what is no dict is passed over, as the name of a model is; what lies deeper is of somebody else."""
+def test_order_of_state_dicts_in_a_file():
+    """Trained weights come before their average, in any order of the file. Values other than dicts, such as the name of
+    a model, and nested ones are skipped."""
     names = ['state_dict', 'model', 'model_ema', 'state_dict_ema']
     for first in range(4):
         parts = {name: dict(w=torch.tensor(float(i))) for i, name in enumerate(names) if i >= first}
@@ -38,7 +36,7 @@ def test_prefixes():
 
 
 def test_parts_of_a_file():
-    """What of a bare file is a head, what of a whole one is its backbone, and what is asked for by its prefix."""
+    """Heads of a bare file, the backbone of a whole one, and any part by its prefix."""
     a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
     parts = 'head neck rpn_head roi_head bbox_head mask_head decode_head auxiliary_head data_preprocessor'.split()
     heads = {f'{part}.w': b for part in parts}
@@ -55,29 +53,3 @@ def test_parts_of_a_file():
         backbone_state(whole, 'x.pth', 'student.')
     assert model_state(whole, 'x') == (whole, [])
     assert model_state(bare, 'x')[0] == {'backbone.stem.w': a, 'backbone.header.w': d, **heads}
-
-
-def test_the_report_of_a_fit():
-    """Kinds are compared where the model has real numbers; old files have counters of 32 bits."""
-    shape, ints = torch.ones(2, 3), torch.ones(1, dtype=torch.int64)
-    own = dict(same=ONE, shape=shape, kind=ONE, absent=ONE, late=ONE, count=ints[0], num_batches_tracked=ints[0])
-    state = dict(same=ONE, shape=ONE, kind=ints, extra=ONE, later=ONE, count=ints.int()[0])
-    fits, report = fit_state(own, state, lambda key: key.startswith('late'))
-    assert fits == dict(same=ONE, count=ints.int()[0]) and report == (
-        ['same', 'count'],
-        ['absent'],
-        ['extra'],
-        ['shape (1 in the file, 2x3 in the model)', 'kind (int64 in the file, real in the model)'],
-        ['later'],
-    )
-    _, report = fit_state(own, dict(count=shape))
-    assert report.mismatched == ['count (2x3 in the file, scalar in the model)']
-    assert report.missing == ['same', 'shape', 'kind', 'absent', 'late'] and report.ignored == []
-
-
-def test_values_that_are_no_numbers():
-    """Of any floating type; masks and counters are none."""
-    nan = torch.tensor(float('nan'))
-    broken = dict(bad=torch.tensor([1, -float('inf')]), half=nan.half(), small=nan.to(torch.float8_e4m3fn))
-    state = dict(broken, fine=ONE, count=torch.ones(1, dtype=torch.int64))
-    assert not_finite(state, [*state, 'not there']) == list(broken) and not_finite(state, ['bad']) == ['bad']

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""A model is what was trained, or is refused: whole models, and adapters that save a part of their weights."""
+"""Whole trained models, and adapters that save a part of their weights."""
 
 import pytest
 import torch
@@ -8,12 +8,13 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 from mmlinattn.backbones import RAVLT
-from mmlinattn.checkpoints.loading import check_trained, fill, rename_wrapped, trained_model
+from mmlinattn.checkpoints.fit import compare
+from mmlinattn.checkpoints.loading import check_trained, rename_wrapped, trained_model
 from mmlinattn.utils.errors import RunError
 
 
 class Parts(nn.Module):
-    """What a segmentor has."""
+    """Parts of a segmentor."""
 
     def __init__(self, data_preprocessor=None):
         super().__init__()
@@ -21,9 +22,8 @@ class Parts(nn.Module):
         self.data_preprocessor = nn.Identity()
 
 
-def test_a_checkpoint_has_what_the_model_needs(tmp_path, monkeypatch):
-    """Auxiliary heads may be absent or of other classes, as in tests, and parts that the model does not have may be in
-    the file; what one of its parts lacks or has besides is refused."""
+def test_a_trained_model_needs_all_weights(tmp_path, monkeypatch):
+    """Auxiliary heads may differ, and the file may have parts that the model lacks. Other differences are refused."""
     monkeypatch.setitem(MODELS._module_dict, 'Parts', Parts)
     cfg, checkpoint = Config(dict(model=dict(type='Parts'))), tmp_path / 'weights.pth'
     state = {key: value for key, value in Parts().state_dict().items() if not key.startswith('auxiliary_head')}
@@ -94,7 +94,7 @@ def saved(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('adapter', [lora('proj', 'fc1'), lora('.*')])
-def test_frozen_weights_come_from_where_they_came_in_training(adapter, saved):
+def test_frozen_weights_come_from_init_cfg(adapter, saved):
     cfg, model, checkpoint = saved(adapter)
     found, meta = trained_model(cfg, str(checkpoint))
     image = torch.randn(1, 3, 64, 64)
@@ -113,13 +113,13 @@ def test_frozen_weights_come_from_where_they_came_in_training(adapter, saved):
         trained_model(cfg, str(checkpoint))
 
 
-def test_frozen_weights_that_nobody_keeps_are_refused(saved):
+def test_missing_frozen_weights_are_refused(saved):
     cfg, _, checkpoint = saved(lora('qkv'), init_cfg=False)
     with pytest.raises(RunError, match='missing: backbone.module.patch_embeds.0'):
         trained_model(cfg, str(checkpoint))
 
 
-def test_running_statistics_that_the_file_lacks_are_refused():
+def test_missing_running_statistics_are_refused():
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
     state = {key: value for key, value in model.state_dict().items() if 'running_var' not in key}
     with pytest.raises(RunError, match='1 parameters not in the file: 1.running_var'):
@@ -127,7 +127,7 @@ def test_running_statistics_that_the_file_lacks_are_refused():
 
 
 @pytest.mark.parametrize('prefix', ['', 'module.'])  # as processes save them
-def test_weights_of_a_model_without_adapters_go_inside_of_them(saved, prefix):
+def test_plain_weights_load_into_adapters(saved, prefix):
     cfg, adapted, _ = saved(lora('qkv', 'fc1'), init_cfg=False)
     cfg.model.backbone = cfg.model.backbone.module
     plain = MODELS.build(cfg.model).eval()
@@ -136,8 +136,9 @@ def test_weights_of_a_model_without_adapters_go_inside_of_them(saved, prefix):
             nn.init.uniform_(value, 0.1, 0.5)
     state = {prefix + key: value for key, value in plain.state_dict().items()}
     rename_wrapped(state, adapted)
-    missing = fill(adapted, state).missing
-    assert missing and all('.lora_' in key for key in missing)
+    fit = compare(adapted, state)
+    assert fit.missing and all('.lora_' in key for key in fit.missing)
+    adapted.load_state_dict(fit.weights, strict=False)
     for key, parameter in adapted.named_parameters():
         if '.lora_' in key:
             nn.init.zeros_(parameter)

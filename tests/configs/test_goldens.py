@@ -29,9 +29,9 @@ def test_released_classifier(case):
     arch = dict(model__backbone__arch='softmax-small') if case.startswith('softmax') else {}
     model, _ = build(f'mmpretrain/{case.replace("softmax", "hmhsa")}_in1k', random_init=False, **arch)
     released = {'model': goldens.state_dict(case)}
-    conversion = convert_state(released, case, model)
-    assert conversion.complete, conversion.report
-    model.load_state_dict(conversion.state_dict, strict=True)
+    fit = convert_state(released, case, model)
+    assert fit.is_complete, str(fit)
+    model.load_state_dict(fit.weights, strict=True)
     model.double().eval()
     with torch.no_grad():
         logits = model(goldens.image(case).double(), mode='tensor').numpy()

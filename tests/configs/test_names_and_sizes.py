@@ -26,7 +26,7 @@ NAMES = {
 
 # by their places, which docs/configs.md names and commands of users have
 HOOKS = (
-    'DataCheckHook FiniteLossHook CheckpointGuardHook ExactResumeHook CheckpointMatchHook StopHook UnusedParametersHook'
+    'DataCheckHook FiniteLossHook ExactResumeHook CheckpointMatchHook StopHook UnusedParametersHook'
 ).split()
 
 

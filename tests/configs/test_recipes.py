@@ -72,6 +72,7 @@ def summary(cfg) -> dict:
 def test_a_config_is_its_published_recipe(name):
     assert name in PUBLISHED['configs'], 'add its recipe to tests/data/recipes.json'
     assert summary(load(name)) == PUBLISHED['recipes'][PUBLISHED['configs'][name]]
+    assert load(name).optim_wrapper.constructor == 'MergedOptimWrapperConstructor'
 
 
 # ---- weight decay, as the Runner would build the optimizer
@@ -109,7 +110,10 @@ def test_what_does_not_decay(names, undecayed):
     for name in names.split():
         model, cfg = build(name, random_init=False)
         optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
-        decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
+        groups = optimizer.param_groups
+        assert len(groups) == len({(group['lr'], group['weight_decay']) for group in groups})
+        assert all(group['fused'] for group in groups)
+        decay = {id(p): group['weight_decay'] for group in groups for p in group['params']}
         found = {key for key, p in model.named_parameters() if decay[id(p)] == 0}
         norms = {
             f'{prefix}.{leaf}'

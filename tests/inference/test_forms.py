@@ -74,7 +74,8 @@ def test_attentions(name, arrangement, options, monkeypatch):
     for other, small in itertools.product((None, source), (0, 2**22)):
         monkeypatch.setattr(regions, 'SMALL_NUMEL', small)
         given = x.clone()
-        torch.testing.assert_close(form(ROOM, module, given, stage, other), module(x, stage, other))
+        stage = stage._replace(source=other)
+        torch.testing.assert_close(form(ROOM, module, given, stage), module(x, stage))
         assert torch.equal(given, x)
 
 
@@ -122,11 +123,11 @@ def test_blocks(kind, layer_scale, position):
 
 
 class Listening(nn.Module):
-    def forward(self, x, stage, *, source=None):
-        return x - 2 * source
+    def forward(self, x, stage):
+        return x - 2 * stage.source
 
 
-def test_a_block_of_users_gets_its_source_by_name():
+def test_an_attention_of_users_gets_the_source():
     block = filled(SourceBlock(DIM, Listening(), MLP(DIM, 40), LN)).eval()
     x = torch.randn(2, 3, 5, DIM, dtype=torch.float64)
     torch.testing.assert_close(ROOM.call(block, x, StageContext.of(x)), block(x, StageContext.of(x)))

@@ -14,12 +14,20 @@ from mmcv import ops
 SOURCE = Path(__file__).resolve().parents[2] / 'mmcv_ops'
 
 
-def test_the_wheel_adds_one_file(tmp_path):
+def test_the_wheel_adds_the_operators_and_what_python_3_14_lacks(tmp_path):
     shutil.copytree(SOURCE, tmp_path / 'source', ignore=shutil.ignore_patterns('build', '*.egg-info', '__pycache__'))
     options = ('--quiet', '--no-build-isolation', '--no-deps', '--no-index', '--wheel-dir', '.')
     subprocess.run([sys.executable, '-m', 'pip', 'wheel', *options, './source'], cwd=tmp_path, check=True)
-    names = zipfile.ZipFile(next(tmp_path.glob('*.whl'))).namelist()
-    assert [name for name in names if '.dist-info/' not in name] == ['mmcv/_ext.py']
+    with zipfile.ZipFile(next(tmp_path.glob('*.whl'))) as wheel:
+        names = {name for name in wheel.namelist() if '.dist-info/' not in name}
+        assert names == {'mmcv/_ext.py', 'mmlinattn_mmcv_ops.pth'}
+        lines = wheel.read('mmlinattn_mmcv_ops.pth').decode()
+    # Python 3.13 warns that `find_loader` will go, and keeps its own
+    check = "import sys, pkgutil; own = vars(pkgutil).pop('find_loader', None); sys.version_info = (3, 14)\n"
+    check += f'def add_package(): exec({lines!r})\nadd_package()\n'
+    check += "assert pkgutil.find_loader is not own and pkgutil.find_loader('no_such_module') is None\n"
+    check += "assert pkgutil.find_loader('json').get_filename().endswith('json/__init__.py')"
+    subprocess.run([sys.executable, '-S', '-c', check], check=True)
 
 
 def test_an_operator_that_is_not_there_says_who_asks_and_what_to_run(ext):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import torchvision
 from mmcv import ops
 from mmcv.ops import multi_scale_deform_attn as attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 RECORDS = np.load(cases.RECORDS)
 LOWER = [torch.float16, torch.bfloat16]
@@ -41,14 +42,24 @@ def test_nms_in_lower_precision_keeps_what_the_same_numbers_keep_in_float32(dtyp
     assert torch.equal(kept, ops.nms(boxes.float(), scores.float(), 0.5)[1]) and 0 < len(kept) < 200
 
 
-def test_nms_leaves_the_number_of_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        kept = ops.nms(*cases.boxes(300, 300), 0.5)[1]
-        assert torch.get_num_threads() == 2 and kept.tolist() == RECORDS['nms-300-0-False-0.5'][1:].tolist()
-    finally:
-        torch.set_num_threads(before)
+def test_nms_leaves_the_number_of_threads(monkeypatch):
+    """A thread whose first operator runs in the midst would keep another number for good."""
+    monkeypatch.setattr(torch, 'set_num_threads', lambda count: pytest.fail('a setting of the process'))
+    kept = ops.nms(*cases.boxes(300, 300), 0.5)[1]
+    assert kept.tolist() == RECORDS['nms-300-0-False-0.5'][1:].tolist()
+
+
+def test_two_boxes_without_area_suppress_nothing():
+    """Their overlap is 0 / 0 in MMCV, which is not above any threshold."""
+    dets = torch.tensor(
+        [[0.0, 0, 0, 0, 0.9], [5, 5, 5, 5, 0.8], [5, 5, 5, 5, 0.7], [0, 0, 4, 4, 0.6], [4, 4, 8, 8, 0.5]]
+    )
+    # with one area, an overlap of 0 is the threshold
+    assert [[int(i) for i in group] for group in ops.nms_match(dets.cpu(), 0.0)] == [[0, 3, 4], [1], [2]]
+    for method in ('naive', 'linear'):
+        found = ops.soft_nms(dets[:3, :4].contiguous(), dets[:3, 4].contiguous(), 0.0, 0.5, 0.1, method)
+        assert torch.equal(found[0], dets[:3])
+    assert ops.nms(dets[:3, :4].contiguous(), dets[:3, 4].contiguous(), 0.0)[1].tolist() == [0, 1, 2]
 
 
 def test_soft_nms_of_boxes_without_area_has_no_nan():
@@ -186,6 +197,13 @@ def test_masked_convolution_is_the_convolution_at_the_mask(kernel, padding):
     assert not layer(x, torch.zeros_like(mask)).any()
 
 
+@pytest.fixture(params=['rows', 'levels'])
+def form(request, ext, monkeypatch):
+    """The forms of deformable attention: of CPUs and deterministic algorithms, and of other devices."""
+    monkeypatch.setattr(ext, '_takes_rows', lambda value: request.param == 'rows')
+
+
+@pytest.mark.usefixtures('form')
 def test_deformable_attention_is_that_of_mmcv_on_cpus():
     shapes, starts = torch.tensor([[5, 7], [3, 4]]), torch.tensor([0, 35])
     value, weights = cases.normal(1, 2, 47, 2, 3), cases.uniform(2, 2, 6, 2, 2, 3)
@@ -203,6 +221,86 @@ def test_deformable_attention_is_that_of_mmcv_on_cpus():
     nothing = value.requires_grad_(), locations[:, :0], weights[:, :0]
     assert ours(*nothing).shape == (2, 0, 6)
     assert not torch.autograd.grad(ours(*nothing).sum(), value)[0].any()
+
+
+@pytest.mark.usefixtures('form')
+def test_shapes_that_change_in_place():
+    shapes, starts = torch.tensor([[4, 6]]), torch.tensor([0])
+    value, weights, locations = (
+        cases.normal(1, 1, 24, 1, 2),
+        torch.ones(1, 1, 1, 1, 1),
+        torch.full((1, 1, 1, 1, 1, 2), 0.3),
+    )
+    found = []
+    for height, width in ((4, 6), (6, 4)):
+        shapes.copy_(torch.tensor([[height, width]]))
+        found.append(attention.MultiScaleDeformableAttnFunction.apply(value, shapes, starts, locations, weights, 64))
+        expected = attention.multi_scale_deformable_attn_pytorch(value, shapes, locations, weights)
+        torch.testing.assert_close(found[-1], expected)
+    with torch.inference_mode():
+        again = attention.MultiScaleDeformableAttnFunction.apply(value, shapes.clone(), starts, locations, weights, 64)
+    assert torch.equal(again, found[1]) and not torch.equal(*found)
+
+
+UNCOUNTED = 'empty', 'new_empty', 'empty_like', 'detach', '_unsafe_view', 'promote_types'
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operators that start a kernel on a GPU: no views, no memory alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix('aten::').partition('.')[0]
+        if not func.is_view and name not in UNCOUNTED:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def deformable_attention():
+    shapes, starts = torch.tensor([[20, 30], [10, 15], [5, 8], [3, 4]]), torch.tensor([0, 600, 750, 790])
+    tensors = cases.normal(1, 2, 802, 2, 4), cases.uniform(2, 2, 50, 2, 4, 4, 2), cases.uniform(3, 2, 50, 2, 4, 4)
+
+    def run(value, at, weights):
+        return attention.MultiScaleDeformableAttnFunction.apply(value, shapes, starts, at, weights, 64)
+
+    return run, *tensors
+
+
+def focal_loss():
+    target = torch.arange(90) % 6  # the last is background
+    return lambda x: ops.sigmoid_focal_loss(x, target, 2.0, 0.25, None, 'none'), cases.normal(1, 90, 5)
+
+
+def carafe():
+    return lambda x, masks: ops.carafe(x, masks, 5, 1, 2), cases.normal(1, 2, 8, 6, 7), cases.uniform(2, 2, 25, 12, 14)
+
+
+@pytest.mark.parametrize(
+    'make, forward, backward', [(deformable_attention, 20, 41), (focal_loss, 8, 10), (carafe, 10, 18)]
+)
+def test_kernels_that_a_gpu_starts(ext, monkeypatch, make, forward, backward):
+    """Some are MMCV's own: results filled with zeros, a copy, a product with the gradient."""
+    monkeypatch.setattr(ext, '_takes_rows', lambda value: False)
+    run, *tensors = make()
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    gradient = torch.ones_like(run(*leaves))  # and what is kept for further calls
+    with Launches() as first:
+        result = run(*leaves)
+    with Launches() as second:
+        torch.autograd.grad(result, leaves, gradient)
+    assert len(first.names) <= forward and len(second.names) <= backward, (first.names, second.names)
+
+
+def test_carafe_is_not_computed_in_lower_precision_by_autocast(device):
+    run, *tensors = carafe()
+    expected = cases.with_gradients(run, *tensors)
+    with torch.autocast(device, torch.bfloat16):
+        found = cases.with_gradients(run, *tensors)
+    for result, reference in zip(found, expected):
+        assert_close(result, reference)
 
 
 def test_offsets_of_a_map_larger_than_the_output():

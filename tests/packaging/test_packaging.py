@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What a wheel, a source archive and an editable install contain, and which versions are pinned."""
 
+import ast
 import email
 import json
 import os
@@ -14,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -110,7 +112,8 @@ def test_wheel(installed):
 
     metadata = email.message_from_bytes(content[f'mmlinattn-{VERSION}.dist-info/METADATA'])
     assert metadata['Version'] == VERSION
-    assert metadata['Requires-Python'] == '>=3.9'
+    assert metadata['Requires-Python'] == '>=3.10'
+    assert metadata.get_all('Project-URL')
     assert 'Apache-2.0' in (metadata['License'], metadata['License-Expression'])
     assert {'mim', 'tests', 'all'} <= set(metadata.get_all('Provides-Extra'))
     required = [Requirement(line) for line in metadata.get_all('Requires-Dist')]
@@ -138,6 +141,22 @@ def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
     assert '--resume' in run(sys.executable, str(train), '--help', cwd=tmp_path)
 
 
+@pytest.mark.slow
+def test_tools_of_a_checkout_run_beside_a_wheel(installed, tmp_path):
+    """README's install with pip: the tools take package and configs of the clone, not of the wheel."""
+    pytest.importorskip('mmdet')
+    checkout, site = shutil.copytree(installed[0], tmp_path / 'checkout'), installed[2]
+    marked = checkout / 'configs' / 'mmdet' / 'ravlt_shapes_quickstart.py'
+    marked.write_text(marked.read_text() + '\ntrain_cfg.update(max_epochs=1, val_interval=1)\nmark = "checkout"\n')
+    env = {**CLEAN, 'PYTHONPATH': str(site), 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}
+    shapes = ('shapes', '--format', 'coco', '--num-train', '4', '--num-val', '2')
+    run(sys.executable, 'checkout/tools/make_shapes_dataset.py', *shapes, cwd=tmp_path, env=env)
+    (tmp_path / 'mine.py').write_text("_base_ = 'mmlinattn::mmdet/ravlt_shapes_quickstart.py'\n")
+    train = ('checkout/tools/train.py', 'mine.py', '--data-root', 'shapes')
+    said = run(sys.executable, *train, cwd=tmp_path, env=env)
+    assert "mark = 'checkout'" in said and (tmp_path / 'work_dirs' / 'mine' / 'epoch_1.pth').is_file()
+
+
 def requirements(name: str) -> list:
     lines = (ROOT / 'requirements' / f'{name}.txt').read_text().splitlines()
     return [Requirement(line) for line in lines if line and not line.startswith('#')]
@@ -161,10 +180,10 @@ def pins(name: str, python: str = '3.11') -> dict:
 @pytest.mark.parametrize(
     ('lock', 'pythons'),
     [
-        ('lock', ['3.9', '3.10', '3.11', '3.12', '3.13']),
-        ('lock-onedl', ['3.10', '3.13']),
+        ('lock', ['3.10', '3.11', '3.12', '3.13', '3.14']),
+        ('lock-onedl', ['3.10', '3.14']),
         ('lock-oldest', ['3.10']),
-        ('lock-newest', ['3.11', '3.13']),
+        ('lock-newest', ['3.11', '3.14']),
     ],
 )
 def test_lock_pins_every_requirement_within_its_range(lock, pythons):
@@ -182,14 +201,18 @@ def test_lock_pins_every_requirement_within_its_range(lock, pythons):
     assert not re.search(r'^torch(vision)?==[^=]', text, re.M)
 
 
+def test_workflow_runs_the_matrix_of_nox():
+    (text,) = (path.read_text() for path in (ROOT / '.github' / 'workflows').glob('*.yml'))
+    jobs = yaml.safe_load(text)['jobs']
+    nodes = [node for node in ast.parse((ROOT / 'noxfile.py').read_text()).body if isinstance(node, ast.Assign)]
+    values = {ast.unparse(node.targets[0]): ast.unparse(node.value) for node in nodes}
+    matrix = eval(values['MATRIX'], {'NEWEST': eval(values['NEWEST'])})
+    assert [(job['python'], job['versions']) for job in jobs['versions']['strategy']['matrix']['include']] == matrix
+    assert jobs['ci']['steps'][-1]['run'] == 'bash .ci/run'
+
+
 def test_oldest_lock_is_the_lower_bounds():
     locked = pins('lock-oldest', '3.10')
     for requirement in requirements('runtime') + requirements('mminstall'):
         for specifier in requirement.specifier:
             assert specifier.operator != '>=' or locked[canonicalize_name(requirement.name)] == specifier.version
-
-
-def test_python_3_9_has_what_is_called():
-    """Its syntax is looked at by ruff; ``zip`` has no ``strict`` there."""
-    for path in [path for name in ('mmlinattn', 'tools') for path in (ROOT / name).rglob('*.py')]:
-        assert not re.search(r'\bzip\(.*strict=', path.read_text(encoding='utf-8')), path

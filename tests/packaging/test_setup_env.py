@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -44,19 +45,19 @@ def bare(tmp_path):
     return tmp_path / 'bare'
 
 
-@pytest.mark.parametrize('version', ['3.8.18', '3.14.0'])
+@pytest.mark.parametrize('version', ['3.9.25', '3.15.0'])
 def test_python_that_the_stack_does_not_run_on_is_refused(version, tmp_path):
     numbers = tuple(map(int, version.split('.')))
     code = f'import sys; sys.version_info = {numbers}; exec(sys.argv[1])'
     python = program(tmp_path / 'python', f'exec {sys.executable} -c "{code}" "$2"')
     line = refused(setup_env('--venv', tmp_path / 'venv', '--python', python))
-    assert 'Python 3.9 to 3.13' in line and 'find_loader' in line and not (tmp_path / 'venv').exists()
+    assert 'Python 3.10 to 3.14' in line and 'uv python install' in line and not (tmp_path / 'venv').exists()
 
 
 def test_another_python_than_the_one_asked_for_is_not_used(bare):
     answer = '[ "$1" != -V ] || { echo Python 3.10.99; exit; }'
     python = program(bare / 'python', answer, f'exec {sys.executable} "$@"')
-    assert 'and --python is Python 3.10.99' in refused(setup_env('--venv', bare, '--python', python))
+    assert 'not Python 3.10.99' in refused(setup_env('--venv', bare, '--python', python))
 
 
 def test_an_environment_of_somebody_else_is_not_erased(tmp_path):
@@ -81,12 +82,70 @@ def test_unreachable_index_is_one_line_without_the_password(tmp_path):
     assert 'secret' not in done.stderr
 
 
+def wheel(folder: Path, name: str, version: str, script: str = '') -> None:
+    """Write a wheel without modules, but maybe a script, into a folder that serves as an index."""
+    module, page = name.replace('-', '_'), folder / name
+    page.mkdir(parents=True, exist_ok=True)
+    info = f'{module}-{version}.dist-info'
+    with zipfile.ZipFile(page / f'{module}-{version}-py3-none-any.whl', 'w') as archive:
+        archive.writestr(f'{info}/METADATA', f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n')
+        archive.writestr(f'{info}/WHEEL', 'Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n')
+        if script:
+            entry = zipfile.ZipInfo(f'{module}-{version}.data/scripts/{name}')
+            entry.external_attr = 0o100755 << 16
+            archive.writestr(entry, script)
+        archive.writestr(f'{info}/RECORD', '')
+    links = [f'<a href="{file.name}">{file.name}</a>' for file in page.glob('*.whl')]
+    (page / 'index.html').write_text('\n'.join(links))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('how', 'expected'),
+    [
+        ('no driver', '9.1+cpu'),
+        ('a driver', '9.1'),
+        ('no driver, index out of reach', '9.1'),
+        ('a driver, --torch URL', '9.1+cpu'),
+    ],
+)
+def test_pytorch_comes_from_the_index_that_fits_the_machine(how, expected, tmp_path):
+    """Two folders of empty wheels stand in for PyPI and for PyTorch's index of CPU builds."""
+    uv = pytest.importorskip('uv').find_uv_bin()
+    if Path('/proc/driver/nvidia/version').exists():
+        pytest.skip('this machine has a driver')
+    pypi, cpu = tmp_path / 'pypi', tmp_path / 'cpu'
+    wheel(pypi, 'uv', '9.1', f'#!/bin/sh\nexec {uv} "$@"\n')
+    for name in ('torch', 'torchvision'):
+        wheel(pypi, name, '9.1')
+        wheel(cpu, name, '9.1+cpu')
+    wheel(pypi, 'nvidia-cublas', '9.1')
+    lock = tmp_path / 'lock.txt'
+    lock.write_text('uv==9.1\ntorch===9.1\ntorchvision===9.1\nnvidia-cublas==9.1\n')
+    program(tmp_path / 'nvidia-smi', f'exit {int("a driver" not in how)}')
+    mirror = f'file://{tmp_path}/none' if 'reach' in how else f'file://{cpu}'
+    done = setup_env(
+        *('--venv', tmp_path / 'venv', '--python', sys.executable, '--lock', lock),
+        *(how.replace('URL', f'file://{cpu}').split(', ')[1].split() if '--' in how else ()),
+        PATH=f'{tmp_path}{os.pathsep}{os.environ["PATH"]}',
+        PIP_INDEX_URL=f'file://{pypi}',
+        MMLINATTN_TORCH_CPU_INDEX=mirror,
+    )
+    assert ('cannot be reached: installing' in done.stderr) == ('reach' in how), done.stderr
+    # the set-up ends behind this step: the stand-ins have no setuptools
+    (site,) = tmp_path.glob('venv/lib/python3*/site-packages')
+    found = {path.name.removesuffix('.dist-info') for path in site.glob('*-9.1*.dist-info')}
+    cuda = {'nvidia_cublas-9.1'} if expected == '9.1' else set()
+    assert found == {'uv-9.1', f'torch-{expected}', f'torchvision-{expected}', *cuda}
+
+
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        ('--stack mmlab', "--stack is 'mmlab', allowed are: openmmlab, onedl"),
+        ('--stack mmlab', "--stack='mmlab': expected one of (openmmlab, onedl)"),
         ('--stack', '--stack needs a value'),
-        ('--lock=none.txt', "--lock is 'none.txt', which is no file"),
+        ('--lock=none.txt', "--lock='none.txt': no such file"),
+        ('--torch cuda', "--torch='cuda': expected one of (cpu, pypi, the URL of an index)"),
         ('--venev x', "unknown argument '--venev'"),
     ],
 )

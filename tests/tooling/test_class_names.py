@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the labels of a model are called."""
+"""Class names of a model, from config and checkpoint."""
 
 import copy
 
@@ -17,7 +17,7 @@ from mmlinattn.tooling.datasets.shapes import COCO_CLASSES
         (dict(dataset_meta=dict(classes=tuple('abcdef'))), list('abcdef')),  # the checkpoint's own come first
         (dict(dataset_meta=dict(CLASSES=tuple('abcdef'))), list('abcdef')),
         (dict(CLASSES=tuple('abcdef')), list('abcdef')),  # MMDetection 2.x
-        (dict(dataset_meta=dict(classes=tuple('abc'))), None),  # of another head: those of the config
+        (dict(dataset_meta=dict(classes=tuple('abc'))), None),  # another head: the names of the config
         (None, None),
     ],
 )

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""How command lines end: one line on any error and on Ctrl-C; lines themselves are in tests/tools/test_bad_input.py."""
+"""Ends of the command lines: one line on errors and on Ctrl-C. tests/tools/test_bad_input.py has the lines."""
 
 import multiprocessing
 import os
@@ -18,7 +18,7 @@ from mmlinattn.utils.errors import RunError
 @pytest.mark.parametrize(('age', 'is_resumed', 'is_its_own'), [(0, False, True), (99, True, True), (99, False, False)])
 @pytest.mark.parametrize('rank', ['0', '1'])
 def test_ctrl_c_names_the_run_s_own_checkpoint(tmp_path, monkeypatch, capsys, age, is_resumed, is_its_own, rank):
-    """In one process of all."""
+    """Only the first process prints."""
     monkeypatch.setenv('RANK', rank)
     (tmp_path / 'last_checkpoint').write_text('work/epoch_1.pth\n')
     os.utime(tmp_path / 'last_checkpoint', (time.time() - age,) * 2)
@@ -74,9 +74,9 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
     with pytest.raises(RunError, match='^c.py cannot be run: ZeroDivisionError: '), explained('c.py'):
         1 / 0  # noqa: B018
     with pytest.raises(ZeroDivisionError), explained('c.py', whole=False):
-        1 / 0  # noqa: B018 -- a run at work: nobody is building
+        1 / 0  # noqa: B018 -- nothing is under construction
     with pytest.raises(RunError, match="^c.py: kernel='x' has to be"), explained('c.py', whole=False):
-        check_kernel('x', ('y',))  # what this package refuses
+        check_kernel('x', ('y',))  # a ValueError of this package
     with pytest.raises(RunError, match='^as it is$'), explained('c.py'):
         raise RunError('as it is')
     with pytest.raises(RunError, match='The data set holds no image'), explained('c.py'):
@@ -86,37 +86,16 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
         MODELS.build(model)
 
 
-@pytest.mark.parametrize(
-    ('error', 'words'),
-    [
-        (TypeError("Scale must be a number or tuple of int, but got <class 'list'>"), 'write it in brackets'),
-        (ValueError('base_wd should not be None'), 'set optim_wrapper.optimizer.weight_decay'),
-        (ValueError("new classes ('a',) is not a subset of classes ('wall',) in METAINFO."), "type='BaseSegDataset'"),
-        (ValueError('Expected more than 1 value per channel when training, got [1, 3, 1, 1]'), 'drop_last=True'),
-        (TypeError("Backbone.__init__() got an unexpected keyword argument 'pretrained'"), 'go into its init_cfg='),
-        (ValueError('LoadImageFromFile is not found in the test pipeline'), 'inferencers read images by LoadImage'),
-        (AssertionError('The image size in a batch should be the same.'), 'Set batch_size=1 in val_dataloader'),
-        (RuntimeError('Caught RuntimeError.\nstack expects each tensor to be equal size, but'), 'Set batch_size=1'),
-        (IndexError('Target 128 is out of bounds.'), 'beyond num_classes .*DataCheckHook.num_images=100000'),
-    ],
-)
-def test_what_to_set_where_a_run_stops(monkeypatch, error, words):
-    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
-    with pytest.raises(RunError, match=f'^c.py: .*{words}') as found, command_line.explained_setup('c.py', whole=False):
-        raise error
-    assert str(error).splitlines()[-1] in str(found.value)
-
-
 @pytest.mark.parametrize('kind', ['CocoDataset', 'VOCDataset'])
 def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind):
-    """Of any data set that was being built from one."""
+    """For any data set under construction."""
     pytest.importorskip('mmdet')
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
     init_default_scope('mmdet')
     file = tmp_path / ('a.json' if kind == 'CocoDataset' else 'a.xml')
     file.write_text('x y z')
     config = dict(type=kind, ann_file=str(file))
-    if kind == 'VOCDataset':  # a list that names the file
+    if kind == 'VOCDataset':  # a list of names
         (tmp_path / 'Annotations').mkdir()
         file = file.rename(tmp_path / 'Annotations' / 'a.xml')
         (tmp_path / 'list.txt').write_text('a')
@@ -126,8 +105,8 @@ def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind):
             DATASETS.build(config)
 
 
-def test_a_place_for_what_is_written_at_the_end(tmp_path):
-    """Its folder is made, an earlier file stays as it is, nothing is left behind."""
+def test_the_folder_of_an_output_file(tmp_path):
+    """The folder is made, an earlier file is unchanged, no probe is left."""
     (tmp_path / 'old.txt').write_text('old')
     command_line.check_out_file(tmp_path / 'old.txt')
     command_line.check_out_file(tmp_path / 'new' / 'deep' / 'a.txt')

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Half an environment: one line with the part and the command, before anything is trained."""
+"""Incomplete environments: one line with the module and the command, before anything is trained."""
 
 import sys
 
@@ -16,7 +16,7 @@ CONFIG = "default_scope = 'mmdet'\n"
 
 @pytest.fixture
 def no_operators(monkeypatch):
-    """mmcv-lite alone, in this process."""
+    """Hide MMCV's operators from this process, as mmcv-lite alone lacks them."""
     for name in [name for name in sys.modules if name == 'mmcv.ops' or name.startswith('mmcv.ops.')]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, 'mmcv._ext', None)
@@ -33,15 +33,33 @@ def test_config_of_a_detector_says_that_mmcv_has_no_operators(no_operators, tmp_
     ('module', 'error', 'command'),
     [
         ('mmseg', ModuleNotFoundError("No module named 'ftfy'", name='ftfy'), 'pip install ftfy'),
-        ('mmengine', ModuleNotFoundError('x', name='pkg_resources'), 'pip install "setuptools<82"'),
+        ('mmengine', ModuleNotFoundError('x', name='pkg_resources'), 'pip install "setuptools>=77,<82"'),
+        ('mmcv', AttributeError("module 'pkgutil' has no attribute 'find_loader'"), 'mmcv_ops'),
+        ('mmpretrain.models', ModuleNotFoundError("No module named 'x'", name='x.y'), 'pip install x'),
         ('mmcv.ops', RuntimeError('operator torchvision::nms does not exist'), 'torch torchvision, both from the same'),
-        ('mmdet', AssertionError('MMCV==2.2.0 is used but incompatible'), 'no-deps "mmdet>=3.3,<3.4"'),
+        ('mmdet.models', ImportError('cannot import name'), '--no-deps "mmdet>=3.3,<3.4"'),
     ],
 )
 def test_line_names_the_part_and_the_command(module, error, command):
     line = environment.explained(module, error)
     assert line.startswith(f'{module} does not work in {sys.executable}: {error}; mend it with: pip install')
     assert command in line and '\n' not in line
+
+
+def test_mmcv_of_another_version_is_replaced():
+    line = environment.explained('mmdet.models', AssertionError('MMCV==2.2.0 is used but incompatible'))
+    assert 'mend it with: pip uninstall -y mmcv && pip install "mmcv-lite>=2.1,<2.2" ' in line
+
+
+def test_one_cause_is_one_line(monkeypatch):
+    """A broken OpenCV fails the import of everything after it."""
+
+    def use(module):
+        raise ImportError('libGL.so.1: cannot open shared object file', name='cv2')
+
+    monkeypatch.setattr(environment, 'use', use)
+    (line,) = environment.check(('cv2', 'mmcv', 'mmdet.models'))
+    assert line.startswith('cv2 ') and line.endswith(' && pip install opencv-python-headless')
 
 
 def test_gpu_without_operators_is_told_before_training(monkeypatch):

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Channels, sizes and pixels as a config has them, for all tools that feed a model images."""
+"""Channels, sizes and pixels of the images of a config, for all tools that feed a model."""
 
 import cv2
 import numpy as np
@@ -68,7 +68,7 @@ ARCH = dict(embed_dims=(8, 8, 16, 16), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 
 
 @pytest.mark.parametrize(('channels', 'dtype'), [(1, np.uint8), (1, np.uint16), (4, np.uint16)])
 def test_images_of_other_channels_reach_the_model_as_they_are(channels, dtype, tmp_path):
-    """Counted, exported and looked into, from the file on."""
+    """Count, export and inspect, from the file on."""
     pytest.importorskip('mmpretrain')
     init_default_scope('mmpretrain')
     most = np.iinfo(dtype).max

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""How the tools find configs, data and checkpoints."""
+"""Configs, data sets and checkpoints as the tools read them."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ def wrapped(*datasets):
     [
         ([COCO, dict(COCO, data_root='')], dict(COCO, settings=dict(data_root='no data set')), ['mine'] * 3),
         ([BARE, BARE], BARE, ['mine'] * 3),
-        ([BARE, BARE], COCO, [None, None, 'mine']),  # where others have one, these have their whole paths elsewhere
+        ([BARE, BARE], COCO, [None, None, 'mine']),  # beside others with a root, these have absolute paths
     ],
 )
 def test_a_data_root_reaches_wrapped_data_sets(inside, alone, roots):
@@ -55,7 +55,7 @@ def test_own_classes_need_no_second_setting(head, capsys):
 @pytest.mark.parametrize('dot', ['', './'])
 @pytest.mark.parametrize('slash', ['', '/'])
 def test_a_data_root_moves_the_files_of_evaluators(dot, slash):
-    """Those below the root of any data set, the longest first; a name that only begins with one is no part of it."""
+    """Paths below the root of any data set move, the longest root first; whole folder names count."""
     roots = [dict(COCO, data_root=root) for root in (f'{dot}data/coco{slash}', 'data/', None)]
     evaluator = dict(
         type='MultiDatasetsEvaluator',
@@ -93,7 +93,7 @@ def test_folders_that_are_not_there_are_named_with_their_key(tmp_path, monkeypat
         cfg = Config(dict(train_dataloader=loader, test_dataloader=dict(dataset=dict(data_root='not asked for'))))
         with nullcontext() if fits else pytest.raises(RunError) as found:
             configs.check_data_config(cfg, ['val', 'train'])
-        assert fits or f'{key}data_root = {leaf["data_root"]!r}: no such folder. It has to be' in str(found.value)
+        assert fits or f'{key}data_root = {leaf["data_root"]!r}: no such folder. Set the folder' in str(found.value)
 
 
 def test_checkpoints_by_path_and_by_address(tmp_path, monkeypatch):
@@ -124,7 +124,7 @@ def test_a_data_root_where_there_was_none_moves_relative_files(root):
     ('scope', 'line', 'pip'),
     [
         ('mmdet', "default_scope = 'mmdet'", '"mmdet>=3.3,<3.4"'),
-        # beside what it needs and does not install
+        # beside requirements that it does not install
         ('mmseg', "_base_ = 'mmseg::_base_/default_runtime.py'", '"mmsegmentation>=1.2.2,<1.3" ftfy regex'),
         ('mmpretrain', "__import__('mmpretrain')", '"mmpretrain>=1.2,<1.3"'),
     ],
@@ -132,7 +132,7 @@ def test_a_data_root_where_there_was_none_moves_relative_files(root):
 def test_what_is_missing_is_named_as_pip_knows_it(tmp_path, monkeypatch, scope, line, pip):
     config = tmp_path / 'config.py'
     config.write_text(line)
-    monkeypatch.setattr(configs, 'find_spec', lambda name: None)  # as where it is not installed
+    monkeypatch.setattr(configs, 'find_spec', lambda name: None)  # not installed
     monkeypatch.setattr('mmengine.config.config.is_installed', lambda name: False)
     monkeypatch.setitem(sys.modules, scope, None)
     with pytest.raises(RunError) as found:
@@ -140,7 +140,7 @@ def test_what_is_missing_is_named_as_pip_knows_it(tmp_path, monkeypatch, scope, 
     assert str(found.value) == f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {pip}'
 
 
-@pytest.mark.parametrize('name', ['nobody_has_this', 'mmsegment'])  # the latter is a part of a name above
+@pytest.mark.parametrize('name', ['nobody_has_this', 'mmsegment'])  # the second is a prefix of a known name
 def test_other_modules_that_a_config_lacks(tmp_path, name):
     config = tmp_path / 'config.py'
     config.write_text(f"__import__('{name}')\n")
@@ -150,7 +150,7 @@ def test_other_modules_that_a_config_lacks(tmp_path, name):
 
 
 def test_the_task_of_a_config_without_a_scope(tmp_path):
-    """As upstream's own of the pure Python style: that of its model's class."""
+    """The scope of the model's class, as in upstream's pure Python configs."""
     pytest.importorskip('mmpretrain')
     for text, scope in (
         ('from mmpretrain.models import ImageClassifier\nmodel = dict(type=ImageClassifier)', 'mmpretrain'),
@@ -163,16 +163,18 @@ def test_the_task_of_a_config_without_a_scope(tmp_path):
 
 
 def test_a_config_by_name_where_nothing_is_installed(tmp_path, monkeypatch):
-    """The folder that an installation makes is not there."""
+    """The folder of an installation is missing."""
     (tmp_path / 'mmlinattn').mkdir()
     monkeypatch.setattr('mmengine.config.config.get_installed_path', lambda name: str(tmp_path / 'mmlinattn'))
     (tmp_path / 'config.py').write_text("_base_ = 'mmlinattn::mmpretrain/ravlt_t_in1k.py'")
-    with pytest.raises(RunError, match=r'inherits one by its name, which takes an installation: pip install -e \.'):
+    with pytest.raises(
+        RunError, match=r'inherits one by its name, and mmlinattn is not installed. Run pip install -e \.'
+    ):
         configs.read_config(str(tmp_path / 'config.py'))
 
 
 def test_the_folder_of_a_pure_python_config(tmp_path):
-    """Its types stay names, so that the config of the run can be written."""
+    """Types stay names, so that the config of the run can be dumped."""
     (tmp_path / 'base.py').write_text(
         'from mmengine.evaluator import DumpResults\nfrom mmengine.dataset import BaseDataset\n'
         "test_dataloader = dict(dataset=dict(type=BaseDataset, data_root='data/old'))\n"
@@ -187,3 +189,23 @@ def test_the_folder_of_a_pure_python_config(tmp_path):
     dumped = Config.fromfile(tmp_path / 'dumped.py')
     assert dumped.test_dataloader.dataset.data_root == 'new'
     assert dumped.test_evaluator == dict(type='mmengine.evaluator.DumpResults', out_file_path='new/out.pkl')
+
+
+def test_whole_paths_move_with_the_data(tmp_path):
+    """Annotation files too, below the old folder or of their name in the new one."""
+    old, new = tmp_path / 'old', tmp_path / 'new'
+    new.mkdir()
+    (new / 'mine_val.json').write_text('{}')
+    dataset = dict(
+        data_root=f'{old}/', ann_file=f'{old}/a/train.json', data_prefix=dict(img=f'{old}/images/', seg='masks')
+    )
+    elsewhere = str(tmp_path / 'gone' / 'mine_val.json')
+    val = dict(dataset=dict(data_root=f'{old}/', ann_file=elsewhere, data_prefix=dict(img='')))
+    cfg = Config(
+        dict(train_dataloader=dict(dataset=dataset), val_dataloader=val, val_evaluator=dict(ann_file=elsewhere))
+    )
+    configs.set_data_root(cfg, str(new))
+    train = cfg.train_dataloader.dataset
+    assert (train.data_root, train.ann_file) == (str(new), f'{new}/a/train.json')
+    assert train.data_prefix == dict(img=f'{new}/images', seg='masks')
+    assert cfg.val_dataloader.dataset.ann_file == cfg.val_evaluator.ann_file == f'{new}/mine_val.json'

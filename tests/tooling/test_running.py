@@ -1,12 +1,17 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """From a config to a Runner."""
 
+import logging
+
+import engine_toys  # noqa: F401 -- registers its toys
 import pytest
+import torch
 from mmengine.config import Config
-from mmengine.optim import OptimWrapper
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import RUNNERS
 
 from mmlinattn.tooling import running
+from mmlinattn.utils.errors import RunError
 
 AMP = dict(type='AmpOptimWrapper', loss_scale='dynamic', dtype='bfloat16', use_fsdp=False)
 APEX = dict(type='ApexOptimWrapper', opt_level='O1', loss_scale='dynamic', num_losses=2)
@@ -17,32 +22,129 @@ OFF = ': mixed precision is off, training in fp32.'
 @pytest.mark.parametrize(
     ('wrapper', 'device', 'is_asked', 'expected', 'said'),
     [
-        # where there is none, none of its arguments stays, which the plain wrapper does not take
+        # the plain wrapper does not take the arguments of the others
         (dict(AMP, clip_grad=None), 'cpu', False, PLAIN, f'no accelerator{OFF}'),
         (dict(APEX, clip_grad=None), 'mps', False, PLAIN, f'mps is no device of AmpOptimWrapper{OFF}'),
         (PLAIN, 'cpu', True, PLAIN, f'no accelerator{OFF}'),
         (PLAIN, 'cpu', False, PLAIN, None),
-        (dict(type=OptimWrapper), 'cuda', True, dict(type='AmpOptimWrapper', loss_scale='dynamic'), None),
-        (dict(loss_scale=512.0), 'cuda', True, dict(type='AmpOptimWrapper', loss_scale=512.0), None),
-        (dict(loss_scale=512.0), 'cuda', False, dict(loss_scale=512.0), None),
-        ({}, 'cuda', True, {}, None),
-        (AMP, 'cuda', True, AMP, None),
     ],
 )
-def test_mixed_precision(monkeypatch, capsys, wrapper, device, is_asked, expected, said):
+def test_mixed_precision_without_an_accelerator(monkeypatch, capsys, wrapper, device, is_asked, expected, said):
     monkeypatch.setattr(running, 'get_device', lambda: device)
     cfg = Config(dict(optim_wrapper=wrapper))
-    running.drop_amp_on_cpu(cfg, is_asked)
+    running.set_precision(cfg, is_asked)
     assert cfg.optim_wrapper == expected
     assert capsys.readouterr().err == (f'notice: {said}\n' if said else '')
 
 
+BF16 = dict(type='AmpOptimWrapper', dtype='bfloat16', loss_scale=dict(enabled=False))
+FP16 = dict(type='AmpOptimWrapper', loss_scale='dynamic')
+SAID = {
+    'bf16': 'mixed precision: bfloat16 without loss scaling.',
+    'fp16': 'mixed precision: float16 with loss scaling.',
+    'scaled bf16': 'mixed precision: bfloat16 with loss scaling.',
+    'fp32': 'training in float32, which does not use TF32; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 before the command does. '
+    '--amp trains in bfloat16.',
+    'tf32': 'training in float32, which uses TF32. --amp trains in bfloat16.',
+    'nothing': '',
+}
+
+
+@pytest.mark.parametrize(
+    ('wrapper', 'capability', 'is_asked', 'expected', 'said'),
+    [
+        (dict(type=OptimWrapper), (9, 0), True, BF16, 'bf16'),
+        (dict(type=OptimWrapper), (7, 5), True, FP16, 'fp16'),
+        (dict(loss_scale=512.0), (7, 5), True, dict(FP16, loss_scale=512.0), 'fp16'),
+        (dict(dtype='float16'), (8, 0), True, dict(FP16, dtype='float16'), 'fp16'),  # set in the config
+        (AMP, (8, 0), True, AMP, 'scaled bf16'),
+        (AMP, (8, 0), False, AMP, 'scaled bf16'),
+        (PLAIN, (8, 0), False, PLAIN, 'fp32'),
+        (PLAIN, (8, 0), False, PLAIN, 'tf32'),
+        (PLAIN, (7, 5), False, PLAIN, 'nothing'),
+        ({}, (8, 0), True, {}, 'nothing'),
+    ],
+)
+def test_precision_of_a_gpu_that_stands_in(monkeypatch, capsys, wrapper, capability, is_asked, expected, said):
+    monkeypatch.setattr(running, 'get_device', lambda: 'cuda')
+    monkeypatch.setattr('torch.cuda.is_available', lambda: True)
+    monkeypatch.setattr('torch.cuda.get_device_capability', lambda: capability)
+    monkeypatch.setattr('torch.get_float32_matmul_precision', lambda: 'high' if said == 'tf32' else 'highest')
+    cfg = Config(dict(optim_wrapper=wrapper))
+    running.set_precision(cfg, is_asked)
+    assert cfg.optim_wrapper == expected
+    assert capsys.readouterr().err == (f'notice: {SAID[said]}\n' if SAID[said] else '')
+
+
+def test_amp_refuses_other_wrappers(monkeypatch):
+    monkeypatch.setattr(running, 'get_device', lambda: 'cuda')
+    with pytest.raises(RunError, match="--amp: optim_wrapper.type='ApexOptimWrapper': expected 'OptimWrapper' or 'Amp"):
+        running.set_precision(Config(dict(optim_wrapper=APEX)), True)
+
+
 @pytest.mark.parametrize('hooks', [None, [dict(type='A')], [dict(type='mmlinattn.engine.CheckpointMatchHook')]])
-def test_data_and_weights_are_always_checked(hooks):
+def test_hooks_of_the_tools_are_added_once(hooks):
     cfg = Config(dict(custom_hooks=hooks))
-    running.add_checks(cfg)
-    names = [hook.type.rpartition('.')[2] for hook in cfg.custom_hooks]
-    assert sorted(names) == ['A'] * (hooks == [dict(type='A')]) + ['CheckpointMatchHook', 'DataCheckHook']
+    for _ in range(2):
+        running.add_checks(cfg)
+        names = [hook.type.rpartition('.')[2] for hook in cfg.custom_hooks]
+        own = [kind.__name__ for kind in running.TOOL_HOOKS]
+        assert sorted(names) == sorted(['A'] * (hooks == [dict(type='A')]) + own)
+
+
+@pytest.mark.parametrize(
+    ('is_on', 'lr', 'said'), [(True, 0.5, 'rate x 0.5: 8 images an'), (False, 1.0, 'is for 16 im')]
+)
+@pytest.mark.parametrize('several', [False, True])
+def test_the_rate_is_scaled_by_the_images_of_an_update(capsys, is_on, lr, said, several):
+    """Two images on one process, four of them accumulated; of one optimizer or several."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    wrapper = OptimWrapper(optimizer, accumulative_counts=4)
+    runner = object.__new__(running.ToolRunner)
+    runner._train_dataloader, runner._world_size, runner.param_schedulers = dict(batch_size=2), 1, None
+    runner.logger = logging.getLogger()
+    wrapper = OptimWrapperDict(one=wrapper) if several else wrapper
+    runner.scale_lr(wrapper, dict(enable=is_on, base_batch_size=16))
+    assert optimizer.param_groups[0]['lr'] == lr
+    assert said in capsys.readouterr().err
+
+
+def schedules():
+    return [
+        dict(type='LinearLR', start_factor=0.01, by_epoch=True, begin=0, end=5, convert_to_iter_based=True),
+        dict(type='CosineAnnealingLR', T_max=295, by_epoch=True, begin=5, end=300),
+        dict(type='MultiStepLR', milestones=[200, 250]),
+        dict(type='LinearLR', by_epoch=False, begin=0, end=500),
+    ]
+
+
+@pytest.mark.parametrize(
+    ('epochs', 'expected'),
+    [
+        (6, [dict(end=1), dict(begin=1, end=6, T_max=5), dict(milestones=[4, 5]), {}]),
+        (1, [dict(end=1), dict(begin=0, end=1, T_max=1), dict(milestones=[1]), {}]),
+        (600, [dict(end=10), dict(begin=10, end=600, T_max=590), dict(milestones=[400, 500]), {}]),
+    ],
+)
+def test_a_schedule_follows_the_length_that_the_command_line_gives(capsys, epochs, expected):
+    options = {'train_cfg.max_epochs': epochs}
+    cfg = Config(dict(train_cfg=dict(max_epochs=epochs), param_scheduler=schedules()))
+    running.fit_schedule(cfg, dict(max_epochs=300), options)
+    assert cfg.param_scheduler == [dict(old, **new) for old, new in zip(schedules(), expected)]
+    assert f'fitted to train_cfg.max_epochs={epochs} (it was made for 300)' in capsys.readouterr().err
+
+
+def test_a_schedule_longer_than_the_file_s_own_training_is_fitted_from_its_end():
+    cfg = Config(dict(train_cfg=dict(max_iters=40), param_scheduler=[dict(type='PolyLR', end=800, by_epoch=False)]))
+    running.fit_schedule(cfg, dict(max_iters=6), {'train_cfg.max_iters': 40})
+    assert cfg.param_scheduler[0].end == 40
+
+
+@pytest.mark.parametrize('options', [{}, {'train_cfg.max_epochs': 6, 'param_scheduler.0.end': 2}])
+def test_a_schedule_of_ones_own_is_left_alone(capsys, options):
+    cfg = Config(dict(train_cfg=dict(max_epochs=6), param_scheduler=schedules()))
+    running.fit_schedule(cfg, dict(max_epochs=300), options)
+    assert cfg.param_scheduler == schedules() and not capsys.readouterr().err
 
 
 def test_a_runner_of_the_config_s_own():
@@ -55,6 +157,21 @@ def test_a_runner_of_the_config_s_own():
     cfg = dict(runner_type='TestRunner', launcher='none')
     assert running.build_runner(Config(cfg)) is None
     hooks = [dict(type='A')]
-    for _ in range(2):  # also of a config that asks for it itself
+    for _ in range(2):  # also a config with the hook of its own
         hooks = running.build_runner(Config(dict(cfg, custom_hooks=hooks)), True)
         assert hooks == [dict(type='A'), dict(type='CompileHook')]
+
+
+def test_a_batch_larger_than_the_data_is_refused(tmp_path):
+    loader = dict(dataset=dict(type='ToyDataset', size=3), sampler=dict(type='DefaultSampler'), batch_size=4)
+    cfg = dict(
+        model=dict(type='ToyModel'),
+        work_dir=str(tmp_path),
+        train_dataloader=dict(loader, drop_last=True),
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
+        param_scheduler=dict(type='LinearLR', end=1, convert_to_iter_based=True),
+        default_scope='mmengine',
+    )
+    with pytest.raises(RunError, match='batch_size=4 exceeds the 3 images of the data set, and drop_last=True'):
+        running.build_runner(Config(dict(cfg, launcher='none'))).train()

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""tools/analysis_tools/ablation_study.py, whose code is in ``projects/studies`` with most of its tests."""
+"""tools/analysis_tools/ablation_study.py; ``projects/studies`` has its code and most of its tests."""
 
 import json
 

@@ -1,9 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Every tool on bad input: one line that names the argument, its value and what is allowed; nothing is written.
+"""Every tool on bad input: one line with the argument, its value and the allowed values; nothing is written.
 
-A new case is a line of ``ROWS``: the command, what its line has to say, and ``slow`` where a model is built. Files of
-``FILES`` and data sets of ``DATA`` that a command names are made for it; ``{mmdet}`` and so on are the quick-start
-configs.
+A new case is a line of ``ROWS``: the command, words of its line, and ``slow`` if a model is built. Files of ``FILES``
+and data sets of ``DATA`` in a command are made for it; ``{mmdet}`` and so on are the quick-start configs.
 """
 
 import functools
@@ -78,7 +77,7 @@ def bad(command, *words, slow=False):
 
 
 ROWS = [
-    # configs and their settings: whatever stumbles over them, before or while a model is built
+    # configs and their settings, before or while a model is built
     bad('train.py no_such.py', "config 'no_such.py': no such file"),
     bad('train.py unclosed.py', "config 'unclosed.py' cannot be read", 'SyntaxError'),
     bad('train.py comment.py', 'comment.py has no model, no train_dataloader, no train_cfg, no optim_wrapper.'),
@@ -93,13 +92,13 @@ ROWS = [
         'num_classes = 3 of the head is too small for the 10 classes',
     ),
     bad(f'{FLOPS} --cfg-options model.backbone.arch=foo', "'foo'"),
-    # places
+    # folders and output files
     bad('train.py {mmdet} --work-dir file', "work dir 'file' cannot be written: File exists"),
     bad('train.py {mmdet} --data-root nowhere', "train_dataloader.dataset.data_root = 'nowhere': no such folder"),
     bad('swap_backbone.py mmdet::a/b.py ravlt_t --out o.txt', "--out 'o.txt' has to end with .py."),
     bad(f'test.py {{mmdet}} empty.pth {COCO} --out file/x.pkl', "--out 'file/x.pkl' cannot be written: "),
     bad(f'test.py {{mmdet}} empty.pth {COCO} --show-dir file', 'cannot be written: File exists.'),
-    # a file that is read
+    # an output that is an input
     bad('swap_backbone.py comment.py ravlt_t --out comment.py', "--out 'comment.py' is 'comment.py', which is read"),
     bad('export.py {mmdet} empty.pth --format torchscript --out empty.pth', "--out 'empty.pth' is 'empty.pth'"),
     bad('demo.py photo.png {mmdet} empty.pth --out photo.png', "--out 'photo.png' is 'photo.png', which is read"),
@@ -155,7 +154,7 @@ def data(tmp_path_factory):
 
 
 def files():
-    """What lies in the current folder and when it was written, without locks and the logs of work dirs."""
+    """Return the files of the current folder with their times, without locks and logs of work dirs."""
     found = (path for path in Path().rglob('*') if path.is_file() and '.locks' not in path.parts)
     kept = (path for path in found if not path.parts[0].startswith('work') or path.suffix == '.pth')
     return {str(path): path.stat().st_mtime_ns for path in kept}
@@ -163,7 +162,7 @@ def files():
 
 @pytest.fixture
 def fails(tmp_path, monkeypatch, data, capfd):
-    """Run a command that has to be refused, in a folder with the files that it names; the line it leaves on stderr."""
+    """Run a command that has to be refused, in a folder with the files it names; return its error line."""
     monkeypatch.chdir(tmp_path)
     for name in ('MMLINATTN_TRACEBACK', 'SLURM_PROCID'):
         monkeypatch.delenv(name, raising=False)

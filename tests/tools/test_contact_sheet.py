@@ -10,7 +10,7 @@ COLOURS = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0), (0, 200, 200)]
 
 
 def shown(sheet):
-    """Indices of the colours found on the sheet, by their place from the top left."""
+    """Return the indices of the colours on the sheet, in order from the top left."""
     pixels = np.asarray(Image.open(sheet).convert('RGB')).astype(int)
     places = {}
     for i, colour in enumerate(COLOURS):
@@ -22,7 +22,7 @@ def shown(sheet):
 
 @pytest.mark.parametrize(('number', 'expected'), [(3, [0, 2, 4]), (1, [0])])
 def test_pictures_in_order_and_evenly_spread(tmp_path, capsys, number, expected):
-    """As mmdet (.jpg) and mmseg (.png in sub-folders) name them; an earlier sheet is none of them."""
+    """Named as mmdet (.jpg) and mmseg (.png in sub-folders) do; an earlier sheet is left out."""
     names = ['0.jpg', '1.jpg', '2.jpg', 'vis_data/vis_image/val_3.PNG', 'vis_data/vis_image/val_4.PNG']
     (tmp_path / 'vis_data' / 'vis_image').mkdir(parents=True)
     for name, colour in zip(names, COLOURS):

@@ -1,15 +1,18 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """tools/demo.py: drawings of small models of the three tasks, by upstream's inferencers."""
 
+import json
 import re
 from pkgutil import resolve_name
 from unittest import mock
 
+import cv2
 import mmcv
 import numpy as np
 import pytest
 import torch
 from config_helpers import load
+from mmengine import fileio
 from mmengine.registry import MODELS, DefaultScope, init_default_scope
 from tool_runs import QUICK, in_this_process
 
@@ -23,7 +26,7 @@ NAMES = {task: [f'name_{i}' for i in range(number)] for task, number in dict(mmd
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs the tool with an untrained model whose file has ``meta``; gives the inferencer it built."""
+    """Run the tool on a checkpoint of an untrained model with ``meta``; return the inferencer."""
 
     def start(task, image, out, *args, of_config=None, **meta):
         pytest.importorskip(task)
@@ -35,8 +38,9 @@ def run(tmp_path):
         keep = mock.patch.object(
             kind, '__init__', lambda self, *a, init=kind.__init__, **k: made.append(self) or init(self, *a, **k)
         )
+        words = [*(['--out', out] if out else []), *args]
         with keep:
-            in_this_process('demo.py', image, of_config or QUICK[task], tmp_path / 'model.pth', '--out', out, *args)
+            in_this_process('demo.py', image, of_config or QUICK[task], tmp_path / 'model.pth', *words)
         assert DefaultScope.get_current_instance().scope_name == task
         return made[0]
 
@@ -45,7 +49,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder with images, some of whose names begin alike, and with what is none: a text, a folder, macOS's file."""
+    """A folder with images of similar names, a text, a folder and a hidden file of macOS."""
     folder = tmp_path / 'pictures'
     (folder / 'folder.png').mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -58,9 +62,9 @@ def pictures(tmp_path):
 
 @pytest.mark.parametrize('task', INFERENCERS)
 def test_a_folder_of_pictures(run, pictures, tmp_path, capsys, task):
-    """A drawing each, in a folder that is made, with the names of ``--classes``."""
+    """A drawing an image, in a new folder, with the names of ``--classes``."""
     out, threshold = tmp_path / 'deep' / 'folder', ['--score-thr', 0] if task == 'mmdet' else []
-    if task != 'mmpretrain':  # whose drawings alone would be named alike
+    if task != 'mmpretrain':  # its drawings alone would have one name
         for name in ('2024.01.02.jpg', 'b.png', 'b.png.bmp'):
             (pictures / name).unlink()
     inferencer = run(task, pictures, out, '--classes', *NAMES[task], *threshold)
@@ -83,8 +87,8 @@ def test_a_folder_of_pictures(run, pictures, tmp_path, capsys, task):
 @pytest.mark.parametrize('task', INFERENCERS)
 @pytest.mark.parametrize('named', ['checkpoint', 'config', 'nobody'])
 def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, capsys, task, named):
-    """Above a score that nothing has, a detector draws nothing. Labels have the names of the checkpoint, else of the
-    config; not those of COCO or ImageNet, which inferencers take."""
+    """A detector draws nothing below the threshold. Names come from the checkpoint, else from the config; never from
+    COCO or ImageNet, the defaults of inferencers."""
     of_config = [f'of_config_{i}' for i in range(len(NAMES[task]))]
     names = {'checkpoint': NAMES[task], 'config': of_config, 'nobody': None}[named]
     data = dict(metainfo=dict(classes=None if named == 'nobody' else of_config))
@@ -101,14 +105,14 @@ def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, ca
     drawing = mmcv.imread(str(out))
     assert drawing.shape == plain.shape and (task == 'mmdet') == np.array_equal(drawing, plain)
     if task == 'mmpretrain':
-        assert inferencer.classes == names  # numbers where nobody has names
+        assert inferencer.classes == names  # numbers without names
     elif names:
         assert list(inferencer.visualizer.dataset_meta['classes']) == names
 
 
 @pytest.mark.parametrize('task', ['mmseg', 'mmpretrain'])
 def test_an_image_that_is_too_small_keeps_no_other_from_being_drawn(run, tmp_path, capsys, task):
-    """It is named in the last line."""
+    """The last line names it."""
     folder, out = tmp_path / 'pictures', tmp_path / 'out'
     for name, size in dict(a=60, b=20, c=60).items():
         mmcv.imwrite(np.zeros((size, size, 3), np.uint8), str(folder / f'{name}.png'))
@@ -125,7 +129,7 @@ def test_an_image_that_is_too_small_keeps_no_other_from_being_drawn(run, tmp_pat
 
 @pytest.mark.parametrize(('threshold', 'count'), [(0.01, 12), (0.99, 0)])
 def test_a_classifier_of_several_labels(run, pictures, tmp_path, capsys, threshold, count):
-    """All of them are named, or none."""
+    """All labels are printed, or none."""
     path, loss = tmp_path / 'config.py', dict(type='CrossEntropyLoss', use_sigmoid=True)
     head = dict(type='MultiLabelLinearClsHead', topk=None, thr=threshold, loss=loss)
     path.write_text(f'_base_ = {QUICK["mmpretrain"]!r}\nmodel = dict(head={head!r})\n')
@@ -141,3 +145,114 @@ def test_a_classifier_of_several_tasks_is_refused(run, pictures, tmp_path, capsy
     with pytest.raises(SystemExit, match='1'):
         run('mmpretrain', pictures / 'b.png', tmp_path / 'out.png', of_config=path)
     assert 'labels of several tasks are not drawn' in capsys.readouterr().err
+
+
+# -- files for other programs ------------------------------------------------------------------------------------------
+
+
+def test_detections_of_a_folder_as_coco_results_and_yolo_text(run, pictures, tmp_path):
+    """Without drawings. Ids are the names or their numbers; categories count from 1 without a data set."""
+    (pictures / 'b.jpg').rename(pictures / '12.jpg')
+    found, texts = tmp_path / 'new' / 'found.json', tmp_path / 'texts'
+    words = ['--save-json', found, '--save-txt', texts, '--save-conf', '--score-thr', 0.12]
+    run('mmdet', pictures, None, *words, '--classes', *NAMES['mmdet'])
+    entries = json.loads(found.read_text())
+    assert {entry['image_id'] for entry in entries} <= {'2024.01.01', '2024.01.02', 12, 'b', 'b.png', 'c'}
+    assert {entry['category_id'] for entry in entries} <= {*range(1, 7)}
+    names = '12.txt 2024.01.01.txt 2024.01.02.txt b.png.txt b.txt c.txt'
+    assert sorted(path.name for path in texts.iterdir()) == names.split()
+    (one,) = [entry for entry in entries if entry['image_id'] == 12][:1]
+    lines = [line.split() for line in (texts / '12.txt').read_text().splitlines()]
+    kept = [entry for entry in entries if entry['image_id'] == 12 and entry['score'] >= 0.12]
+    assert len(lines) <= len(kept) < len(entries)
+    for line in lines:  # an outline of three points or more, then the score
+        *numbers, score = map(float, line[1:])
+        assert len(numbers) % 2 == 0 and len(numbers) >= 6 and max(numbers) <= 1 and score >= 0.12
+    assert one['file_name'] == '12.jpg' and one['segmentation']['size'] == [70, 101]
+
+
+def test_label_images_of_a_segmentor(run, pictures, tmp_path):
+    for name in ('2024.01.02.jpg', 'b.png', 'b.png.bmp'):
+        (pictures / name).unlink()
+    run('mmseg', pictures, None, '--save-labels', tmp_path / 'labels', '--classes', *NAMES['mmseg'])
+    assert sorted(path.name for path in (tmp_path / 'labels').iterdir()) == ['2024.01.01.png', 'b.png', 'c.png']
+    labels = mmcv.imread(str(tmp_path / 'labels' / 'c.png'), 'unchanged')
+    assert labels.shape == (70, 101) and labels.dtype == np.uint8 and labels.max() < 10
+
+
+# -- videos, webcams, URLs ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def video(tmp_path):
+    """Five frames of noise."""
+    path = str(tmp_path / 'clip.avi')
+    writer = cv2.VideoWriter(path, cv2.VideoWriter_fourcc(*'MJPG'), 10, (96, 64))
+    for _ in range(5):
+        writer.write(np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8))
+    writer.release()
+    return path
+
+
+@pytest.mark.parametrize(('task', 'suffix'), [('mmdet', 'mp4'), ('mmseg', 'avi'), ('mmpretrain', 'avi')])
+def test_a_video(run, video, tmp_path, capsys, task, suffix):
+    out, found, texts = tmp_path / f'out.{suffix}', tmp_path / 'found.json', tmp_path / 'texts'
+    words = ['--save-json', found, '--save-txt', texts] if task == 'mmdet' else []
+    run(task, video, out, *words, '--classes', *NAMES[task])
+    drawn = mmcv.VideoReader(str(out))
+    assert (len(drawn), drawn.fps, drawn.resolution) == (5, 10, (96, 64))
+    assert f'notice: 5 frame(s) in {out}\n' in capsys.readouterr().err
+    if words:
+        assert {entry['image_id'] for entry in json.loads(found.read_text())} <= {*range(5)}
+        assert sorted(path.name for path in texts.iterdir()) == [f'clip_00000{i}.txt' for i in range(5)]
+
+
+@pytest.mark.parametrize('source', ['0', 'rtsp://camera/stream'])
+def test_a_webcam_or_stream(run, video, tmp_path, monkeypatch, source):
+    opened, capture = [], cv2.VideoCapture
+    monkeypatch.setattr(cv2, 'VideoCapture', lambda name: opened.append(name) or capture(video))
+    run('mmpretrain', source, tmp_path / 'out.avi', '--max-frames', 3)
+    monkeypatch.undo()
+    assert opened == [int(source) if source.isdecimal() else source]
+    assert len(mmcv.VideoReader(str(tmp_path / 'out.avi'))) == 3
+
+
+def test_an_image_by_its_url(run, pictures, tmp_path, monkeypatch):
+    read, local = [], fileio.get
+
+    def get(path, *args, **kwargs):
+        if '://' not in str(path):
+            return local(path, *args, **kwargs)
+        read.append(path)
+        return (pictures / 'b.jpg').read_bytes()
+
+    monkeypatch.setattr(fileio, 'get', get)
+    run('mmpretrain', 'https://example.org/some/b.jpg?size=1', tmp_path / 'out.png')
+    assert read == ['https://example.org/some/b.jpg?size=1']
+    assert mmcv.imread(str(tmp_path / 'out.png')).shape == (70, 101, 3)
+
+
+@pytest.mark.parametrize(
+    ('source', 'words', 'line'),
+    [
+        ('gone.mp4', ['--out', 'o.mp4'], "video 'gone.mp4': no such file."),
+        ('text.mp4', ['--out', 'o.mp4'], "video '.*text.mp4' cannot be opened."),
+        ('99', ['--out', 'o.mp4'], "webcam '99' cannot be opened."),
+        ('99', ['--out', 'o.jpg'], "--out 'o.jpg' has to end in one of .mp4 .avi"),
+        ('99', ['--out', 'o.mp4', '--max-frames', 0], '--max-frames=0: expected at least 1.'),
+        ('99', [], '--out is missing: name the file or folder to write.'),
+        (
+            'http://127.0.0.1:9/a.jpg',
+            ['--out', 'o.jpg'],
+            "image 'http://127.0.0.1:9/a.jpg' cannot be downloaded: URLErr",
+        ),
+    ],
+)
+def test_sources_that_cannot_be_read(run, tmp_path, monkeypatch, capsys, source, words, line):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'text.mp4').write_text('no video')
+    with pytest.raises(SystemExit, match='1'):
+        run('mmpretrain', source, None, *words)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(f'error: {line}', last), last
+    assert not [*tmp_path.glob('o.*')]

@@ -1,6 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""tools/launch.py ends as its processes do, and what the scripts ask torchrun and srun for; whole runs are in
-test_stopping.py."""
+"""Exit status of tools/launch.py, and arguments of the scripts for torchrun and srun. Whole runs: test_stopping.py."""
 
 import os
 import runpy
@@ -52,7 +51,7 @@ def test_the_exit_status_is_that_of_the_run(monkeypatch, capsys, end, status, li
 # ------------------------------------------------------------------------------------ the scripts
 
 TOOLS = TOOL.parent
-# Knows how many GPUs there are and whether a port is free, and writes down what it is to run.
+# stand-in that knows the number of GPUs and free ports, and records its command
 PYTHON = f"""#!/bin/bash
 case $1 in
 -) if [ "$2" = "${{PROBED:-}}" ]; then exec {sys.executable} -SE "$@"; fi ;;
@@ -70,7 +69,7 @@ VARIABLES = (
 
 @pytest.fixture
 def script(tmp_path):
-    """Status, lines and errors of a script, run with stand-ins for Python and srun in an environment of its own."""
+    """Run a script with stand-ins for Python and srun in a clean environment; return status, lines and errors."""
     for name, text in (('python', PYTHON), ('srun', SRUN)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -114,7 +113,7 @@ def test_what_torchrun_is_asked_for(script, environment, nodes, rendezvous):
 
 
 def test_processes_and_gpus(script):
-    """As many as there are at most; where there are none, the processes are on the CPU."""
+    """At most as many as there are; without any, the processes run on the CPU."""
     status, lines, said = script('dist_train.sh', 'config.py', 3, PYTHONPATH='/mine')
     assert (status, said) == (0, 'notice: no GPU here, 3 processes on the CPU over gloo.\n')
     assert '--nproc_per_node=3' in lines and lines[0] == f'PYTHONPATH={TOOLS}/..:/mine'
@@ -131,7 +130,7 @@ def test_processes_and_gpus(script):
 
 
 def test_a_port_that_is_taken(script):
-    """By another run; only the first machine listens there."""
+    """Taken by another run; only the first machine listens on it."""
     with socket.socket() as taken:
         taken.bind(('', 0))
         taken.listen()

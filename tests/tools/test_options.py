@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the options of tools/train.py and tools/test.py change in the config that runs."""
+"""Options of tools/train.py and tools/test.py, by their effect on the config of the run."""
 
 import copy
 import functools
@@ -7,7 +7,6 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from tool_runs import QUICK, TOOLS
@@ -24,7 +23,7 @@ read_once = functools.cache(configs.read_config)
 
 @pytest.fixture
 def configured(tmp_path, monkeypatch):
-    """The config that a tool would run, beside a folder for data."""
+    """Return the config of a run of a tool, in a folder with data and checkpoints."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('LOCAL_RANK', '0')
     monkeypatch.setattr(configs, 'read_config', lambda path: copy.deepcopy(read_once(os.path.abspath(path))))
@@ -59,7 +58,7 @@ def test_switches_of_a_test(configured, monkeypatch, capsys):
     for words, device, fp16, launcher in (
         ([], 'cuda', None, 'none'),
         (['--amp', '--launcher', 'mpi'], 'cuda', True, 'mpi'),
-        (['--amp'], 'cpu', None, 'none'),  # where MMDetection's metrics do not take bfloat16
+        (['--amp'], 'cpu', None, 'none'),  # its autocast is bfloat16, and MMDetection's metrics refuse that
     ):
         monkeypatch.setattr('mmengine.device.get_device', lambda device=device: device)
         cfg = configured('test.py', DETECTOR, 'some.pth', *words)
@@ -69,7 +68,7 @@ def test_switches_of_a_test(configured, monkeypatch, capsys):
 
 @pytest.mark.parametrize('device', ['cpu', 'cuda'])
 def test_loaders_of_classifiers_have_the_settings_their_configs_rely_on(configured, tmp_path, monkeypatch, device):
-    """MMPretrain's own tools fill them in; a config's own stay."""
+    """As MMPretrain's own tools set them; settings of a config stay."""
     for module in (configs, running):
         monkeypatch.setattr(module, 'get_device', lambda: device)
     cfg = configured('train.py', CLASSIFIER)
@@ -93,14 +92,16 @@ def test_augmentation_of_the_test_wraps_the_model_and_takes_its_pipeline(configu
         f"_base_ = '{DETECTOR}'\n"
         "tta_model = dict(type='DetTTAModel')\n"
         "tta_pipeline = [dict(type='LoadImageFromFile'), dict(type='TestTimeAug', transforms=[])]\n"
+        "test_evaluator = dict(metric='bbox')\n"
     )
     cfg = configured('test.py', 'with_tta.py', 'some.pth', '--tta')
-    assert cfg.model.type == 'DetTTAModel' and cfg.model.module.type == 'MaskRCNN'
+    assert cfg.model.type == 'BoxTTAModel' and cfg.model.module.type == 'MaskRCNN'
     assert [step.type for step in cfg.test_dataloader.dataset.pipeline] == ['LoadImageFromFile', 'TestTimeAug']
     assert configured('test.py', 'with_tta.py', 'some.pth').model.type == 'MaskRCNN'
     # a config without both: as upstream's tools do
-    for config, kind in ((DETECTOR, 'DetTTAModel'), (CLASSIFIER, 'AverageClsScoreTTA')):
-        cfg = configured('test.py', config, 'some.pth', '--tta')
+    boxes = ['--cfg-options', 'test_evaluator.metric=bbox']
+    for config, kind, more in ((DETECTOR, 'BoxTTAModel', boxes), (CLASSIFIER, 'AverageClsScoreTTA', [])):
+        cfg = configured('test.py', config, 'some.pth', '--tta', *more)
         flips, (pack,) = cfg.test_dataloader.dataset.pipeline[-1].transforms
         assert cfg.model.type == kind and [step.prob for step in flips] == [0, 1]
         assert pack.type.startswith('Pack') and 'meta_keys' not in pack
@@ -109,6 +110,10 @@ def test_augmentation_of_the_test_wraps_the_model_and_takes_its_pipeline(configu
     (tmp_path / 'joined.py').write_text(text)
     wrapper = configured('test.py', 'joined.py', 'some.pth', '--tta').test_dataloader.dataset
     assert 'pipeline' not in wrapper and wrapper.datasets[0].pipeline[1].type == 'TestTimeAug'
+    with pytest.raises(
+        RunError, match=r"merges boxes only, and test_evaluator.metric=\['bbox', 'segm'\] measures masks"
+    ):
+        configured('test.py', DETECTOR, 'gone.pth', '--tta')  # before the weights are read
 
 
 RESUME = ['--cfg-options', 'resume=True']
@@ -129,15 +134,15 @@ SOME = ['--cfg-options', 'load_from=some.pth']
         (RESUME, None, None, (False, None)),
         (RESUME, 100, None, (True, LAST)),
         ([*RESUME, 'load_from=some.pth'], 100, None, (True, 'some.pth')),
-        # by torchrun: from what was written since tools/launch.py began; file systems round down
+        # restarted by torchrun: checkpoints since the start of tools/launch.py; file systems round down
         ([], 100, 101, (True, LAST)),
         (['--resume', 'epoch_3.pth'], 100, 101, (True, LAST)),  # it is further on
-        ([], 100, 102, (False, None)),  # of a run before
+        ([], 100, 102, (False, None)),  # an earlier run
         (['--resume', 'epoch_3.pth'], None, 0, (True, 'epoch_3.pth')),
-        ([], 100, 'by another launcher', (False, None)),  # nothing tells it from a run before
+        ([], 100, 'by another launcher', (False, None)),  # indistinguishable from an earlier run
     ],
 )
-def test_what_a_training_begins_with(configured, monkeypatch, capsys, words, written, restarted, expected):
+def test_checkpoint_that_a_training_begins_with(configured, monkeypatch, capsys, words, written, restarted, expected):
     monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '0' if restarted is None else '2')
     monkeypatch.setenv('MMLINATTN_LAUNCHED', str(restarted or 0))
     if restarted == 'by another launcher':
@@ -156,11 +161,11 @@ def test_what_a_training_begins_with(configured, monkeypatch, capsys, words, wri
 
 
 def test_options_of_hooks_go_by_name_or_place(configured):
-    """Of hooks of ours that a config does not have, too."""
-    words = ['custom_hooks.StopHook.interval=3', 'custom_hooks.4.left_out=a', 'custom_hooks.CompileHook.priority=LOW']
+    """Also of hooks of this package that the config lacks."""
+    words = ['custom_hooks.StopHook.interval=3', 'custom_hooks.3.left_out=a', 'custom_hooks.CompileHook.priority=LOW']
     hooks = {hook.type: hook for hook in configured('train.py', DETECTOR, '--cfg-options', *words).custom_hooks}
     assert (hooks['StopHook'].interval, hooks['CheckpointMatchHook'].left_out) == (3, 'a')
-    assert hooks['CompileHook'].priority == 'LOW' and [*hooks][-1] == 'CompileHook'
+    assert hooks['CompileHook'].priority == 'LOW' and 'CompileHook' in hooks
     with pytest.raises(RunError, match='custom_hooks.NoHook.x: there is no such hook; custom_hooks has .*StopHook'):
         configured('train.py', DETECTOR, '--cfg-options', 'custom_hooks.NoHook.x=1')
 
@@ -187,49 +192,30 @@ def test_options_have_the_last_word(configured, monkeypatch):
     assert (cfg.train_dataloader.dataset.data_root, cfg.val_dataloader.dataset.data_root) == ('data', 'mine')
     assert os.environ['LOCAL_RANK'] == '3'
     configured('train.py', DETECTOR, '--local-rank', 4)
-    assert os.environ['LOCAL_RANK'] == '3'  # of the launcher
+    assert os.environ['LOCAL_RANK'] == '3'  # set by the launcher
 
 
-@pytest.mark.parametrize('config', QUICK.values(), ids=QUICK)
-def test_drawings_of_each_task(configured, tmp_path, config):
-    """Each of the three projects spells it its own way, and MMDetection puts relative folders into the work_dir."""
-    words = ['test.py', config, 'some.pth']
-    cfg = configured(*words, '--show-dir', 'shown', '--interval', 3, '--wait-time', 0.5)
-    hook, folder = cfg.default_hooks.visualization, str(tmp_path / 'shown')
-    assert (hook.show, hook.wait_time) == (False, 0.5)
-    if config == CLASSIFIER:
-        assert (hook.enable, hook.out_dir, hook.interval) == (True, folder, 3)
-    else:  # the tool chooses every third, as the hooks count batches, or not at all
-        assert (hook.draw, hook.interval) == (True, 1)
-        assert folder == (hook.test_out_dir if config == DETECTOR else cfg.visualizer.save_dir)
-    hook = configured(*words, '--show').default_hooks.visualization
-    assert hook.show is True and hook.get('test_out_dir') is hook.get('out_dir') is None
-    quiet = configured(*words).get('default_hooks', {}).get('visualization', {})
-    assert not quiet.get('draw') and not quiet.get('enable')
-    with pytest.raises(RunError, match='--show, --show-dir: the config has no default_hooks.visualization'):
-        configured(*words, '--show', '--cfg-options', 'default_hooks.visualization=None')
-
-
-@pytest.mark.parametrize('method', ['add_datasample', 'visualize_cls'])
 @pytest.mark.parametrize(
-    ('paths', 'drawn'),
+    ('config', 'words', 'line'),
     [
-        (['v/a/1.jpg', 'v/b/1.jpg', 'v/1.jpg'], ['a/1.jpg', 'b/1.jpg', '1.jpg']),
-        (['v/a/1.jpg', 'v/b/2.jpg'], ['1.jpg', '2.jpg']),
+        (SEGMENTOR, '--save-json x.json', "--save-json: .* is no detector .default_scope='mmseg'.. Use --save-labels."),
+        (DETECTOR, '--save-labels x', '--save-labels: .* is no segmentor .* Use --save-json or --save-txt.'),
+        (CLASSIFIER, '--save-txt x', "--save-txt: .* is no detector .default_scope='mmpretrain'..$"),
+        (DETECTOR, '--save-json x.txt', "--save-json='x.txt': expected a name that ends with .json."),
+        (DETECTOR, '--save-json data', "--save-json='data': expected"),
+        (DETECTOR, '--save-txt some.pth', "--save-txt 'some.pth' cannot be written"),
+        (DETECTOR, '--save-conf', '--save-conf: --save-txt is missing.'),
+        (DETECTOR, '--show-dir x --cfg-options visualizer=None', '--show, --show-dir: .* has no visualizer'),
+        (DETECTOR, '--show', '--show: there is no display'),
     ],
 )
-def test_images_of_one_name_are_drawn_into_folders(method, paths, drawn):
-    class Data(list):
-        def get_data_info(self, index):
-            return dict(img_path=self[index])
+def test_files_of_predictions_are_for_their_task(configured, monkeypatch, config, words, line):
+    for name in ('DISPLAY', 'WAYLAND_DISPLAY'):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RunError, match=line):
+        configured('test.py', config, 'some.pth', *words.split())
 
-    found = []
-    visualizer = SimpleNamespace(
-        **{method: lambda *_, data_sample, out_file: found.append(os.path.relpath(out_file, 'out'))}
-    )
-    runner = SimpleNamespace(test_dataloader=SimpleNamespace(dataset=Data(paths)), visualizer=visualizer)
-    runpy.run_path(str(TOOLS / 'test.py'))['keep_folders'](runner)
-    for path in paths:
-        sample = SimpleNamespace(img_path=path)
-        getattr(visualizer, method)('name', data_sample=sample, out_file=os.path.join('out', os.path.basename(path)))
-    assert found == drawn
+
+def test_the_schedule_follows_the_command_line(configured):
+    cfg = configured('train.py', DETECTOR, '--cfg-options', 'train_cfg.max_epochs=10')
+    assert (cfg.param_scheduler[1].T_max, cfg.param_scheduler[1].end, cfg.param_scheduler[0].end) == (10, 10, 50)

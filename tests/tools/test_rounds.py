@@ -25,7 +25,7 @@ from mmlinattn.tooling.datasets import DatasetSpec, write_dataset
 
 pytestmark = pytest.mark.slow
 
-# The shapes' own config, which upstream's tools train and test as well, and some of the other hosts.
+# the quick-start config, also trained and tested by upstream's tools, and some of the other hosts
 OWN = 'ravlt_shapes_quickstart'
 ROUNDS = dict(
     mmdet='inline_swin_t_cascade_3x flatten_pvt_v2_b1_retinanet_1x',
@@ -53,7 +53,7 @@ SMALL = dict(
 
 
 def derived(task: str, name: str) -> str:
-    """A config as users write theirs: a published one with its steps at small sizes."""
+    """Return a config as users write it: a published one with small images."""
     cfg = load(f'{task}/{name}')
     lines = [f'_base_ = "mmlinattn::{task}/{name}.py"']
     for part in ('train', 'val', 'test'):
@@ -98,7 +98,7 @@ def commands(task: str, name: str) -> list[list[str]]:
 
 
 def of_upstream(task: str) -> list[list[str]]:
-    """The tools of MMSegmentation or MMPretrain on the config as it ran: it finds its data without ``--data-root``."""
+    """Return the commands of upstream's tools on the dumped config; it finds its data without ``--data-root``."""
     tools = Path(import_module(task).__file__).parent / '.mim' / 'tools'
     config, checkpoint = f'work/{OWN}/{OWN}.py', f'work/{OWN}/{"iter_3" if task == "mmseg" else "epoch_1"}.pth'
     return [
@@ -109,7 +109,7 @@ def of_upstream(task: str) -> list[list[str]]:
 
 @pytest.fixture(scope='module')
 def rounds(tmp_path_factory):
-    """Of a task: the folder, what the tools printed and the errors, by name."""
+    """Return folder, output and errors of a task, by name."""
     folders = []
 
     @functools.cache
@@ -139,7 +139,7 @@ def rounds(tmp_path_factory):
 
 
 def numbers(predictions):
-    """All of dumped predictions, without paths and encoded masks."""
+    """Return the numbers of dumped predictions, without paths and encoded masks."""
     return [leaf for leaf in tree_leaves(predictions) if isinstance(leaf, (torch.Tensor, np.ndarray, float))]
 
 
@@ -167,7 +167,7 @@ METRICS = dict(mmseg='mIoU', mmpretrain='accuracy/top1')
 
 @pytest.mark.parametrize('task', METRICS)
 def test_upstream_tools_and_what_else_a_run_leaves(rounds, task):
-    """With the same hooks, hence the same losses; the same metric of the same checkpoint; drawings."""
+    """The same hooks and losses; the same metric of the same checkpoint; drawings."""
     pytest.importorskip(task)
     folder, printed, errors = rounds(task)
     assert not errors['upstream'], printed['upstream'][-3000:]

@@ -34,7 +34,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def trained(place):
-    """The uninterrupted run that the others are compared with, and the one whose config YAPF lays out."""
+    """The uninterrupted run, the reference of the others."""
     path = os.pathsep.join([str(ROOT), str(ROOT / 'tests')])
     out = python(TOOLS / 'train.py', 'config.py', '--work-dir', 'whole', '--amp', cwd=place, PYTHONPATH=path)
     assert 'notice: no accelerator: mixed precision is off' in out
@@ -83,6 +83,6 @@ def test_through_the_tools_of_mmdet(place, trained):
     out, errors = in_one_process(jobs, place)
     assert errors == dict.fromkeys(jobs, '')
     assert 'resumed epoch: 1, iter: 3' in out['resumed']
-    # The scheduler of the first part was built for one epoch, so only that the rest was trained.
+    # the scheduler of the first part was built for one epoch: losses differ, so only their number counts
     assert sorted(losses(place / 'upstream')) == list(range(1, NUM_ITERS + 1))
     assert 'Load checkpoint from' in out['tested'] and 'Epoch(test) [1/1]' in out['tested']

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Runs of several processes that are stopped, killed or spread over machines: they end cleanly, and go on as if
-undisturbed. With SyncBN in the config, which a CPU does not have."""
+"""Runs of several processes that are stopped, killed or spread over machines: they end cleanly and resume exactly.
+
+The config has SyncBN, and a CPU has none."""
 
 import os
 import signal
@@ -48,7 +49,7 @@ def weights(path):
 
 @pytest.fixture(scope='module')
 def whole(place):
-    """The undisturbed run of two processes, on a machine each: what two processes of one machine have to do as well."""
+    """The undisturbed run of two processes on two machines, the reference for two processes on one."""
     more = dict(cwd=place, NNODES=2, MASTER_ADDR='127.0.0.1', PORT=free_port())
     nodes = [start(*TRAIN, 1, '--work-dir', 'whole', NODE_RANK=rank, **more) for rank in (1, 0)]
     outs = [node.communicate(timeout=300)[0] for node in nodes]

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The command line of the swapping tool, as the documentation has it."""
+"""The command line of the swapping tool, as in the documentation."""
 
 import re
 import shlex

@@ -23,7 +23,7 @@ class Given(nn.Module):
 @pytest.mark.parametrize(
     'named', [PRETRAINED, dict(type=PretrainedInit), dict(type='mmengine.model.weight_init.PretrainedInit')]
 )
-def test_nothing_to_fetch_is_left_in_a_config(named):
+def test_configs_without_pretrained_weights(named):
     other = dict(type='Normal', layer='Linear')
     config = dict(
         a=[dict(init_cfg=named, b=2), (dict(pretrained='x.pth', init_cfg=[other, named]), 'init_cfg')],
@@ -40,7 +40,7 @@ def test_nothing_to_fetch_is_left_in_a_config(named):
     assert config['a'][0]['init_cfg'] is named  # the caller's own stays
 
 
-def test_models_are_built_as_a_runner_builds_them():
+def test_models_are_built_like_those_of_a_runner():
     model = dict(type='Given', backbone=dict(depth=1, init_cfg=PRETRAINED))
     cfg = Config(dict(model=model, data_preprocessor=dict(mean=3), default_scope='mmseg'))
     given = build_model(cfg).given
@@ -51,7 +51,7 @@ def test_models_are_built_as_a_runner_builds_them():
     assert build_model(own).given['data_preprocessor'] == 1
 
 
-def test_what_cannot_be_built_is_one_line(tmp_path, monkeypatch):
+def test_unbuildable_models_are_one_line(tmp_path, monkeypatch):
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
     with pytest.raises(RunError, match='^the config has no model$'):
         build_model(Config(dict(a=1)))

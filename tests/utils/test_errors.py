@@ -3,7 +3,7 @@
 from mmlinattn.utils.errors import CheckpointError, CheckpointNotFoundError, RunError, printable, say_last
 
 
-def test_lines_that_reach_the_terminal():
+def test_printable_lines():
     assert printable('  a\n\tb \x1b[2J\x07 ü ') == 'a b \\x1b[2J\\x07 ü'
     assert str(CheckpointError('a\nb')) == str(CheckpointNotFoundError('a\nb')) == 'a b'
     assert isinstance(CheckpointNotFoundError('a'), FileNotFoundError) and isinstance(CheckpointError('a'), RunError)

@@ -21,6 +21,19 @@ def test_files_of_an_installation_come_first(tmp_path, monkeypatch):
     assert project_files('tools') == package / '.mim' / 'tools'
 
 
+def test_a_checkout_gets_the_links_that_mmengine_reads(tmp_path, monkeypatch):
+    package = tmp_path / 'mmlinattn'
+    monkeypatch.setattr(files, 'PACKAGE', package)
+    package.mkdir()
+    files.link_checkout()  # a package without configs beside it
+    assert not (package / '.mim').exists()
+    (tmp_path / 'configs' / 'mmdet').mkdir(parents=True)
+    (tmp_path / 'model-index.yml').touch()
+    for _ in range(2):
+        files.link_checkout()
+        assert (package / '.mim' / 'configs' / 'mmdet').is_dir() and (package / '.mim' / 'model-index.yml').is_file()
+
+
 def test_a_file_gets_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch):
     target, steps = tmp_path / 'a.bin', []
     written = tmp_path / 'a.bin.part'

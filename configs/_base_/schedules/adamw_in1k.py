@@ -4,6 +4,7 @@
 _base_ = ['mmpretrain::_base_/schedules/imagenet_bs1024_adamw_swin.py', './swin_no_decay.py']
 
 optim_wrapper = dict(
+    constructor='MergedOptimWrapperConstructor',
     paramwise_cfg=dict(custom_keys=_base_.no_decay),
     clip_grad=dict(max_norm=5.0),
 )

@@ -3,4 +3,7 @@
 # and steps (epochs 8 and 11) are upstream's.
 _base_ = 'mmdet::_base_/schedules/schedule_1x.py'
 
-optim_wrapper = dict(optimizer=dict(_delete_=True, type='AdamW', lr=2e-4, betas=(0.9, 0.999), weight_decay=1e-4))
+optim_wrapper = dict(
+    constructor='MergedOptimWrapperConstructor',
+    optimizer=dict(_delete_=True, type='AdamW', lr=2e-4, betas=(0.9, 0.999), weight_decay=1e-4),
+)

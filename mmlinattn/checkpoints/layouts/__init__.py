@@ -1,17 +1,15 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Layouts of released state dicts, one module a family.
+"""Layouts of released state dicts, one module per family.
 
-Each has two functions:
+Each module has two functions:
 
-- ``matches(keys)``: whether a set of keys (prefixes such as ``module.`` and ``backbone.`` removed) is a released
-  classifier or backbone of the family; False for our own keys.
-- ``convert(state)``: such a state dict in three parts: our keys of the backbone, without prefix; those of the head
-  in the names of the MMPretrain model of the family's config (``head.*``, ``neck.*``); a list of released keys left out
-  on purpose: derived buffers, unused norms. Keys it does not know stay in the first part under their own
-  name, so that they are reported as unexpected rather than lost.
+- ``matches(keys)`` returns True for the keys of a released classifier or backbone of the family, without prefixes such
+  as ``module.`` and ``backbone.``, and False for our own keys.
+- ``convert(state)`` returns three parts: backbone weights under our names, without prefix; head weights under the names
+  of the MMPretrain model in the family's config (``head.*``, ``neck.*``); released keys dropped on purpose (derived
+  buffers, unused norms). Unknown keys stay in the first part, and are reported as unexpected.
 
-A module named in :data:`LAYOUTS` loads everywhere: in ``init_cfg``, through ``mmlinattn://`` and in
-``tools/convert_checkpoint.py``.
+All entries of :data:`LAYOUTS` load in ``init_cfg``, through ``mmlinattn://`` and in ``tools/convert_checkpoint.py``.
 """
 
 from collections.abc import Iterable
@@ -24,6 +22,6 @@ LAYOUTS = (cswin, deit, nextvit, pvt, ravlt, swin)
 
 
 def find_layout(keys: Iterable[str]) -> Optional[ModuleType]:
-    """The released layout that ``keys`` are written in, or None (our own layout, or an alien)."""
+    """Return the released layout of ``keys``, or None for our own or an unknown one."""
     keys = frozenset(keys)
     return next((layout for layout in LAYOUTS if layout.matches(keys)), None)

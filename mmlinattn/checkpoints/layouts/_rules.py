@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Renaming by rules, and the rules for what hosts have in common."""
+"""Renaming by rules, and the rules that several hosts share."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-# buffers that the model derives by itself
+# derived buffers
 DERIVED = re.compile(r'(relative_position_index|attn_mask|RoPE\.angle)$')
 
-# the parts of InLine's and FLatten's attention, alike in all their hosts
+# InLine's and FLatten's attention, in all hosts
 ATTENTION = [
     (r'attn\.residual\.0\.', 'attn.mixer.residual.fc1.'),
     (r'attn\.residual\.2\.', 'attn.mixer.residual.fc2.'),
@@ -25,7 +25,7 @@ ATTENTION = [
 
 
 def down(match: 're.Match') -> int:
-    """The first group, counted from 1 in the release, counted from 0."""
+    """Return the first group, counted from 1 in the release, counted from 0."""
     return int(match[1]) - 1
 
 
@@ -51,14 +51,18 @@ def convert(state: Mapping[str, Tensor], rules: Sequence[tuple]) -> tuple[dict, 
 
 
 def joined(state: Mapping[str, Tensor], parts: Sequence[str]) -> dict[str, Tensor]:
-    """The state with ``attn.q`` and ``attn.kv`` (or what ``parts`` names) as one ``attn.qkv``, where all are there
-    and of one width."""
+    """Concatenate projections such as ``attn.q`` and ``attn.kv`` to ``attn.qkv``.
+
+    Args:
+        state (dict): Weights.
+        parts (Sequence[str]): Names of the projections. Incomplete ones, or of several widths, stay as they are.
+    """
     whole: dict[str, Tensor] = {}
     for key, value in state.items():
         part = re.search(r'\.attn\.(\w+)\.', key)
         keys = [key.replace(part[0], f'.attn.{name}.') for name in parts] if part and part[1] in parts else []
         if not keys or len({state[name].shape[1:] if name in state else None for name in keys}) > 1:
-            whole[key] = value  # alone, or of another width: reported under its own name
+            whole[key] = value  # reported as unexpected
         elif part and part[1] == parts[0]:
             whole[key.replace(part[0], '.attn.qkv.')] = torch.cat([state[name] for name in keys])
     return whole

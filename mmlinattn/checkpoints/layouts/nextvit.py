@@ -25,7 +25,7 @@ def matches(keys) -> bool:
 
 
 def convert(state) -> tuple:
-    # the release's forward pass norms its last stage with `norm`, and leaves this one unused beside it
+    # unused in the release: `norm` normalises the last stage
     unused = [key for key in state if key.startswith('extra_norm_list.3.') and 'norm.weight' in state]
     renamed = {key: value for key, value in _by_stage(state).items() if key not in unused}
     backbone, head, dropped = _rules.convert(renamed, _RULES)
@@ -36,9 +36,8 @@ def convert(state) -> tuple:
 
 
 def _by_stage(state) -> dict:
-    """``stem`` and ``features.N`` in the places of our stages. A stage begins with a block that widens the map for its
-    convolutions; within a stage, blocks only return to that width."""
-    places, stage, index, width = {}, -1, 0, 0
+    """Rename ``stem`` and ``features.N`` to our stages. The first block of a stage widens the map."""
+    names, stage, index, width = {}, -1, 0, 0
     blocks = {int(key.split('.')[1]) for key in state if key.startswith('features.')}
     for block in sorted(blocks):
         entry = state.get(f'features.{block}.patch_embed.conv.weight')
@@ -46,13 +45,13 @@ def _by_stage(state) -> dict:
         if begins:
             stage, index, width = stage + 1, 0, len(entry)
         embed = f'patch_embeds.{stage}' + ('.1' if stage == 0 else '') if begins else f'stages.{stage}.{index}.embed'
-        places[f'features.{block}.patch_embed.'] = f'{embed}.'
-        places[f'features.{block}.'] = f'stages.{stage}.{index}.'
+        names[f'features.{block}.patch_embed.'] = f'{embed}.'
+        names[f'features.{block}.'] = f'stages.{stage}.{index}.'
         index += 1
     renamed = {}
     for key, value in state.items():
-        place = re.match(r'features\.\d+\.(patch_embed\.)?', key)
-        if place:
-            key = places[place[0]] + key[place.end() :]
+        start = re.match(r'features\.\d+\.(patch_embed\.)?', key)
+        if start:
+            key = names[start[0]] + key[start.end() :]
         renamed[re.sub(r'^stem\.', 'patch_embeds.0.0.', key)] = value
     return renamed

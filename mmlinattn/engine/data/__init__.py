@@ -1,2 +1,2 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Reads the files of a data set and checks whether they fit the config."""
+"""Read the files of a data set and compare them with the config."""

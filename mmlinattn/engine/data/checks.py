@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Whether data sets, as they were built, mean what a config says. Each check yields what is wrong, in one line each."""
+"""Checks of built data sets against the config. Each yields findings of one line."""
 
 import os.path as osp
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from .files import FactCache, fault_of_sizes, read_coco, reads_files
 from .findings import MOST_NAMES, Finding, classes_of, compares_images, decode_head_of, transforms_of, written
 from .label_images import check_label_images
 
-_NUM_READ = 2000  # samples whose labels are looked at
+_NUM_READ = 2000  # samples with labels that are read
 
 
 class Samples(NamedTuple):
@@ -23,25 +23,25 @@ class Samples(NamedTuple):
     labels: dict[int, str]  # of objects and images, each with the path of an image that has it
     folders: dict[str, set[int]]  # labels by the first folder below the prefix of the images
     fault: str = ''  # an image that cannot be loaded
-    is_part: bool = False  # data sets joined to this one have labels, so that it may be background alone
+    is_part: bool = False  # joined data sets have labels, so this one may be background only
 
 
 def inner_datasets(dataset: Any) -> Sequence:
-    """What a wrapper such as ``RepeatDataset`` or ``ConcatDataset`` is around, none of a data set itself."""
+    """Return the data sets inside a wrapper such as ``RepeatDataset`` or ``ConcatDataset``."""
     known = getattr(dataset, '__dict__', {})
     inner = known.get('dataset', known.get('_dataset'))
     return dataset.datasets if isinstance(known.get('datasets'), (list, tuple)) else [inner] * (inner is not None)
 
 
 def all_datasets(dataset: Any) -> Iterator[Any]:
-    """A data set, and those inside of it where it is a wrapper."""
+    """Yield a data set and all data sets inside it."""
     yield dataset
     for child in inner_datasets(dataset):
         yield from all_datasets(child)
 
 
 def leaf_datasets(dataset: Any) -> Iterator[Any]:
-    """The data sets inside wrappers."""
+    """Yield the data sets inside wrappers."""
     return (each for each in all_datasets(dataset) if not inner_datasets(each))
 
 
@@ -50,7 +50,7 @@ def _alike(name: Any) -> str:
 
 
 def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
-    """The first label that has one name here and another there; None where one list begins like the other.
+    """Return the first label with two names; None if one list begins like the other.
 
     Case, blanks and hyphens make no difference; of one class each, neither do names.
     """
@@ -63,7 +63,7 @@ def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
 
 
 def check_names(key: str, meta: dict) -> Iterator[Finding]:
-    """Checks that class names in a ``metainfo`` are several texts, or a file of them, under the key that is read."""
+    """Check that class names in a ``metainfo`` are several texts, or a file of them, under the right key."""
     names = meta.get('classes')
     if isinstance(names, str) and names.endswith('.txt') and not osp.isfile(names):
         yield Finding(f'{key}: metainfo.classes = {names!r}: there is no such file of class names.')
@@ -81,10 +81,15 @@ def check_names(key: str, meta: dict) -> Iterator[Finding]:
 def check_categories(
     key: str, file: str, in_file: Sequence, of_labels: Sequence, classes: Sequence, needs_all: bool
 ) -> Iterator[Finding]:
-    """Checks that labels which follow the order of a COCO file have the names of the config.
+    """Check that labels in the order of a COCO file have the names of the config.
 
-    ``in_file`` has the names of all its categories, ``of_labels`` that of each label. ``needs_all``: whether a class
-    without category is a fault, not a note.
+    Args:
+        key: Config key of the data set, for messages.
+        file: The annotation file.
+        in_file: Names of all its categories.
+        of_labels: The name of each label.
+        classes: Class names of the config.
+        needs_all: Report a class without category as a fault, not as a note.
     """
     if not set(of_labels) <= set(classes):
         return  # data sets that choose categories by something else
@@ -108,7 +113,7 @@ def check_categories(
         )
 
 
-def _check_coco(key: str, dataset: Any, memory: FactCache) -> Iterator[Finding]:
+def _check_coco(key: str, dataset: Any, model: nn.Module, memory: FactCache, is_training: bool) -> Iterator[Finding]:
     path, labels = getattr(dataset, 'ann_file', ''), getattr(dataset, 'cat2label', None)
     is_plain = isinstance(path, str) and path.endswith('.json') and osp.isfile(path)
     if not is_plain or not isinstance(labels, dict) or not hasattr(dataset, 'cat_ids'):
@@ -128,17 +133,43 @@ def _check_coco(key: str, dataset: Any, memory: FactCache) -> Iterator[Finding]:
     if facts['note']:
         yield Finding(f'{key}: {path}: {facts["note"]}.', False)
     names = dict(facts['categories'])
+    order = [name for name in names.values() if name not in facts['stuff']]
+    if facts['stuff'] and list(names.values()) != (first := [*order, *facts['stuff']]):
+        yield Finding(
+            f'{key}: {path} lists {facts["stuff"][0]!r}, which is stuff, before things: labels follow its order, and '
+            f'heads count things first. Sort its categories, and write classes={written(first)}'
+        )
+        return
+    most = max_per_image(model)
+    if 0 < most < facts['densest']:
+        yield Finding(
+            f'{key}: {path} has up to {facts["densest"]} objects an image, and max_per_img = {most} of test_cfg gives '
+            'no more: raise it, and give CocoMetric use_mp_eval=True and proposal_nums of as many.',
+            False,
+        )
+    unused = [names[number] for number in labels if number in names and number not in facts['used']]
+    if is_training and facts['used'] and unused:
+        yield Finding(f'{key}: {path} has no object of {written(unused)}: nothing of these classes trains.', False)
     of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
     yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all=False)
+
+
+def max_per_image(model: nn.Module) -> int:
+    """Return the most objects that a detector finds in an image, 0 of other models."""
+    head = getattr(model, 'roi_head', None) or getattr(model, 'bbox_head', None)
+    limits = getattr(head, 'test_cfg', None) or {}
+    return int(limits.get('max_per_img', 0) or 0) if isinstance(limits, dict) else 0
 
 
 # -- labels -----------------------------------------------------------------------------------------------------------
 
 
+_NO_CLASSES = ('rpn_conv', 'max_depth', 'boundary_threshold')  # attributes of heads of proposals, depth and edges
+
+
 def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
-    """``num_classes`` of the heads that tell classes apart, by name. None of models that learn to find anything (RPN),
-    or distances, or for which classes are places in a text."""
-    if type(model).__name__ in ('RPN', 'DepthEstimator') or hasattr(model, 'language_model'):
+    """``num_classes`` of the heads that tell classes apart, by name. Empty if classes are positions in a text."""
+    if hasattr(model, 'language_model'):
         return {}
     roi, found = getattr(model, 'roi_head', None), {}
     heads = {'bbox_head': getattr(roi, 'bbox_head', None) or getattr(model, 'bbox_head', None)}
@@ -146,7 +177,7 @@ def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
     heads.update((name, getattr(model, name, None)) for name in ('decode_head', 'auxiliary_head'))
     for name, head in heads.items():
         several = head if isinstance(head, nn.ModuleList) else [head]
-        stages = [one for one in several if type(one).__name__ != 'STDCHead']  # which learns edges
+        stages = [one for one in several if not any(hasattr(one, name) for name in _NO_CLASSES)]
         known = [getattr(one, 'num_classes', None) for one in stages if not getattr(one, 'class_agnostic', False)]
         counts: list[int] = [count for count in known if type(count) is int]
         if counts:
@@ -155,7 +186,7 @@ def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
 
 
 def read_samples(dataset: Any) -> Samples:
-    """Labels of some 2000 samples of a data set."""
+    """Read the labels of some 2000 samples of a data set."""
     samples, length = Samples(0, {}, {}), len(dataset)
     if not hasattr(dataset, 'get_data_info'):
         return samples
@@ -184,7 +215,7 @@ def read_samples(dataset: Any) -> Samples:
 
 
 def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:
-    """Checks that the heads have an output for each label, and that there is something to learn."""
+    """Check that the heads have an output for each label, and that there is something to learn."""
     heads = {} if not is_training and compares_images(model) else num_classes_of_heads(model)
     classes = classes_of(dataset)
     advice = 'Set num_classes of the {}, or metainfo.classes of the data set to those that count.'
@@ -224,7 +255,7 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
                 False,
             )
     rest = [name for label, name in enumerate(classes) if label not in samples.labels]
-    all_are_read = 'bbox_head' in heads and samples.num and samples.num == len(dataset)
+    all_are_read = bool(heads.keys() & {'bbox_head', 'head'}) and samples.num and samples.num == len(dataset)
     if all_are_read and samples.labels and rest and not hasattr(dataset, 'cat2label'):
         yield Finding(f'{key}: none of its {samples.num} images has an object of {written(rest)}.', False)
     if all_are_read and not samples.labels and 'instances' in dataset.get_data_info(0):
@@ -236,7 +267,7 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
 
 
 def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
-    """Checks that class names in the config are in the order of folders that have the same names."""
+    """Check that class names in the config are in the order of folders of the same names."""
     folders, classes = getattr(dataset, 'folder_to_idx', None), classes_of(dataset)
     if not isinstance(folders, dict) or not classes:
         return
@@ -252,7 +283,7 @@ def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
 
 
 def _labelled_folders(dataset: Any, samples: Samples) -> dict[str, int]:
-    """The label of each folder where folders are classes."""
+    """Return the label of each folder if folders are classes."""
     found = getattr(dataset, 'folder_to_idx', None)
     if isinstance(found, dict) and found:
         return found
@@ -262,7 +293,7 @@ def _labelled_folders(dataset: Any, samples: Samples) -> dict[str, int]:
 
 
 def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Finding]:
-    """Checks that a label means the same in training as in validation, and in each of several joined data sets."""
+    """Check that a label means the same in training and validation, and in all joined data sets."""
     entries = [(key, dataset, samples) for key, several in stages.items() for dataset, samples in several]
     entries = [entry for entry in entries if not getattr(entry[1], 'return_classes', False)]  # they are text to a model
     if len(entries) < 2:
@@ -297,7 +328,7 @@ def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Findi
 
 
 def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Finding]:
-    """Checks that the labels of a checkpoint of MMEngine have the names of the data it is tested with."""
+    """Check that the labels of a checkpoint of MMEngine have the names of the test data."""
     meta = checkpoint.get('meta') if isinstance(checkpoint, dict) else None
     meta = (meta.get('dataset_meta') if isinstance(meta, dict) else None) or {}
     trained = meta.get('classes') if isinstance(meta, dict) else None
@@ -318,9 +349,9 @@ def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Fin
 def check_dataset(
     key: str, dataset: Any, model: nn.Module, samples: Samples, memory: FactCache, is_training: bool, num_images: int
 ) -> Iterator[Finding]:
-    """All that can be said of one data set by itself."""
+    """Run all checks of a single data set."""
     yield from check_names(key, getattr(dataset, 'metainfo', None) or {})
-    yield from _check_coco(key, dataset, memory)
+    yield from _check_coco(key, dataset, model, memory, is_training)
     yield from check_folders(key, dataset)
     yield from check_labels(key, dataset, model, samples, is_training)
     yield from check_label_images(key, dataset, model, memory, is_training, num_images)

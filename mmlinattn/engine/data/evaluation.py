@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Whether evaluators and samplers fit the data sets of their loops."""
+"""Checks of evaluators and samplers against the data sets of their loops."""
 
 import os.path as osp
 from collections.abc import Iterator, Sequence
@@ -14,12 +14,12 @@ from .checks import check_categories, leaf_datasets, num_classes_of_heads
 from .files import spread
 from .findings import Finding, classes_of, decode_head_of, written
 
-_NUM_IMAGES = 500  # whose ids are compared
+_NUM_IMAGES = 500  # compared by id
 _ENDLESS = {'InfiniteSampler', 'MultiSourceSampler'}
 
 
 def check_sampler(key: str, loop: Any) -> Iterator[Finding]:
-    """Checks that a loop that runs through its data comes to an end."""
+    """Check that an epoch of a loop ends."""
     if not isinstance(loop, (EpochBasedTrainLoop, ValLoop, TestLoop)):
         return
     samplers = (getattr(loop.dataloader, name, None) for name in ('sampler', 'batch_sampler'))
@@ -32,7 +32,7 @@ def check_sampler(key: str, loop: Any) -> Iterator[Finding]:
 
 
 def _other_image(name: str, file: str, api: Any, info: dict) -> Optional[Finding]:
-    """What an image of the data set and that of its id in the evaluator's file do not share."""
+    """Compare an image of the data set with the one of its id in the evaluator's file."""
     number, path = info.get('img_id'), info.get('img_path')
     if not isinstance(path, str):
         return None
@@ -55,8 +55,8 @@ def _other_image(name: str, file: str, api: Any, info: dict) -> Optional[Finding
 
 
 def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: nn.Module) -> Iterator[Finding]:
-    """Checks that the annotation file of a ``CocoMetric`` has the images, which it looks up by id, and the classes, in
-    their order, and one for each label of the head: it looks the id of a category up by its place."""
+    """Check the annotation file of a ``CocoMetric``: images by their ids, classes in their order, a category for each
+    label of the head, and ids of annotations."""
     classes, count = classes_of(dataset), num_classes_of_heads(model).get('bbox_head', 0)
     entries = config if isinstance(config, (list, tuple)) else [config]
     leaves = list(leaf_datasets(dataset))
@@ -89,6 +89,12 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
         crowds = [entry for entry in content.get('annotations', ()) if 'iscrowd' not in entry]
         if crowds and {'bbox', 'segm', 'proposal'} & set(getattr(metric, 'metrics', ())):
             yield Finding(f'{name}: annotation {crowds[0].get("id")} of {file} has no iscrowd; write 0.')
+        zero = [entry for entry in content.get('annotations', ()) if entry.get('id') == 0 and 'bbox' in entry]
+        if zero and {'bbox', 'segm'} & set(getattr(metric, 'metrics', ())):
+            yield Finding(
+                f'{name}: annotation 0 of {file}, of image {zero[0].get("image_id")}: pycocotools takes the id 0 as no '
+                'match, and counts this object as missed. Number annotations from 1.'
+            )
         yield from check_categories(name, file, names, chosen, classes, needs_all=True)
         if count > len(chosen):
             yield Finding(

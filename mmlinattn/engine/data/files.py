@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-_NUM_SIZES = 200  # images whose sizes are compared
+_NUM_SIZES = 200  # images compared by size
 _ROTATED = (5, 6, 7, 8)  # values of the EXIF orientation
 _ORIENTATION = 274
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Up to ``count`` of ``length`` indices, the first among them, in an order that is spread at every length."""
+    """Return up to ``count`` of ``length`` indices, evenly spread at every prefix, with the first among them."""
     chosen = np.unique(np.linspace(0, max(length - 1, 0), min(length, count)).round().astype(int))
     return [int(i) for i in np.random.default_rng(0).permutation(chosen)]
 
 
 def reads_files(*parts: Any) -> bool:
-    """Whether a data set, and transforms that load, read files of this machine."""
+    """Return True if a data set and its loading transforms read local files."""
     backends = (getattr(part, 'backend_args', None) or {} for part in parts)
     return all(backend.get('backend', 'local') == 'local' for backend in backends)
 
@@ -36,7 +36,7 @@ class FactCache:
     """A cache of facts on disk, valid while sizes and modification times of their source files stay.
 
     Args:
-        path: A JSON file, made where it can be.
+        path: A JSON file, written if possible.
     """
 
     def __init__(self, path: Any):
@@ -46,7 +46,7 @@ class FactCache:
             self.kept = kept if isinstance(kept, dict) else {}
 
     def facts(self, read: Callable[..., dict], files: Sequence[str], *args: Any, **settings: Any) -> dict:
-        """``read(*args, **settings)``, or what it said before while ``files`` and ``settings`` were the same."""
+        """Return ``read(*args, **settings)``, cached while ``files`` and ``settings`` stay the same."""
         stats = [(file, osp.getsize(file), os.stat(file).st_mtime_ns) for file in files if osp.exists(file)]
         state = sha256(repr((stats, settings)).encode()).hexdigest()
         key = f'{read.__name__} {files[0]}'
@@ -61,10 +61,10 @@ class FactCache:
 
 
 def shown_size(path: Any, turns: bool = True) -> tuple[int, int]:
-    """Width and height of an image from its header; where EXIF turns it, those of the turned image.
+    """Return width and height of an image from its header, after the turn by EXIF.
 
     Raises:
-        Exception: Of any kind: Pillow's plugins raise what they like at a broken file.
+        Exception: Any, by Pillow's plugins at a broken file.
     """
     with Image.open(path) as image:
         is_turned = turns and image.getexif().get(_ORIENTATION) in _ROTATED
@@ -72,7 +72,11 @@ def shown_size(path: Any, turns: bool = True) -> tuple[int, int]:
 
 
 def load_coco(path: str) -> tuple[dict, str]:
-    """What an annotation file in COCO's layout holds, and the first thing in it that is wrong, '' where nothing is."""
+    """Load an annotation file in COCO's layout.
+
+    Returns:
+        Its content, and its first fault, '' without any.
+    """
     try:
         with open(path, encoding='utf-8-sig') as file:
             content = json.load(file)
@@ -92,18 +96,27 @@ def load_coco(path: str) -> tuple[dict, str]:
 
 
 def read_coco(path: str, outlines: bool = False) -> dict:
-    """What an annotation file in COCO's layout says. ``outlines``: whether masks are learnt.
+    """Read an annotation file in COCO's layout. ``outlines``: Masks are learnt.
 
     Returns:
-        dict: ``categories`` as ``[id, name]`` in the order of the file; some ``images`` as ``[id, file name, width,
-        height]``; ``fault``, one of ``shapes``, and a ``note`` of objects that do not train, '' where there are none.
+        dict: ``categories`` as ``[id, name]`` in the order of the file; ``stuff``, names of those that are no things;
+        ``used``, ids of those with objects that train; ``densest``, the most of these objects in an image; some
+        ``images`` as ``[id, file name, width, height]``; ``fault``, one of ``shapes``, and a ``note`` of objects that
+        do not train, '' without any.
     """
     content, fault = load_coco(path)
+    fault = fault or _fault_of_annotation_ids(content)
+    annotations = [] if fault else content['annotations']
+    trained = [entry for entry in annotations if not (entry.get('iscrowd') or entry.get('ignore'))]
+    segments = [segment for entry in annotations for segment in entry.get('segments_info', ())]
     images = content.get('images', [])
     some = [images[i] for i in spread(len(images), _NUM_SIZES)]
     return dict(
         categories=[[entry.get('id'), entry.get('name')] for entry in content.get('categories', ())],
         images=[[image.get(key) for key in ('id', 'file_name', 'width', 'height')] for image in some],
+        stuff=[entry.get('name') for entry in content.get('categories', ()) if entry.get('isthing', 1) in (0, False)],
+        used=sorted({entry['category_id'] for entry in [*trained, *segments] if 'category_id' in entry}, key=str),
+        densest=max(Counter(entry.get('image_id') for entry in trained).values(), default=0) if not segments else 0,
         fault=fault,
         shapes='' if fault else fault_of_shapes(content, outlines),
         note='' if fault else _lost_objects(content),
@@ -117,9 +130,16 @@ def _is_lost(entry: dict, images: Container) -> bool:
 
 
 def _lost_objects(content: dict) -> str:
-    """The annotations that MMDetection leaves out."""
+    """Report the annotations that MMDetection leaves out."""
     images, annotations = {image.get('id') for image in content['images']}, content['annotations']
     lost = [entry for entry in annotations if 'segments_info' not in entry and _is_lost(entry, images)]
+    ignored = [entry for entry in annotations if entry.get('ignore') and not entry.get('iscrowd')]
+    if ignored:
+        return (
+            f'{len(ignored)} of {len(annotations)} annotations have ignore = {ignored[0]["ignore"]!r}, '
+            f'{ignored[0].get("id")} first: MMDetection trains them as background, and pycocotools counts them as '
+            'missed. Write iscrowd = 1 for them'
+        )
     if not lost or not images:
         return ''
     return (
@@ -134,6 +154,16 @@ def _fault_of_ids(content: dict) -> str:
             if count > 1:
                 return f'has the id {number} {count} times among its {key}'
     return ''
+
+
+def _fault_of_annotation_ids(content: dict) -> str:
+    """Find ids of annotations that MMDetection's reader would mix up."""
+    annotations = [entry for entry in content.get('annotations', ()) if 'segments_info' not in entry]
+    counts = Counter(entry.get('id') for entry in annotations)
+    number, count = next(iter(counts.most_common(1)), (0, 1))
+    if None in counts:
+        return 'has annotations without id'
+    return f'has the id {number} {count} times among its annotations' if count > 1 else ''
 
 
 def _fault_of_boxes(annotations: list, category_ids: set) -> str:
@@ -154,7 +184,7 @@ def _fault_of_boxes(annotations: list, category_ids: set) -> str:
 
 
 def fault_of_shapes(content: dict, outlines: bool = False) -> str:
-    """Boxes that are shares of the image, or hold two corners; where masks are learnt, objects without outline."""
+    """Find boxes in shares of the image or of two corners, and if masks are learnt, objects without outline."""
     sizes = {image.get('id'): (image.get('width'), image.get('height')) for image in content['images']}
     boxes = [
         (entry, entry['bbox'], sizes.get(entry.get('image_id'))) for entry in content['annotations'] if 'bbox' in entry
@@ -197,12 +227,16 @@ def _fault_of_outlines(content: dict) -> str:
 
 
 def fault_of_sizes(images: list, folder: str, turns: bool) -> str:
-    """The first image, of ``[id, file name, width, height]`` below a folder, that has another size than it is said to.
+    """Find the first image below a folder with another size than in its annotation.
 
-    ``turns``: whether images are turned as their EXIF data says when they are loaded, as MMCV does by default.
+
+    Args:
+        images: ``[id, file name, width, height]`` of each.
+        folder: Folder of the images.
+        turns: Images are turned by their EXIF data when they are loaded, MMCV's default.
     """
     for number, name, *said in images:
-        with suppress(Exception):  # what is no image is found where samples are read
+        with suppress(Exception):  # broken images are reported with the samples
             size = shown_size(osp.join(folder, name), turns)
             if list(size) != said:
                 return (

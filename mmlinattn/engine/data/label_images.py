@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Whether label images have the labels of a segmentor's classes."""
+"""Checks of label images against the classes of a segmentor."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from torch import nn
 from ...checkpoints.states import some
 from ...utils.errors import printable
 from .files import FactCache, reads_files, shown_size, spread
-from .findings import Finding, classes_of, decode_head_of, transforms_of
+from .findings import Finding, classes_of, decode_head_of, transforms_of, written
 
 _LEAST = 16  # label images that are opened, however slow
 
@@ -21,10 +21,10 @@ _LEAST = 16  # label images that are opened, however slow
 def read_labels(
     dataset: Any, load: Callable[[dict], dict], paths: dict[int, str], ignored: Any, count: int, **_: Any
 ) -> dict:
-    """The labels in a sample of label images, as the pipeline of their data set gives them.
+    """Read the labels in a sample of label images through the pipeline of their data set.
 
-    As many as a hundredth of a second each allows. Where only one label was found so far, and pixels that do not count,
-    ten times as many.
+    The time is limited to a hundredth of a second each. The sample grows tenfold while one label and ignored
+    pixels are all it has.
 
     Args:
         dataset: A data set of MMSegmentation.
@@ -78,7 +78,7 @@ def read_labels(
 def check_label_images(
     key: str, dataset: Any, model: nn.Module, memory: FactCache, is_training: bool, num_images: int
 ) -> Iterator[Finding]:
-    """Checks that a sample of the label images of a segmentor has labels of its classes, and more than one."""
+    """Check that a sample of the label images of a segmentor has labels of its classes, and more than one."""
     head = decode_head_of(model)
     count, ignored = getattr(head, 'num_classes', None), getattr(head, 'ignore_index', 255)
     ignored = 255 if ignored is None else ignored
@@ -129,6 +129,9 @@ def check_label_images(
                 'Where 0 is a class, set it to False.',
                 False,
             )
+        elif is_training and missing and facts['count'] == len(dataset) and max(missing) < len(classes):
+            lacking = written([classes[label] for label in sorted(missing)])
+            yield Finding(f'{key}: none of its {len(dataset)} label images has {lacking}: nothing of it trains.', False)
         return
     only = ', '.join(f'label {n} {classes[n] if n < len(classes) else ""}'.strip() for n in labels) or 'no label at all'
     text = f'{key}: {facts["count"]} of its label images, {next(iter(paths_of.values()))} among them, have {only}'

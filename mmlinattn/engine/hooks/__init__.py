@@ -2,22 +2,27 @@
 """Hooks, one file each."""
 
 from .checkpoint_match import CheckpointMatchHook
-from .checkpointing import CheckpointGuardHook, SafeCheckpointHook
+from .checkpointing import SafeCheckpointHook
 from .compiling import CompileHook
 from .data_check import DataCheckHook
 from .exact_resume import ExactResumeHook
 from .finite_loss import FiniteLossHook
+from .progress import ProgressHook
+from .results import ResultsHook
+from .schedule_check import ScheduleCheckHook
 from .stop import StopHook
 from .unused_parameters import UnusedParametersHook
 
 __all__ = [
-    'CheckpointGuardHook',
     'CheckpointMatchHook',
     'CompileHook',
     'DataCheckHook',
     'ExactResumeHook',
     'FiniteLossHook',
+    'ProgressHook',
+    'ResultsHook',
     'SafeCheckpointHook',
+    'ScheduleCheckHook',
     'StopHook',
     'UnusedParametersHook',
 ]

@@ -1,33 +1,30 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Union
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
+from torch import nn
+from torch.optim import Optimizer
 
 from ...backbones.base import Backbone
-from ...checkpoints.loading import (
-    UNUSED_IN_TESTS,
-    check_values,
-    fill,
-    runner_state,
-    running_statistics,
-)
-from ...checkpoints.states import some
+from ...checkpoints.fit import Fit, compare, needed, running_statistics, some, trained_weights
+from ...checkpoints.loading import UNUSED_IN_TESTS, runner_state
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
+from ..optimizers.saved_groups import fit_checkpoint
 
-# of a schedule's state, what is no setting
+# state of a schedule, not settings
 _PROGRESS = ('last_step', 'base_values', 'verbose', 'best', 'num_bad_epochs', 'cooldown_counter')
 
 
 def _kept_settings(groups: list, saved: list) -> list[str]:
-    """Settings of an optimizer that differ from those in a checkpoint, which MMEngine takes on resuming."""
+    """List settings of an optimizer that a checkpoint replaces on resuming."""
     kept: dict[str, str] = {}
     for group, old in zip(groups, saved):
         for key in old:
-            # with a schedule, lr is that of an iteration
+            # with a schedule, lr belongs to the iteration
             begin = key in ('lr', 'momentum') and f'initial_{key}' in group and f'initial_{key}' in old
             if key in group and key != 'params' and not begin and old[key] != group[key]:
                 kept.setdefault(key.replace('initial_', ''), f'{old[key]} (the config has {group[key]})')
@@ -35,7 +32,7 @@ def _kept_settings(groups: list, saved: list) -> list[str]:
 
 
 def _kept_schedule(schedulers: list, saved: list) -> list[str]:
-    """Settings of the schedules that differ from those in a checkpoint, which MMEngine takes on resuming."""
+    """List settings of schedules that a checkpoint replaces on resuming."""
     if len(schedulers) != len(saved):
         return [f'{len(saved)} of its param_schedulers (the config has {len(schedulers)})']
     kept = []
@@ -53,64 +50,65 @@ def _tell_kept_settings(runner, checkpoint: dict) -> None:
     """Warn of settings of the config that a resumed run does not use.
 
     Raises:
-        RunError: The checkpoint is of another kind of optimizer.
+        RunError: The checkpoint belongs to another kind of optimizer.
     """
     saved, schedulers = checkpoint.get('optimizer'), runner.param_schedulers
     if not isinstance(saved, dict) or not hasattr(runner.optim_wrapper, 'param_groups'):
         return  # several optimizers, or none
+    if isinstance(getattr(runner.optim_wrapper, 'optimizer', None), Optimizer) and saved.get('param_groups'):
+        fit_checkpoint(runner.optim_wrapper.optimizer, checkpoint, unwrapped(runner.model))
+        saved = checkpoint['optimizer']
     groups, old_groups = runner.optim_wrapper.param_groups, saved.get('param_groups') or []
     for group, old in zip(groups, old_groups):
         added, gone = (
-            {key for key in one.keys() - other.keys() if not key.startswith('initial_')}  # by a schedule, where any is
+            {key for key in one.keys() - other.keys() if not key.startswith('initial_')}  # set by a schedule
             for one, other in ((group, old), (old, group))
         )
         if added and gone:  # a newer PyTorch has more settings, an older one fewer
             kind = type(runner.optim_wrapper.optimizer).__name__
             raise RunError(
                 f'the checkpoint to resume from is of another optimizer than {kind}: it has {some(sorted(gone))} and '
-                f'lacks {some(sorted(added))}. Set optim_wrapper.optimizer as it was, or load_from=CHECKPOINT in place '
-                'of --resume, which begins at iteration 0.'
+                f'lacks {some(sorted(added))}. Set optim_wrapper.optimizer as it was, or load_from=CHECKPOINT instead '
+                'of --resume; it starts at iteration 0.'
             )
     kept = _kept_settings(groups, old_groups)
     if isinstance(schedulers, list) and isinstance(checkpoint.get('param_schedulers'), list):
         kept += _kept_schedule(schedulers, checkpoint['param_schedulers'])
-    if any(type(scheduler).__name__.startswith('ReduceOnPlateau') for scheduler in schedulers or ()):
-        runner.logger.warning(
-            'resuming with ReduceOnPlateau: checkpoints are written before the validation whose result changes the '
-            'learning rate, so that from here it may differ from that of a run without interruption.'
-        )
     if kept:
         runner.logger.warning(
-            f'resuming goes on with optimizer and schedule of the checkpoint: {"; ".join(kept)}. The learning rate and '
-            'other settings of the config take effect with load_from=CHECKPOINT in place of --resume, from iteration 0.'
+            f'resuming takes optimizer and schedule of the checkpoint: {"; ".join(kept)}. For those of the config, set '
+            'load_from=CHECKPOINT instead of --resume; it starts at iteration 0.'
         )
 
 
-def _parts_of(keys: list[str]) -> str:
-    """The modules of some weights, for ``left_out``."""
-    return ','.join(list(dict.fromkeys(key.split()[0].rpartition('.')[0] for key in keys))[:5])
+def _parts_of(keys: Iterable[str]) -> str:
+    """Join the modules of weights, for ``left_out``."""
+    return ','.join(list(dict.fromkeys(key.rpartition('.')[0] for key in keys))[:5])
 
 
 @HOOKS.register_module(force=True)
 class CheckpointMatchHook(Hook):
-    """Say which weights of a checkpoint do not fit the model, above all those of a head for other classes.
+    """Compare a checkpoint with the model before MMEngine loads it.
 
-    A run that resumes keeps the learning rate of its checkpoint; where the config has another, one line says so.
+    MMEngine loads the weights that fit and logs the others.
 
-    MMEngine loads the weights that fit and logs the rest. For ``load_from`` in training that is right: here it is one
-    warning with both shapes of each weight. Testing or resuming with weights as they were initialised is a mistake:
-    the run stops.
+    - ``load_from`` in training: one warning lists the weights of another shape, such as a head for other classes.
+    - Testing and resuming: the run stops if weights would stay as initialised.
+    - Resuming: one warning lists settings of optimizer and schedule that the checkpoint replaces.
 
     Args:
-        left_out: Beginnings of the keys that may stay as they are initialised, e.g. ``'decode_head.conv_seg'``: no
-            warning and no error for these.
-        allow_nonfinite: Whether to test with, and resume from, NaN and infinite weights.
+        left_out (str | Sequence[str]): Beginnings of keys that may stay as initialised, without a warning or an error,
+            e.g. ``'decode_head.conv_seg'``.
+        allow_nonfinite (bool): Test with, and resume from, NaN and infinite weights.
 
     Raises:
-        RunError: In test, validation or resuming, weights of the checkpoint have another shape than the model's, are
-            not finite, or parameters of the model are missing (auxiliary heads, which only train, aside). In
-            ``load_from``, frozen parameters of a backbone of this package are neither in the checkpoint nor in an
-            ``init_cfg``. In all of them, weights are no real numbers, or nothing of the checkpoint fits.
+        RunError: One of these:
+
+            - Weights are no real numbers, or nothing of the checkpoint fits.
+            - In testing and resuming, weights have another shape, are not finite, or are missing. Testing needs no
+              auxiliary heads.
+            - In ``load_from``, frozen parameters of a backbone of this package are neither in the checkpoint nor in an
+              ``init_cfg``.
     """
 
     priority = 'VERY_HIGH'
@@ -120,7 +118,7 @@ class CheckpointMatchHook(Hook):
         self.left_out = (left_out,) if isinstance(left_out, str) else tuple(left_out)
 
     def before_train(self, runner) -> None:
-        """Keep running statistics that adapters (MMPretrain's LoRA) do not save: a test would have others."""
+        """Freeze running statistics that adapters (MMPretrain's LoRA) do not save."""
         model = unwrapped(runner.model)
         saved = model.state_dict().keys()
         for name, module in model.named_modules():
@@ -142,49 +140,41 @@ class CheckpointMatchHook(Hook):
         if is_training and runner._resume:
             _tell_kept_settings(runner, checkpoint)
         meant = f'--cfg-options custom_hooks.{type(self).__name__}'
-        advice = f' If it is meant: {meant}.allow_nonfinite=True'
-        check_values(model, state, self.allow_nonfinite or not is_fatal, advice)
-        left_out = self.left_out if is_training else self.left_out + UNUSED_IN_TESTS
-        lacking = fill(model, state, left_out)
-        mismatched, missing, unexpected, nothing_fits = lacking
-        if not is_fatal and missing and nothing_fits:
+        whole = compare(model, state)
+        whole.check_values(self.allow_nonfinite or not is_fatal, f' If it is meant: {meant}.allow_nonfinite=True')
+        fit = needed(model, whole, self.left_out if is_training else self.left_out + UNUSED_IN_TESTS)
+        if not is_fatal:
+            self._check_start(model, whole, fit, checkpoint)
+            if fit.mismatched:
+                runner.logger.warning(
+                    f'{fit}These train from their initial values, as is usual for other classes than those of the '
+                    f'checkpoint. To say that it is meant: {meant}.left_out={_parts_of(fit.mismatched)}'
+                )
+        elif fit.mismatched or fit.missing or fit.unexpected:
+            used = 'These would be used as initialised. ' if fit.mismatched or fit.missing else ''
+            # on resuming, the state of the optimizer would have the old shapes
+            remedy = f'If it is meant: {meant}.left_out={_parts_of(fit.mismatched or fit.missing or fit.unexpected)}'
+            if is_training:
+                remedy = 'load_from=CHECKPOINT instead of --resume trains other parts from scratch.'
+            raise RunError(f'{fit}{used}Use the config of the checkpoint, with its number of classes. {remedy}')
+
+    def _check_start(self, model: nn.Module, whole: Fit, fit: Fit, checkpoint: dict) -> None:
+        """Refuse weights that no training should start from."""
+        if fit.missing and whole.weights.keys().isdisjoint(trained_weights(model)):
             raise RunError(
                 f'nothing in the checkpoint fits the model; it has {some(checkpoint.get("state_dict", checkpoint))}.'
             )
-        left = set() if is_fatal else {*missing, *(text.split()[0] for text in mismatched)}
         for name, module in model.named_modules():
             own = module.named_parameters(name) if isinstance(module, Backbone) else ()
-            # output norms begin as plain norms, which frozen weights of a classifier come without
+            # classifiers have no output norms; they start as plain norms
             frozen = [
-                key for key, weight in own if key in left and not weight.requires_grad and '.out_norms.' not in key
+                key
+                for key, weight in own
+                if key in {*fit.missing, *fit.mismatched} and not weight.requires_grad and '.out_norms.' not in key
             ]
             if frozen:
                 raise RunError(
                     f'{len(frozen)} frozen parameters of the backbone are not in the checkpoint: {some(frozen)}. They '
                     'would stay as they are initialised. Name their weights in its init_cfg, or, if it is meant: '
-                    f'{meant}.left_out={_parts_of(frozen)}'
+                    f'--cfg-options custom_hooks.{type(self).__name__}.left_out={_parts_of(frozen)}'
                 )
-        differs = mismatched or missing or not state.keys() <= model.state_dict().keys()
-        averaging = [type(hook).__name__ for hook in runner.hooks if getattr(hook, 'strict_load', False)]
-        if not is_fatal and differs and averaging:
-            raise RunError(
-                f'{averaging[0]} takes the weights of the checkpoint for its averages, and they are not those of the '
-                f'model: {some(mismatched or missing or state.keys() - model.state_dict().keys())}. Set '
-                f"strict_load=False in {averaging[0]}: the averages of the others then begin with the model's."
-            )
-        if not mismatched and not (is_fatal and (missing or unexpected)):
-            return
-        meant += f'.left_out={_parts_of(mismatched or missing or unexpected)}'
-        if not is_fatal:
-            runner.logger.warning(
-                f'{lacking}These train from their initial values, as is usual for other classes than those of the '
-                f'checkpoint. To say that it is meant: {meant}'
-            )
-            return
-        used = 'These would be used as initialised. ' if mismatched or missing else ''
-        # resumed from, the state of the optimizer has the old shapes, too
-        advice = 'load_from=... in place of resuming trains other parts anew.' if is_training else ''
-        raise RunError(
-            f'{lacking}{used}The config has to be the one of the checkpoint, its class '
-            f'count included. {advice or f"If it is meant: {meant}"}'
-        )

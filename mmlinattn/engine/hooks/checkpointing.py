@@ -6,19 +6,18 @@ from typing import Any, Optional
 
 from mmengine.dist import is_main_process
 from mmengine.fileio import LocalBackend, get_file_backend, register_backend
-from mmengine.hooks import CheckpointHook, Hook
+from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 from mmengine.utils import mkdir_or_exist
 
 from ...utils import atomic_write
 from ...utils.errors import RunError
-from ...utils.private_apis import turn_into
 
 ATOMIC_BACKEND = 'mmlinattn.atomic_local'
 
 
 class AtomicLocalBackend(LocalBackend):
-    """Local files that appear under their name when they are whole, or not at all."""
+    """Local files, written whole or not at all."""
 
     def put(self, obj: bytes, filepath) -> None:
         mkdir_or_exist(osp.dirname(filepath))
@@ -30,8 +29,8 @@ register_backend(ATOMIC_BACKEND, AtomicLocalBackend, force=True)
 
 
 @contextmanager
-def _explained(target: str, previous: Optional[str]):
-    """Turn what a full disk raises while ``target`` is written into a :class:`RunError` that names ``previous``."""
+def _naming(target: str, previous: Optional[str]):
+    """Turn an OSError of writing ``target`` into a :class:`RunError` that names the ``previous`` file."""
     try:
         yield
     except OSError as error:
@@ -42,18 +41,18 @@ def _explained(target: str, previous: Optional[str]):
 
 
 def write_checkpoint(runner, folder: str, name: str, *args, **options) -> str:
-    """``runner.save_checkpoint``, then ``last_checkpoint`` in the work dir and ``last_ckpt`` for hooks of others.
+    """Save a checkpoint, ``last_checkpoint`` in the work dir, and ``last_ckpt`` for other hooks.
 
     Returns:
-        The path of the checkpoint.
+        str: The path of the checkpoint.
 
     Raises:
-        RunError: One of the two could not be written. The one before is intact.
+        RunError: One of the files could not be written. The previous one is intact.
     """
     path = f'{folder.rstrip("/")}/{name}'
-    previous = runner.message_hub.runtime_info.get('last_ckpt')  # of runs that resume, what they resumed from
-    runner.message_hub.update_info('last_ckpt', path)  # which the checkpoint carries
-    with _explained(path, previous):
+    previous = runner.message_hub.runtime_info.get('last_ckpt')  # also that of a resumed run
+    runner.message_hub.update_info('last_ckpt', path)  # stored in the checkpoint
+    with _naming(path, previous):
         runner.save_checkpoint(folder, name, *args, **options)
         if is_main_process():
             with atomic_write(osp.join(runner.work_dir, 'last_checkpoint')) as file:
@@ -62,7 +61,7 @@ def write_checkpoint(runner, folder: str, name: str, *args, **options) -> str:
 
 
 class _DeferRemoval:
-    """A storage backend whose removals are only noted down."""
+    """Storage backend that collects removals instead of doing them."""
 
     def __init__(self, backend):
         self.backend = backend
@@ -74,7 +73,7 @@ class _DeferRemoval:
 
 
 def _remove(backend, path: str) -> None:
-    """Remove a checkpoint that may be gone."""
+    """Remove a checkpoint, if it exists."""
     if backend.isfile(path):
         backend.remove(path)
     elif backend.isdir(path):  # DeepSpeed writes folders
@@ -83,10 +82,10 @@ def _remove(backend, path: str) -> None:
 
 @HOOKS.register_module(force=True)
 class SafeCheckpointHook(CheckpointHook):
-    """MMEngine's ``CheckpointHook`` with the arguments and files it has, for a disk that may fill up.
+    """MMEngine's ``CheckpointHook``, safe on a full disk. :class:`~mmlinattn.engine.SafeRunner` builds it.
 
-    Local files and ``last_checkpoint`` are written whole or not at all; with ``max_keep_ckpts`` or ``save_best`` the
-    older file goes after the newer one is on the disk, not before.
+    Local files and ``last_checkpoint`` are written whole or not at all. ``max_keep_ckpts`` and ``save_best`` remove the
+    older file after the newer one is on the disk.
 
     Raises:
         RunError: A checkpoint could not be written. The previous checkpoint and ``last_checkpoint`` are intact.
@@ -97,7 +96,7 @@ class SafeCheckpointHook(CheckpointHook):
     keep_ckpt_ids: deque
 
     def before_train(self, runner) -> None:
-        """Find the storage; a local one becomes atomic unless the config chose a backend."""
+        """Make local storage atomic, unless the config has a backend."""
         super().before_train(runner)
         if self.backend_args is None and type(self.file_backend) is LocalBackend:
             self.backend_args = dict(backend=ATOMIC_BACKEND)
@@ -108,7 +107,7 @@ class SafeCheckpointHook(CheckpointHook):
         if self.max_keep_ckpts > 0:
             kept = [kept_step for kept_step in self.keep_ckpt_ids if kept_step != step] + [step]
             outdated = kept[: -self.max_keep_ckpts]
-            # Before saving: the checkpoint carries the list to the run that resumes from it.
+            # before saving, as the checkpoint stores the list
             self.keep_ckpt_ids = deque(kept, self.max_keep_ckpts)
             runner.message_hub.update_info('keep_ckpt_ids', list(self.keep_ckpt_ids))
 
@@ -133,7 +132,7 @@ class SafeCheckpointHook(CheckpointHook):
         backend = self.file_backend
         self.file_backend = _DeferRemoval(backend)
         try:
-            with _explained('the best checkpoint', getattr(self, 'best_ckpt_path', None)):
+            with _naming('the best checkpoint', getattr(self, 'best_ckpt_path', None)):
                 super()._save_best_checkpoint(runner, metrics)
             outdated = self.file_backend.outdated
         finally:
@@ -141,23 +140,6 @@ class SafeCheckpointHook(CheckpointHook):
         current = set(getattr(self, 'best_ckpt_path_dict', {}).values())
         current.add(getattr(self, 'best_ckpt_path', None))
         for path in outdated:
-            # A run that resumes can reach the same best epoch, hence the same name, again.
+            # a resumed run can reach the same best epoch, and name, again
             if path not in current:
                 _remove(backend, path)
-
-
-@HOOKS.register_module(force=True)
-class CheckpointGuardHook(Hook):
-    """Turn the run's ``CheckpointHook`` into a :class:`SafeCheckpointHook`, keeping its settings.
-
-    Upstream base files set ``default_hooks.checkpoint`` each in their own way, and MMEngine lets
-    only one base file set a key. So a config adds this to ``custom_hooks`` and keeps the checkpoint
-    settings it inherits. Subclasses of ``CheckpointHook`` are left as they are.
-    """
-
-    priority = 'VERY_HIGH'
-
-    def before_run(self, runner) -> None:
-        for hook in runner.hooks:
-            if type(hook) is CheckpointHook:
-                turn_into(hook, SafeCheckpointHook)

@@ -17,7 +17,7 @@ from ..data.findings import Finding, compares_images
 
 
 def enough_colours(meta: dict) -> dict:
-    """``meta`` of a data set with a palette of as many colours as classes; fewer stop the drawing of images."""
+    """Return ``meta`` of a data set with a palette of at least as many colours as classes, for the visualizer."""
     classes, palette = meta.get('classes'), meta.get('palette')
     if isinstance(classes, (list, tuple)) and isinstance(palette, (list, tuple)) and 0 < len(palette) < len(classes):
         more = np.random.default_rng(0).integers(0, 256, (len(classes) - len(palette), 3)).tolist()
@@ -32,7 +32,7 @@ def _datasets(loop: BaseLoop) -> list:
 
 
 def _loops(runner) -> dict:
-    """The loops of this run by their stage; the runner holds the configs of others."""
+    """Return the loops of this run by stage."""
     loops = {stage: getattr(runner, f'_{stage}_loop') for stage in ('train', 'val', 'test')}
     return {stage: loop for stage, loop in loops.items() if isinstance(loop, BaseLoop)}
 
@@ -41,21 +41,25 @@ def _loops(runner) -> dict:
 class DataCheckHook(Hook):
     """Before the first iteration, check that the data sets match the config.
 
-    One pass over annotation files and folders and over a sample of the images, some seconds. What the files say is kept
-    in ``data_check.json`` in the work dir until they change. The main process looks; the others wait for it where
-    the model is first synchronised.
+    The check takes some seconds: one pass over annotation files, folders and a sample of the images. Facts about files
+    are cached in ``data_check.json`` in the work dir. The main process checks; the others wait at the first
+    synchronisation.
 
-    Faults that MMDetection, MMSegmentation and MMPretrain pass in silence: classes in another order than the categories
-    of a COCO file, or under other names; class names that are one text; other classes or folders in validation than in
-    training, or than in the checkpoint that is tested; label images whose values are no classes or do not count;
-    boxes, ids and sizes in COCO files that cannot be. Classes beyond the colours of a palette get colours.
+    It finds faults that MMDetection, MMSegmentation and MMPretrain ignore:
+
+    - class names that are one text, or in another order than the categories of a COCO file;
+    - other classes or folders in validation than in training, or in a checkpoint under test;
+    - label images with values beyond the classes, or ignored values only;
+    - impossible boxes, ids and sizes in COCO files, more objects than a detector gives, panoptic stuff before things.
+
+    It names classes without objects in training, and objects marked ``ignore``. Palettes get colours for all classes.
 
     Args:
         fault: ``'stop'`` the run at a fault, ``'warn'`` of it and go on, or ``'skip'`` the check.
         num_images: Label images to open, of each data set of a segmentor; a hundredth of a second each at most.
 
     Raises:
-        RunError: At the first fault: the file, the names or values, what to write.
+        RunError: At the first fault, with the file, the values and the remedy.
         ValueError: ``fault`` is none of the three.
     """
 

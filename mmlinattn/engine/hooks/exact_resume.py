@@ -1,144 +1,168 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import inspect
 import random
-from functools import partial
 from itertools import chain, repeat
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 import torch
 from mmengine.dist import broadcast, get_rank
 from mmengine.hooks import Hook
-from mmengine.registry import DATA_SAMPLERS, HOOKS
+from mmengine.registry import DATA_SAMPLERS, HOOKS, LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
-from ...utils.private_apis import draw_from, number_from
 from ..data.checks import leaf_datasets
 from ..data.findings import transforms_of
 
-_STEP, _BATCH = 0, 1  # separate streams for the model and for the data
+_STEP, _BATCH = 0, 1  # separate random streams for the model and for the data
 
 
 def seed_everything(*key: int) -> None:
-    """Seed Python, NumPy and PyTorch (CPU and CUDA) from a tuple of non-negative integers.
-
-    Any change in any entry gives an unrelated stream.
-    """
+    """Seed Python, NumPy and PyTorch (CPU and CUDA) from non-negative integers. Each key gives an unrelated stream."""
     words = np.random.SeedSequence(key).generate_state(4)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
     torch.manual_seed(int(words[2]) << 32 | int(words[3]))
 
 
-class _NumberedBatches:
-    """The batches of another batch sampler, each behind its epoch and its place there: ``[(epoch, place), *indices]``.
+class _SeededBatch(list):
+    """Indices of a batch. Iterating them seeds all generators, in the process that loads the samples.
 
     Args:
-        batch_sampler: Over a sampler; either may have no end.
-        is_endless: Whether to begin the next epoch where one ends.
+        indices (list[int]): The indices.
+        key (tuple[int, ...]): Arguments of :func:`seed_everything`.
     """
 
-    def __init__(self, batch_sampler, is_endless: bool):
+    def __init__(self, indices: list, key: tuple):
+        super().__init__(indices)
+        self.key = key
+
+    def __iter__(self):
+        seed_everything(*self.key)
+        return super().__iter__()
+
+    def __reduce__(self):  # the default iterates, and would seed the main process
+        return type(self), (self[:], self.key)
+
+
+class _SeededBatches:
+    """Batch sampler that seeds each batch of another one by its epoch and its number in the epoch.
+
+    Args:
+        batch_sampler: Over a sampler; either may be infinite.
+        key (tuple[int, ...]): Beginning of all seeds.
+        is_endless (bool): Start the next epoch at the end of one.
+    """
+
+    def __init__(self, batch_sampler: Any, key: tuple, is_endless: bool):
         self.batch_sampler = batch_sampler
-        self.sampler, self.batch_size = batch_sampler.sampler, batch_sampler.batch_size  # for MMEngine, which asks
-        self.is_endless = is_endless
+        self.sampler, self.batch_size = batch_sampler.sampler, batch_sampler.batch_size  # read by MMEngine
+        self.key, self.is_endless = key, is_endless
         self.epoch = 0
-        self.num_done = 0  # batches to leave out: indices are drawn and nothing is loaded, seconds in place of hours
+        self.num_done = 0  # batches to skip: indices are drawn, and nothing is loaded
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
     def __iter__(self):
-        place = 0
-        while place >= 0:  # there were batches
-            place = -1
-            for place, indices in enumerate(self.batch_sampler):
+        number = 0
+        while number >= 0:  # until an epoch without batches
+            number = -1
+            for number, indices in enumerate(self.batch_sampler):
                 if self.num_done > 0:
                     self.num_done -= 1
                 else:
-                    yield [(self.epoch, place), *indices]
+                    yield _SeededBatch(indices, (*self.key, self.epoch, number))
             if not self.is_endless:
                 return
             self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Name the epoch that comes next, to the sampler too."""
+        """Set the epoch that starts next, of the sampler too."""
         self.epoch = epoch
         if hasattr(self.sampler, 'set_epoch'):
             self.sampler.set_epoch(epoch)
 
 
-def _load(dataset, seed: int, rank: int, batch: list) -> list:
-    """``dataset.__getitems__``: load the samples of a numbered batch under the seed of that batch."""
-    (epoch, place), *indices = batch
-    seed_everything(seed, rank, _BATCH, epoch, place)
-    return [dataset[index] for index in indices]
-
-
 class _Batches(chain):
-    """What an iteration-based loop draws from."""
+    """Batch iterator of an iteration-based loop."""
 
     def skip_iter(self, num_iters: int) -> None:
-        """Called by the loop of onedl-mmengine, in place of drawing; these batches are left out already."""
+        """Do nothing: the batch sampler skips. The loop of onedl-mmengine calls this instead of drawing."""
+
+
+@LOOPS.register_module(force=True)
+class ResumedEpochLoop(EpochBasedTrainLoop):
+    """MMEngine's epoch-based loop, with the batch numbers of the epoch for hooks and logs in a resumed epoch.
+
+    MMEngine counts from 0 there. :class:`~mmlinattn.engine.SafeRunner` builds this loop for ``EpochBasedTrainLoop``.
+    """
+
+    num_done = 0  # batches of this epoch that an earlier run trained on
+
+    def run_iter(self, idx: int, data_batch: Any) -> None:
+        super().run_iter(idx + self.num_done, data_batch)
+
+
+_LOOPS = (EpochBasedTrainLoop, ResumedEpochLoop, IterBasedTrainLoop)
 
 
 @HOOKS.register_module(force=True)
 class ExactResumeHook(Hook):
-    """Make a resumed run see the data and the random numbers the uninterrupted one sees.
+    """Give a resumed run the data and random numbers of an uninterrupted one.
 
-    MMEngine saves the seed, but not how far each generator has run. Here nothing has to be saved:
+    MMEngine saves the seed, but not the state of the generators. Here the state follows from the position:
 
-    - before each train iteration all generators are seeded from (seed, rank, iteration);
-    - each batch is loaded under a seed from (seed, rank, epoch, number in the epoch), whichever
-      worker loads it, so that the number of workers does not matter either;
-    - samplers begin anew with the seed that a resumed run takes over from its checkpoint.
+    - before each iteration, all generators are seeded from (seed, rank, iteration);
+    - each batch is loaded under a seed from (seed, rank, epoch, number in the epoch), by any worker;
+    - samplers start with the seed of the resumed checkpoint.
 
-    Runs continue at any iteration that a checkpoint was saved at; checkpoints in the middle of an epoch
-    (``by_epoch=False``, :class:`StopHook`) get its place there as ``stopped``. On CPU the losses are equal bit by bit.
-    On a GPU they are as equal as two runs of the same program are there (see ``randomness.deterministic`` in MMEngine).
+    A run resumes at any saved iteration. Checkpoints in the middle of an epoch (``by_epoch=False``, :class:`StopHook`)
+    store their position as ``stopped``. Losses are equal bit by bit on a CPU, and as equal as those of two runs of one
+    program on a GPU (see ``randomness.deterministic`` in MMEngine).
 
-    It needs ``train_dataloader`` as a config; a ready-made ``DataLoader``, and train loops other
-    than MMEngine's two, keep MMEngine's behaviour, and the log says so. Of two of this hook one does the work.
+    ``train_dataloader`` has to be a config. A ready-made ``DataLoader`` and train loops other than MMEngine's two keep
+    MMEngine's behaviour, with a warning. A second hook of this class is a no-op.
 
     Raises:
-        RunError: A run resumes in the middle of an epoch, and epochs have another number of batches than before.
+        RunError: A run resumes in the middle of an epoch, and the number of batches in an epoch has changed.
     """
 
     priority = 'VERY_HIGH'
 
     def __init__(self) -> None:
-        self.batches: Optional[_NumberedBatches] = None
+        self.batches: Optional[_SeededBatches] = None
         self._meta: dict = {}
-        self._num_done = 0  # batches of the first epoch that an earlier run trained on
-        self._place = 0  # batches of this epoch that are trained on
+        self._num_trained = 0  # batches of this epoch
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Keep where in its epoch it was saved. Only when the run resumes from it, the loop will be there too."""
+        """Keep the position of the checkpoint. It counts only if the loop is there too, in a resumed run."""
         self._meta = checkpoint.get('meta') or {}
 
     def before_train(self, runner) -> None:
-        """Number and seed the batches; the epoch and iteration to resume at are known by now."""
-        # with `diff_rank_seed` each process has its own; the samplers need one for all
+        """Seed the batches. The loop knows the epoch and iteration to resume at."""
+        # with `diff_rank_seed` each process has a seed; samplers need a common one
         seed = torch.tensor(int(runner.seed), dtype=torch.int64)
         broadcast(seed)
-        self.seed, self.rank = int(seed), get_rank()
+        self.seed, self.rank, self._num_trained = int(seed), get_rank(), 0
         loop, config = runner.train_loop, runner._train_dataloader
         given = config if isinstance(config, dict) else {}
-        is_made = not isinstance(given.get('sampler'), dict) or not isinstance(given.get('batch_sampler') or {}, dict)
-        if type(loop) not in (EpochBasedTrainLoop, IterBasedTrainLoop) or is_made:  # by the user, perhaps without seed
+        samplers = given.get('sampler'), given.get('batch_sampler') or {}
+        if type(loop) not in _LOOPS or not all(isinstance(each, dict) for each in samplers):  # built ones have no seed
             runner.logger.warning(
                 f'ExactResumeHook leaves the data of {type(loop).__name__} alone: a resumed run '
                 'will see other augmentations than an uninterrupted one.'
             )
             return
         loader = loop.dataloader
-        if isinstance(loader.batch_sampler, _NumberedBatches):
+        if isinstance(loader.batch_sampler, _SeededBatches):
             return
         steps = (step for dataset in leaf_datasets(loader.dataset) for step in transforms_of(dataset))
-        # of MMDetection's data preprocessor, which resizes batches
+        # MMDetection's data preprocessor resizes batches
         augments = (getattr(unwrapped(runner.model), 'data_preprocessor', None) or nn.Identity()).modules()
         keeps = {type(step).__name__ for step in steps if hasattr(step, 'results_cache')}
         keeps |= {type(augment).__name__ for augment in augments if hasattr(augment, '_input_size')}
@@ -148,12 +172,14 @@ class ExactResumeHook(Hook):
                 'resumed run sees others than an uninterrupted one.'
             )
         by_iterations = isinstance(loop, IterBasedTrainLoop)
-        self.batches = self._number(loader, config, by_iterations)
+        key = (self.seed, self.rank, _BATCH)
+        self.batches = _SeededBatches(_build_batch_sampler(loader, config, self.seed), key, by_iterations)
+        loop.dataloader = _with_batches(self.batches, loader)
         if by_iterations:
             self.batches.num_done = loop.iter
-            # MMEngine's loop draws and drops as many batches as were trained on: nothing, as those are left out already
+            # MMEngine's loop draws and drops one batch for each iteration
             num_drawn = 0 if hasattr(loop.dataloader_iterator, 'skip_iter') else loop.iter
-            loop.dataloader_iterator = _Batches(repeat(None, num_drawn), loader)
+            loop.dataloader_iterator = _Batches(repeat(None, num_drawn), loop.dataloader)
         elif self._meta.get('stopped') and (self._meta['epoch'], self._meta['iter']) == (loop.epoch, loop.iter):
             done, saved_num = (self._meta['stopped'][key] for key in ('batch', 'num_batches'))
             if done and saved_num != len(loader):
@@ -162,40 +188,43 @@ class ExactResumeHook(Hook):
                     f'has {len(loader)}. Resume with the same data set, batch size and number of processes, or from '
                     'the checkpoint of an epoch.'
                 )
-            self._num_done = self.batches.num_done = done
-            number_from(loop, done)
+            self._num_trained = self.batches.num_done = done
+            if isinstance(loop, ResumedEpochLoop):
+                loop.num_done = done
 
     def before_train_epoch(self, runner) -> None:
-        """Number the batches of this epoch."""
+        """Seed the batches of this epoch."""
         if self.batches is not None and isinstance(runner.train_loop, EpochBasedTrainLoop):
             self.batches.set_epoch(runner.epoch)
 
     def after_train_epoch(self, runner) -> None:
-        """The epochs that follow are whole."""
-        self._place = 0
-        if self._num_done:
-            self._num_done = 0
-            del runner.train_loop.run_iter
+        """Count the batches of the next epoch from 0."""
+        self._num_trained = 0
+        if isinstance(runner.train_loop, ResumedEpochLoop):
+            runner.train_loop.num_done = 0
 
     def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
-        """Seed what the model draws in this iteration."""
+        """Seed the random numbers of the model in this iteration."""
         seed_everything(self.seed, self.rank, _STEP, runner.iter)
-        self._place = batch_idx + 1
+        self._num_trained += 1
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Note the place of a checkpoint that is saved in the middle of an epoch; MMEngine's resume would repeat it."""
-        if self.batches is not None and self._place and type(runner.train_loop) is EpochBasedTrainLoop:
-            checkpoint['meta']['stopped'] = dict(batch=self._place, num_batches=len(runner.train_dataloader))
+        """Store the position in the epoch; MMEngine would repeat the epoch."""
+        if self.batches is not None and self._num_trained and isinstance(runner.train_loop, EpochBasedTrainLoop):
+            checkpoint['meta']['stopped'] = dict(batch=self._num_trained, num_batches=len(runner.train_dataloader))
 
-    def _number(self, loader: DataLoader, config: dict, is_endless: bool) -> _NumberedBatches:
-        """Let a loader draw numbered batches, from the beginning."""
-        sampler = DATA_SAMPLERS.build(
-            dict(config['sampler']), default_args=dict(dataset=loader.dataset, seed=self.seed)
-        )
-        of_config = config.get('batch_sampler') or dict(type=BatchSampler, drop_last=loader.drop_last)
-        batch_sampler = DATA_SAMPLERS.build(
-            dict(of_config), default_args=dict(sampler=sampler, batch_size=config.get('batch_size', 1))
-        )
-        batches = _NumberedBatches(batch_sampler, is_endless)
-        draw_from(loader, batches, partial(_load, loader.dataset, self.seed, self.rank))
-        return batches
+
+def _build_batch_sampler(loader: DataLoader, config: dict, seed: int) -> Any:
+    """Build the samplers of a loader's config again, from the beginning."""
+    sampler = DATA_SAMPLERS.build(dict(config['sampler']), default_args=dict(dataset=loader.dataset, seed=seed))
+    batch_sampler = config.get('batch_sampler') or dict(type=BatchSampler, drop_last=loader.drop_last)
+    return DATA_SAMPLERS.build(
+        dict(batch_sampler), default_args=dict(sampler=sampler, batch_size=config.get('batch_size', 1))
+    )
+
+
+def _with_batches(batches: _SeededBatches, loader: DataLoader) -> DataLoader:
+    """Build a loader with another batch sampler, and the data set and settings of ``loader``, which may be in use."""
+    names = inspect.signature(DataLoader).parameters.keys() - {'batch_size', 'shuffle', 'sampler', 'drop_last'}
+    settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+    return DataLoader(**{**settings, 'batch_sampler': batches})

@@ -6,14 +6,13 @@ from mmengine.dist import get_rank
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from ...checkpoints.loading import trained_weights
-from ...checkpoints.states import not_finite, some
+from ...checkpoints.fit import not_finite, some, trained_weights
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
 
 def _file_names(data_batch) -> list[str]:
-    """``img_path`` of every sample of a batch, in order; data loaders of the three tasks nest them each in its way."""
+    """Return ``img_path`` of every sample of a batch of any of the three tasks."""
     samples = data_batch.get('data_samples', ()) if isinstance(data_batch, dict) else data_batch
     samples = samples if isinstance(samples, (list, tuple)) else [samples]
     samples = [sample.get('data_samples', sample) if isinstance(sample, dict) else sample for sample in samples]
@@ -22,18 +21,17 @@ def _file_names(data_batch) -> list[str]:
 
 @HOOKS.register_module(force=True)
 class FiniteLossHook(Hook):
-    """Stop at the first loss that is not finite, naming its images, and before weights that are not finite are saved.
+    """Stop at the first NaN or infinite loss, naming its images, and before such weights are saved.
 
-    MMDetection's ``CheckInvalidLossHook`` looks at every 50th loss and names no images. By the time a loss is seen
-    the optimizer has taken a step with its gradients: the last good checkpoint has to stay the newest. A
-    process that saw the bad loss stops by itself, and the launcher ends the others.
+    MMDetection's ``CheckInvalidLossHook`` checks every 50th loss and names no images. The optimizer has already used
+    the gradients of a bad loss, so no later checkpoint may be written. The process stops alone, and the launcher ends
+    the others.
 
     Raises:
-        RunError: ``outputs['loss']`` of a train step, or a floating point tensor of a checkpoint, holds NaN or Inf.
+        RunError: ``outputs['loss']`` of a train step, or a weight of a checkpoint, holds NaN or infinity.
     """
 
-    # Before the checkpoint hook (VERY_LOW) and before the logger averages the value away.
-    priority = 'VERY_HIGH'
+    priority = 'VERY_HIGH'  # before the checkpoint hook, and before the logger averages the loss
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
         outputs = outputs or {}

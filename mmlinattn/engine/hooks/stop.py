@@ -12,28 +12,28 @@ import torch
 from mmengine.dist import all_reduce, barrier, get_world_size
 from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.registry import HOOKS
-from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
 from .checkpointing import ATOMIC_BACKEND, write_checkpoint
 from .exact_resume import ExactResumeHook
 
-CHECKPOINT_NAME = 'stopped.pth'  # one name: the next stop replaces it, and no rule for old checkpoints removes it
+CHECKPOINT_NAME = 'stopped.pth'  # replaced by the next stop; max_keep_ckpts does not count it
 TERMINATED = 128 + signal.SIGTERM  # exit status, as shells count
-GRACE = 30  # seconds that workers go on after a SIGTERM, as long as Slurm and torchrun wait before they kill
+GRACE = 30  # seconds that workers live after a SIGTERM, like the delay of Slurm and torchrun before SIGKILL
 
 
 class _Shielded:
-    """A ``worker_init_fn`` that leaves Ctrl-C and SIGTERM to the main process, then calls another.
+    """``worker_init_fn`` that ignores Ctrl-C and delays SIGTERM, and then calls another one.
 
     Terminals send Ctrl-C, and Slurm SIGTERM, to all processes of a run. The main process needs its workers for the rest
-    of the iteration, and takes their end for an error. When it ends itself it sends SIGTERM, too: these are obeyed.
+    of the iteration. At its own end it sends SIGTERM, and the workers end at once.
     """
 
     def __init__(self, init_fn):
         self.init_fn = init_fn
         self.main_ends = torch.zeros(1, dtype=torch.bool).share_memory_()
-        atexit.register(self.main_ends.fill_, True)  # before multiprocessing's own, which terminates the workers
+        atexit.register(self.main_ends.fill_, True)  # runs before multiprocessing terminates the workers
 
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -46,31 +46,31 @@ class _Shielded:
 
     def _on_sigterm(self, signum, frame) -> None:
         if self.main_ends.item():
-            os._exit(0)  # as PyTorch's own handler, which this one replaces
+            os._exit(0)  # as PyTorch's own handler
         signal.alarm(GRACE)
 
 
 def _excepthook(kind, error, traceback) -> None:
-    """Of a worker: its memory-sharing thread would print a traceback when Ctrl-C ends the main process."""
+    """Silence the memory-sharing thread of a worker after Ctrl-C in the main process."""
     if not issubclass(kind, (EOFError, ConnectionError)):
         sys.__excepthook__(kind, error, traceback)
 
 
 def shield_workers(loader: DataLoader) -> None:
-    """Let the workers that a loader starts from now on outlive a SIGTERM for :data:`GRACE` seconds."""
+    """Let future workers of a loader survive a SIGTERM for :data:`GRACE` seconds."""
     if getattr(loader, 'num_workers', 0) > 0 and not isinstance(loader.worker_init_fn, _Shielded):
         loader.worker_init_fn = _Shielded(loader.worker_init_fn)
 
 
-_forking = threading.local()  # mask: the signals that a thread blocked before it forks
+_forking = threading.local()  # mask: signals blocked by a thread before it forks
 
 
 @functools.cache
-def _spare_children() -> None:
+def _reset_in_children() -> None:
     """Let processes that are forked while a StopHook listens end at a SIGTERM.
 
-    Pools, of metrics for example, end theirs so, and would wait for ever. Python loses a signal that comes while it
-    sets up the child, so it is blocked then.
+    Pools, of metrics for example, end their processes with it, and would wait forever. The signal is blocked during the
+    fork, as Python loses one that arrives while it sets up the child.
     """
 
     def before() -> None:
@@ -88,34 +88,35 @@ def _spare_children() -> None:
 
 @HOOKS.register_module(force=True)
 class StopHook(Hook):
-    """At SIGTERM, which Slurm, Kubernetes and torchrun send, save a checkpoint and end with exit status 143.
+    """Save a checkpoint and exit with status 143 on SIGTERM (sent by Slurm, Kubernetes, torchrun).
 
-    The iteration that is under way is finished; then ``stopped.pth`` is written to the folder of the other checkpoints
-    and named in ``last_checkpoint``, so that ``--resume`` goes on from it, in the middle of an epoch too
-    (:class:`ExactResumeHook` finds the place). In a validation it is saved at once, and the validation is left out.
-    With gradient accumulation the run ends where the weights were updated.
-
-    Epoch-based runs without :class:`ExactResumeHook` could not be continued in the middle of an epoch. They, and train
-    loops other than MMEngine's two, end without saving.
+    - In training, the current iteration is finished, with gradient accumulation up to the update of the weights. Then
+      ``stopped.pth`` is written beside the other checkpoints, and named in ``last_checkpoint``. ``--resume`` continues
+      from it, also in the middle of an epoch (:class:`ExactResumeHook`).
+    - In a validation, the checkpoint is saved at once, and the validation is skipped.
+    - Epoch-based runs without :class:`ExactResumeHook`, and loops other than MMEngine's two, exit without saving.
 
     Args:
-        save_on_sigterm (bool): False leaves SIGTERM alone: the run ends at once.
-        interval (int): Iterations after which several processes ask each other whether one has to stop.
+        save_on_sigterm (bool): Handle SIGTERM. False lets the run end at once.
+        interval (int): Iterations between two exchanges of received signals among processes.
+
+    Raises:
+        ValueError: ``interval`` is no positive integer.
     """
 
-    priority = 'LOWEST'  # after the hook that writes checkpoints, and the one that steps learning rates
+    priority = 'LOWEST'  # after the hooks of checkpoints and learning rates
 
     def __init__(self, save_on_sigterm: bool = True, interval: int = 10):
         if type(interval) is not int or interval < 1:
-            raise ValueError(f'StopHook: interval={interval!r} has to be an integer from 1 up')
+            raise ValueError(f'StopHook: interval={interval!r}: expected a positive integer')
         self.save_on_sigterm = save_on_sigterm
         self.interval = interval
-        self.is_asked = False  # this process had the signal
-        self._is_agreed = False  # all processes know of it
-        self._found: Any = None  # the handler in whose place this hook's is
+        self.is_signalled = False  # this process got the signal
+        self._all_signalled = False  # all processes know of it
+        self._previous: Any = None  # the previous handler
 
     def before_run(self, runner) -> None:
-        """Keep the workers alive that the last iteration needs."""
+        """Keep workers alive for the last iteration."""
         for loop in (runner._train_loop, runner._val_loop):
             loader = getattr(loop, 'dataloader', None)
             if isinstance(loader, DataLoader):
@@ -126,45 +127,44 @@ class StopHook(Hook):
             return
         found = signal.getsignal(signal.SIGTERM)
         other = getattr(found, '__self__', None)
-        if isinstance(other, StopHook) and other not in runner.hooks:  # of a training that ended in an error
-            found = other._found
+        if isinstance(other, StopHook) and other not in runner.hooks:  # left by a training that ended in an error
+            found = other._previous
         if found in (signal.SIG_DFL, signal.SIG_IGN):
-            self._found = found
-            _spare_children()
+            self._previous = found
+            _reset_in_children()
             signal.signal(signal.SIGTERM, self._on_sigterm)
-        elif not isinstance(other, StopHook):  # one of the config's own, and of its base
+        elif not isinstance(other, StopHook):  # a config and its base may each have one
             runner.logger.warning('StopHook: SIGTERM has a handler already, which stays: no checkpoint is saved.')
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
-        """Save and end where any process was asked to."""
-        if self._found is None:
+        """Save and end if any process got the signal."""
+        if self._previous is None:
             return
         if get_world_size() == 1:
-            self._is_agreed = self.is_asked
-        elif not self._is_agreed and (runner.iter + 1) % self.interval == 0:
-            is_asked = torch.tensor([float(self.is_asked)])
-            all_reduce(is_asked, op='max')
-            self._is_agreed = bool(is_asked.item())
-        if self._is_agreed and _weights_are_updated(runner):
+            self._all_signalled = self.is_signalled
+        elif not self._all_signalled and (runner.iter + 1) % self.interval == 0:
+            any_signalled = torch.tensor([float(self.is_signalled)])
+            all_reduce(any_signalled, op='max')
+            self._all_signalled = bool(any_signalled.item())
+        if self._all_signalled and _weights_are_updated(runner):
             self._save_and_end(runner, runner.iter + 1)
 
     def before_val_iter(self, runner, batch_idx: int, data_batch=None) -> None:
-        """In a validation of a training, weights do not change: there is nothing to wait for."""
-        if self._found is None or not self.is_asked:
+        """Save and end at once: weights do not change in a validation."""
+        if self._previous is None or not self.is_signalled:
             return
         for hook in runner.hooks:
-            if isinstance(hook, EMAHook):  # averaged weights are in the model's place while it is validated
-                vars(hook).update(evaluate_on_origin=False)  # MMPretrain's would validate once more
-                hook.after_val_epoch(runner)
+            if isinstance(hook, EMAHook):  # swap the averaged weights of the validation back
+                EMAHook.after_val_epoch(hook, runner)  # MMPretrain's would validate once more
         self._save_and_end(runner, runner.iter, waits=False)
 
     def after_train(self, runner) -> None:
-        if self._found is not None:
-            signal.signal(signal.SIGTERM, self._found)
-            self._found = None
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._previous = None
 
     def _on_sigterm(self, signum, frame) -> None:
-        self.is_asked = True
+        self.is_signalled = True
 
     def _save_and_end(self, runner, iteration: int, waits: bool = True) -> None:
         if _can_resume(runner):
@@ -176,7 +176,7 @@ class StopHook(Hook):
         else:
             runner.logger.warning('SIGTERM: this kind of run cannot be continued here, so nothing is saved.')
         if waits:
-            barrier()  # a process that ends makes launchers kill the others
+            barrier()  # launchers kill the others when a process ends
         self.after_train(runner)
         raise SystemExit(TERMINATED)
 
@@ -197,13 +197,11 @@ class StopHook(Hook):
 
 
 def _can_resume(runner) -> bool:
-    kind = type(runner.train_loop)
-    if kind is EpochBasedTrainLoop:
-        return any(isinstance(hook, ExactResumeHook) and hook.batches is not None for hook in runner.hooks)
-    return kind is IterBasedTrainLoop
+    has_position = any(isinstance(hook, ExactResumeHook) and hook.batches is not None for hook in runner.hooks)
+    return has_position or type(runner.train_loop) is IterBasedTrainLoop
 
 
 def _weights_are_updated(runner) -> bool:
-    """False between the iterations whose gradients one update sums."""
+    """Return False in the middle of gradient accumulation."""
     should_update = getattr(runner.optim_wrapper, 'should_update', None)  # DeepSpeed's has none
     return should_update is None or should_update()

@@ -6,18 +6,17 @@ from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from torch.nn.parallel import DistributedDataParallel
 
-from ...checkpoints.states import some
+from ...checkpoints.fit import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
 
 @HOOKS.register_module(force=True)
 class UnusedParametersHook(Hook):
-    """Name the parameters that the first iteration gave no gradient. Those of an output norm of a backbone say that a
-    neck skips its map (``start_level=1``).
+    """Name the parameters without gradient after the first iteration.
 
-    One process warns. ``DistributedDataParallel`` without ``find_unused_parameters`` would raise an obscure error
-    in iteration 2; here the run stops first.
+    An output norm of a backbone among them means that the neck skips its map (``start_level=1``). One process warns.
+    ``DistributedDataParallel`` without ``find_unused_parameters`` would fail in iteration 2; here the run stops first.
 
     Raises:
         RunError: In distributed training without ``find_unused_parameters``, some parameter got no gradient.
@@ -26,15 +25,15 @@ class UnusedParametersHook(Hook):
     priority = 'VERY_HIGH'
 
     def before_train(self, runner) -> None:
-        """Watch every parameter that is trained; optimizers clear gradients before a hook could look at them."""
+        """Watch all trained parameters. Optimizers clear gradients before ``after_train_iter``."""
         is_flat = is_model_wrapper(runner.model) and not isinstance(runner.model, DistributedDataParallel)
         named = {} if is_flat else dict(unwrapped(runner.model).named_parameters())
         self._without = {name: None for name, parameter in named.items() if parameter.requires_grad}
-        # they return None: the gradient stays as it is
+        # a hook that returns None leaves the gradient as it is
         self._handles = [named[n].register_hook(lambda _, n=n: self._without.pop(n, None)) for n in self._without]
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
-        """Once, after the first iteration."""
+        """Report after the first iteration."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
@@ -44,13 +43,13 @@ class UnusedParametersHook(Hook):
         unread = sorted({int(i) for i in re.findall(r'\bbackbone\.out_norms\.(\d+)\.', ' '.join(self._without))})
         if unread:
             message += (
-                f'What follows the backbone does not read its maps {unread}: leave them out of model.backbone.'
-                'out_indices, and set in_channels and start_level=0 or in_index of the neck or heads to match. '
+                f'Nothing reads the maps {unread} of the backbone: leave them out of model.backbone.out_indices, '
+                'and set in_channels and start_level=0 or in_index of the neck or heads to match. '
             )
         model = runner.model
         if isinstance(model, DistributedDataParallel) and not (model.find_unused_parameters or model.static_graph):
             raise RunError(
-                f'{message}Distributed training stops at such parameters; find_unused_parameters=True lets them be, '
-                'at the price of a search in each iteration.'
+                f'{message}Distributed training stops at such parameters. find_unused_parameters=True accepts them, '
+                'and searches in each iteration.'
             )
         runner.logger.warning(f'{message}They are not trained, and distributed training would stop here.')

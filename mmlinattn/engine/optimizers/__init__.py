@@ -2,5 +2,6 @@
 """Constructors of optimizers."""
 
 from .layer_decay import BackboneLayerDecayOptimWrapperConstructor
+from .merged_groups import MergedOptimWrapperConstructor
 
-__all__ = ['BackboneLayerDecayOptimWrapperConstructor']
+__all__ = ['BackboneLayerDecayOptimWrapperConstructor', 'MergedOptimWrapperConstructor']

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Processes, and a Runner that takes nothing on trust from the checkpoint it resumes from."""
+"""Process groups, and a Runner that is careful with files."""
 
 from .distributed import CPUDistributedDataParallel, leave_process_group, prepare_distributed
 from .safe_runner import SafeRunner, find_latest_checkpoint

@@ -17,7 +17,7 @@ from torch import nn
 from ...utils.errors import RunError
 from ...utils.registering import bare_name
 
-# What launchers set: the rank of a process, their number, and the rank among those of its machine.
+# environment of launchers: rank of a process, number of processes, rank on its machine
 _RANKS = {
     'pytorch': ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'),
     'slurm': ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID'),
@@ -30,9 +30,8 @@ _SYNC_BN = ('SyncBatchNorm', 'NaiveSyncBatchNorm')
 class CPUDistributedDataParallel(MMDistributedDataParallel):
     """MMEngine's data-parallel wrapper for processes without an accelerator.
 
-    It differs in that no device is assigned (MMEngine always passes ``device_ids``, which DDP
-    refuses for a model on the CPU), and in that SyncBatchNorm layers become BatchNorm: on CPU,
-    SyncBatchNorm trains in one process only.
+    ``device_ids`` is ignored: MMEngine always passes it, and DDP refuses it for a model on the CPU. SyncBatchNorm
+    becomes BatchNorm, as it trains in one process only on the CPU.
     """
 
     def __init__(self, module: nn.Module, **kwargs):
@@ -55,7 +54,7 @@ def _slurm_master() -> str:
 
 
 def _export_rank(launcher: str) -> None:
-    """Give PyTorch's ``env://`` the variables it wants from what a launcher sets."""
+    """Set the environment of PyTorch's ``env://`` from that of a launcher."""
     names = _RANKS[launcher]
     missing = [name for name in names if name not in os.environ]
     if missing:
@@ -72,14 +71,14 @@ def _export_rank(launcher: str) -> None:
 
 
 def prepare_distributed(cfg: Config) -> None:
-    """Make a run with ``cfg.launcher`` possible on this machine; call before the Runner is built.
+    """Prepare this process and the config for ``cfg.launcher``, before the Runner is built.
 
-    With GPUs each process takes its own, before anything makes a context on the first one. Without an accelerator the
-    processes are joined over gloo, since MMEngine's own start needs CUDA, and the config gets the CPU model wrapper.
+    With GPUs, each process selects its own before anything creates a context on the first one. Without an accelerator,
+    the processes are joined over gloo, as MMEngine needs CUDA, and the config gets the CPU model wrapper.
 
     Raises:
-        RunError: More processes than GPUs, a launcher's environment is missing, or the config asks
-            for a model wrapper that needs an accelerator.
+        RunError: There are more processes than GPUs, a launcher's environment is missing, or the model wrapper of the
+            config needs an accelerator.
     """
     if cfg.launcher == 'none':
         return
@@ -108,25 +107,25 @@ def prepare_distributed(cfg: Config) -> None:
 
 
 def leave_process_group(failed: bool) -> None:
-    """Destroy the process group if there is one; does nothing the second time.
+    """Destroy the process group, if there is one.
 
-    A group that outlives the interpreter has threads which ask for it once more, and the process aborts after its
-    last line (``terminate called without an active exception``, exit status -6). It happens on busy machines only.
+    On a busy machine, threads of a group that outlives the interpreter abort the process after its last line
+    (``terminate called without an active exception``, exit status -6).
 
     Args:
-        failed (bool): Whether the run ended by an error or a signal. Then the group is aborted: to destroy it would
-            wait for what was begun with processes that may be gone.
+        failed (bool): Abort the group after an error or a signal. Destroying it would wait for processes that may be
+            gone.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     if failed:
         abort = getattr(torch.distributed.distributed_c10d, '_abort_process_group', None)  # since torch 2.6
         if abort is not None:
-            with suppress(Exception):  # the error that ended the run is the one to be seen
+            with suppress(Exception):  # the error of the run counts
                 abort()
         return
-    # Deadlock (PyTorch 2.11): freeing its last tensors, gloo's thread holds the group's lock and waits for the GIL;
-    # destroying the group holds the GIL and waits for the lock. So gloo's runs first.
+    # Deadlock (PyTorch 2.11): gloo's thread frees its last tensors, holds the group's lock and waits for the GIL, while
+    # destroying the group holds the GIL and waits for the lock. Let gloo run first.
     time.sleep(0.1)
     torch.distributed.destroy_process_group()
     gc.collect()  # the threads of gloo end with the last model that holds the group

@@ -2,28 +2,31 @@
 import os
 import os.path as osp
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
-from mmengine.hooks import CheckpointHook
+from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import RUNNERS
-from mmengine.runner import Runner
+from mmengine.runner import BaseLoop, EpochBasedTrainLoop, Runner
 
 from ...utils.errors import CheckpointError, RunError, printable
+from ...utils.registering import bare_name
+from ..hooks.checkpointing import SafeCheckpointHook
+from ..hooks.exact_resume import ResumedEpochLoop
 
 
 def _is_own_best(path: Any, folders: list[str]) -> bool:
-    """Whether a path names a best checkpoint of this run: right inside a folder of it and called ``best_...``."""
+    """Return True for a best checkpoint of this run: ``best_...``, directly in one of its folders."""
     if not isinstance(path, str) or not osp.basename(path).startswith('best_'):
         return False
-    # Links are followed in the folder, never in the name itself: removing a link leaves its target.
+    # links are followed in the folder, not in the name: removing a link leaves its target
     resolve = str if '://' in path else osp.realpath
     return resolve(osp.dirname(path)) in [folder if '://' in folder else osp.realpath(folder) for folder in folders]
 
 
 def _keep_own_files(runner, info: dict) -> list[str]:
-    """Drop what names files of others from the runtime information of a checkpoint, and return the names dropped."""
-    # where its checkpoints are, at a time when the hook has no more than the folder of all runs
+    """Drop foreign file names from the runtime information of a checkpoint, and return their keys."""
+    # before training, the hook knows the folder of all runs only
     outs = [str(hook.out_dir) for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook.out_dir]
     name = osp.basename(runner.work_dir.rstrip(os.sep))
     folders, dropped = [runner.work_dir, *(osp.join(out, name) for out in outs)], []
@@ -38,19 +41,19 @@ def _keep_own_files(runner, info: dict) -> list[str]:
     if dropped:
         runner.logger.warning(
             f'the checkpoint names files that are not checkpoints of this run in {runner.work_dir} '
-            f'({printable(", ".join(dropped))}). They are left alone.'
+            f'({printable(", ".join(dropped))}). They are dropped, and the files stay.'
         )
     return dropped
 
 
 @contextmanager
-def _explained(filename: str):
-    """One line in place of the errors that MMEngine raises for a file of another form than it expects."""
+def _naming(filename: str):
+    """Turn the errors of MMEngine for unexpected contents of a file into one line."""
     try:
         yield
     except (CheckpointError, OSError, MemoryError, torch.cuda.OutOfMemoryError):
         raise
-    except RunError as error:  # a hook that looked into it
+    except RunError as error:  # raised by a hook
         message = str(error)
         raise CheckpointError(message if str(filename) in message else f'{filename}: {message}') from error
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -60,45 +63,60 @@ def _explained(filename: str):
 
 @RUNNERS.register_module(force=True)
 class SafeRunner(Runner):
-    """MMEngine's Runner for checkpoints of others: names of files outside of the run are dropped.
+    """MMEngine's Runner, careful with files.
 
-    MMEngine's CheckpointHook removes the file or folder that ``best_ckpt`` of a resumed checkpoint names, and those
-    that the numbers of ``keep_ckpt_ids`` make, when a newer one takes its place. The tools of this project use it;
-    elsewhere a config has it as ``runner_type='SafeRunner'``.
+    - It builds ``CheckpointHook`` as :class:`SafeCheckpointHook`, ``EpochBasedTrainLoop`` as :class:`ResumedEpochLoop`.
+    - It drops foreign file names from a resumed checkpoint. MMEngine's CheckpointHook would remove the files of
+      ``best_ckpt`` and ``keep_ckpt_ids``.
+
+    Our configs set ``runner_type='SafeRunner'``; our tools use it for all configs without ``runner_type``.
 
     Raises:
-        CheckpointError: A file cannot be loaded or resumed from; in one line that names it.
+        CheckpointError: A file cannot be loaded or resumed from. The message is one line with its name.
     """
 
+    def register_hook(self, hook: Union[Hook, dict], priority: Any = None) -> None:
+        if isinstance(hook, dict) and bare_name(hook.get('type')) == CheckpointHook.__name__:
+            hook = dict(hook, type=SafeCheckpointHook)
+        super().register_hook(hook, priority)
+
+    def build_train_loop(self, loop: Union[BaseLoop, dict]) -> BaseLoop:
+        if isinstance(loop, dict):
+            is_by_epoch = loop.get('by_epoch') or bare_name(loop.get('type')) == EpochBasedTrainLoop.__name__
+            if is_by_epoch and not ('type' in loop and 'by_epoch' in loop):  # which MMEngine refuses
+                loop = {key: value for key, value in loop.items() if key != 'by_epoch'}
+                loop['type'] = ResumedEpochLoop
+        return super().build_train_loop(loop)
+
     def load_checkpoint(self, filename: str, *args, **kwargs) -> dict:
-        """Load weights, as MMEngine does, and return the checkpoint without names of files of others."""
-        with _explained(filename):
+        """Load weights as MMEngine does, and drop foreign file names from the checkpoint."""
+        with _naming(filename):
             checkpoint = super().load_checkpoint(filename, *args, **kwargs)
             hub = checkpoint.get('message_hub')
             if isinstance(hub, dict) and isinstance(hub.get('runtime_info'), dict):
-                # those of the run that resumes are newer; the text would be handed on from file to file
+                # the resumed run has its own; the text would be copied from file to file
                 others = [key for key in ('cfg', 'experiment_name') if hub['runtime_info'].pop(key, None) is not None]
                 for key in others + _keep_own_files(self, hub['runtime_info']):
                     (hub.get('resumed_keys') or {}).pop(key, None)
         return checkpoint
 
     def resume(self, filename: str, *args, **kwargs) -> None:
-        with _explained(filename):
+        with _naming(filename):
             super().resume(filename, *args, **kwargs)
 
 
 def find_latest_checkpoint(work_dir: str) -> Optional[str]:
-    """The checkpoint that ``last_checkpoint`` of a work dir names, if it is of that run.
+    """Return the checkpoint named by ``last_checkpoint`` in a work dir, if it belongs to that run.
 
-    It has to be in the work dir, or in a folder of the work dir's name, as CheckpointHook makes them with ``out_dir``.
-    What the file holds is relative to where the run was started and wrong once the folder was moved; the file of that
-    name in the work dir is as good.
+    It belongs to the run if it is in the work dir, or in a folder of the same name, as ``out_dir`` of CheckpointHook
+    makes them. The path in the file may be relative to another folder, or out of date. A file of that name in the work
+    dir is preferred.
 
     Returns:
-        None where there is no ``last_checkpoint``.
+        str | None: The path, or None without ``last_checkpoint``.
 
     Raises:
-        CheckpointError: What ``last_checkpoint`` names is not there, or elsewhere.
+        CheckpointError: The checkpoint does not exist, or belongs to another run.
     """
     pointer = osp.join(work_dir, 'last_checkpoint')
     if not osp.lexists(pointer):
@@ -112,7 +130,7 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
     same_name = osp.basename(folder) == osp.basename(osp.abspath(work_dir))
     is_own = same_name or osp.realpath(folder) == osp.realpath(work_dir)
     for candidate in [osp.join(work_dir, name)] * bool(name) + [latest] * is_own:
-        # of other addresses the loader tells whether they are there; nothing is downloaded in the name of a file
+        # loaders check other addresses; links are not followed
         if osp.exists(candidate) or '://' in candidate and not candidate.startswith(('http://', 'https://')):
             return candidate
     raise CheckpointError(f'{pointer} names {latest[:200]!r}, which is not there or not of this run. {advice}')

@@ -1,8 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""How COCO 2017, ADEChallengeData2016 and ImageNet-1k lie on a disk.
+"""Layouts of COCO 2017, ADEChallengeData2016 and ImageNet-1k on disk.
 
-Each layout is a class with the folders and files at its top, a function that writes one image with its ground truth and
-gives back what the index needs of it, and one that writes the index.
+Each is a class with its folders, a method that writes one image and returns its record, and one that writes the index.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Coco:
 
 
 class Ade:
-    """Images and maps of labels plus one, 0 where a pixel belongs to none of the classes. Only the first
+    """Images and label maps: labels plus one, 0 for pixels of no class. Only the first
     ``len(ADE_CLASSES)`` of ADE20K's 150 labels occur, so a model with all of them trains as well."""
 
     splits = dict(train='training', val='validation')
@@ -108,8 +107,8 @@ class Ade:
 
 
 class ImageNet:
-    """A folder a class, and lists of the files with their labels: MMPretrain's ``ImageNet`` wants 1000 folders unless
-    it finds ``meta/{train,val}.txt``, with which a model of all 1000 classes trains as well."""
+    """A folder a class, and lists of the files with their labels. MMPretrain's ``ImageNet`` needs 1000 folders or the
+    lists ``meta/{train,val}.txt``; a model of all 1000 classes trains as well."""
 
     folders = (*(f'{split}/{wnid}' for split in ('train', 'val') for wnid in WNIDS), 'meta')
 

@@ -1,8 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Scenes of overlapping shapes with exact visible masks, and the class names of the data sets.
 
-The class tuples are what a config wants in ``metainfo=dict(classes=...)``; entry ``i`` is the
-label ``i`` of a model trained on the data set.
+The class tuples go into ``metainfo=dict(classes=...)`` of a config; entry ``i`` is label ``i``.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ def draw_scene(
     tinted: float = 0.95,
     backgrounds: Sequence[str] = BACKGROUNDS,
 ) -> Scene:
-    """Draw an image of shapes, each of which covers those drawn before it.
+    """Draw an image of shapes, each over the ones before it.
 
-    A shape lies in the image as a whole. Where it would leave less than ``MIN_VISIBLE`` of another one visible, it is
-    not drawn, so that everything in the image is annotated. Where no place is found after a few tries the image gets
+    A shape lies in the image as a whole. A place that leaves less than ``MIN_VISIBLE`` of another one visible is
+    rejected, so everything in the image is annotated. If no place is found after a few tries, the image gets
     fewer shapes; the first one always finds a place.
 
     Args:

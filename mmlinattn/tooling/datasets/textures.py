@@ -16,8 +16,8 @@ def draw_background(rng: np.random.Generator, size: tuple[int, int], kind: str) 
     """One of ``BACKGROUNDS``, pale and in a colour typical of its kind, ``(H, W, 3)`` float32, and the two colours that
     it mixes.
 
-    The mean colour of an image is by far its strongest signal: where it is random, small models spend their first
-    hundreds of iterations on not heeding it.
+    The mean colour of an image is its strongest signal. If it is random, small models spend hundreds of iterations on
+    ignoring it.
     """
     hue = (BACKGROUNDS.index(kind) + 0.3) / len(BACKGROUNDS) + rng.normal(0, 0.03)
     saturation, value = rng.uniform(0.2, 0.45), rng.uniform(0.5, 0.9)

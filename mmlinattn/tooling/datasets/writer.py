@@ -35,7 +35,7 @@ class DatasetSpec:
             most 0.5.
 
     Raises:
-        ValueError: An argument is outside what is allowed above.
+        ValueError: An argument is out of range.
     """
 
     format: str
@@ -60,12 +60,12 @@ class DatasetSpec:
 def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any] = lambda: None) -> bool:
     """Write a synthetic data set.
 
-    The files are written in a hidden folder inside ``out``, which may be a mount point, and take their places once all
-    are there; a note of ``spec`` comes last. Nothing that was in ``out`` is changed or removed.
+    Files are written to a hidden folder inside ``out`` and moved once all are there, a note of ``spec`` last.
+    Nothing that was in ``out`` is changed or removed.
 
     Args:
         out: The folder to write; made when missing.
-        spec: What to write.
+        spec: Content of the data set.
         on_image: Called after each image.
 
     Returns:
@@ -82,8 +82,8 @@ def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any
     is_new = not out.exists()
     held = [] if is_new else sorted(path.name for path in out.iterdir() if path.name != STAGING)
     if held:
-        what = 'a data set of other settings' if NOTE in held else held[0]
-        raise FileExistsError(f'it holds {what}, and has to be empty')
+        found = 'a data set of other settings' if NOTE in held else held[0]
+        raise FileExistsError(f'it holds {found}, and has to be empty')
     shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
     try:
         for folder in layout.folders:

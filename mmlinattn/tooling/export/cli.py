@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The command line of ``tools/export.py``."""
+"""Command line of ``tools/export.py``."""
 
 import argparse
 from pathlib import Path
@@ -14,25 +14,29 @@ from ..images import image_channels, usual_size
 from .formats import FORMATS
 from .models import SMALLEST, Sizes, export_model
 
+HOLD_BOXES = [name for name, form in FORMATS.items() if form.holds_boxes]
+
 
 def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description='Write a classifier or segmentor, or the backbone and neck of a detector, as a graph, and check '
-        'the file against the model.'
+        description='Write a model as a graph and check the file against the model. Classifiers give scores, '
+        f'segmentors a label map, detectors boxes, scores, labels and masks (--format {" or ".join(HOLD_BOXES)}) or '
+        'the maps of their neck (other formats).'
     )
     add = parser.add_argument
     add('config', help='config file')
     add('checkpoint', help='checkpoint file, URL, mmlinattn://NAME, or none for random weights')
     add('--format', required=True, choices=list(FORMATS))
     add('--out', required=True, metavar='FILE', help='file to write')
-    add('--shape', nargs=2, type=int, metavar=('H', 'W'), help='size of the image [what the config tests at]')
-    add('--batch', type=int, default=1, help='images at a time [1]')
-    add('--dynamic', action='store_true', help=f'serve any batch and size from {SMALLEST}x{SMALLEST} on')
+    add('--shape', nargs=2, type=int, metavar=('H', 'W'), help='size of the image [size of the test pipeline]')
+    add('--batch', type=int, default=1, help='images per batch [1]')
+    add('--dynamic', action='store_true', help=f'accept any batch, and any size from {SMALLEST}x{SMALLEST} on')
+    add('--neck', action='store_true', help='write the backbone and neck of a detector alone')
     return parser.parse_args(args)
 
 
 def main(args: Optional[list[str]] = None) -> None:
-    """Export as the arguments say; exits with status 1 and one line where that fails."""
+    """Export as the arguments say. Exit with status 1 and one line on failure."""
     options = parse_args(args)
     with clean_end(), one_line_errors():
         target, form = Path(options.out).expanduser(), FORMATS[options.format]
@@ -48,12 +52,14 @@ def main(args: Optional[list[str]] = None) -> None:
             model, meta = build_model(cfg), None
         else:
             model, meta = trained_model(cfg, check_checkpoint(options.checkpoint, 'checkpoint'), name=options.config)
-        export = export_model(model, cfg, target, options.format, sizes, meta)
+        export = export_model(model, cfg, target, options.format, sizes, meta, options.neck)
         size = sum(path.stat().st_size for path in export.files)
         files, outputs = ' and '.join(map(str, export.files)), ', '.join(export.metadata['outputs'])
         print(f'wrote {files}: {options.format}, {size / 2**20:.1f} MiB, outputs {outputs}')
         print(f'serves {export.metadata["serves"]}')
+        if export.metadata['task'] == 'detector' and 'boxes' not in export.metadata['outputs'] and not options.neck:
+            print(f'backbone and neck only; boxes: --format {" or ".join(HOLD_BOXES)}')
         if export.metadata['windows']:
             print(f'one window of those that model.test_cfg tests in: {export.metadata["windows"]}')
         for shape, error in export.errors.items():
-            print(f'deviation at {"x".join(map(str, shape))}: {error:.1e} standard deviations')
+            print(f'deviation at {"x".join(map(str, shape))}: {error:.1e} {export.unit}')

@@ -2,17 +2,22 @@
 """The formats a model can be written in: how each is written, and run again."""
 
 import json
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Callable, Optional
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ...utils.errors import RunError
 from ..command_line import quiet
+from .nms import register_onnx_symbolic
 
 METADATA = 'metadata.json'  # name of the metadata inside the files of PyTorch
+OPSET = 17  # of traced ONNX graphs
+THRESHOLD = 'boxes.score_thr'  # ExportableModel's buffer, and its name in ONNX graphs with boxes
 INSTALL = 'pip install "mmlinattn[export]"'
 
 
@@ -21,14 +26,15 @@ class Format:
 
     suffix: str  # usual end of the file's name
     needs: tuple[str, ...] = ()  # packages to write and run it with
+    holds_boxes = False  # heads of detectors, with non-maximum suppression
     smallest_of_pyramids = 32  # smallest side, in pixels, of a model with a head or neck on maps of up to stride 64
 
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
         """Write a graph for all sizes with sides of at least ``smallest`` pixels; None: for the example's size."""
         raise NotImplementedError
 
-    def load(self, path: Path) -> Callable:
-        """A function of an image."""
+    def load(self, path: Path, score_thr: Optional[float] = None) -> Callable:
+        """Return a function of an image; with ``score_thr`` in place of the threshold of a graph that holds boxes."""
         raise NotImplementedError
 
     def check_installed(self) -> None:
@@ -64,7 +70,7 @@ class TorchExport(Format):
             torch.export.save(program, file, extra_files={METADATA: json.dumps(metadata)})
 
     @quiet()
-    def load(self, path: Path) -> Callable:
+    def load(self, path: Path, score_thr: Optional[float] = None) -> Callable:
         with open(path, 'rb') as file:
             return torch.export.load(file).module()
 
@@ -101,28 +107,52 @@ class TorchScript(Format):
         torch.jit.save(torch.jit.freeze(graph.eval()), str(path), _extra_files={METADATA: json.dumps(metadata)})
 
     @quiet()
-    def load(self, path: Path) -> Callable:
+    def load(self, path: Path, score_thr: Optional[float] = None) -> Callable:
         return torch.jit.load(str(path))
 
 
 class Onnx(Format):
     suffix = '.onnx'
     needs = ('onnx', 'onnxscript', 'onnxruntime')
+    holds_boxes = True
 
     @quiet()
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
+        named = dict(input_names=['image'], output_names=metadata['outputs'], verbose=False)
+        properties = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
+        if 'boxes' in metadata['outputs']:
+            self._trace(model, example, path, smallest is not None, named, properties)
+            return
         example, shapes = _open(example, smallest)
-        names = dict(input_names=['image'], output_names=metadata['outputs'])
-        program: Any = torch.onnx.export(model, (example,), dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
-        for key, value in metadata.items():
-            program.model.metadata_props[key] = value if isinstance(value, str) else json.dumps(value)
+        program: Any = torch.onnx.export(model, (example,), dynamo=True, dynamic_shapes=shapes, **named)
+        program.model.metadata_props.update(properties)
         program.save(str(path))
 
-    def load(self, path: Path) -> Callable:
+    def _trace(
+        self, model: nn.Module, example: Tensor, path: Path, is_open: bool, named: dict, properties: dict
+    ) -> None:
+        """Write detectors by tracing: ``torch.export`` makes guards of their coarse levels, which may have one pixel."""
+        import onnx
+
+        register_onnx_symbolic(OPSET)
+        axes = {
+            'image': {0: 'batch', 2: 'height', 3: 'width'},
+            **{name: {0: 'batch'} for name in named['output_names']},
+        }
+        named.update(dynamic_axes=axes if is_open else None, opset_version=OPSET)
+        torch.onnx.export(model, (example,), str(path), dynamo=False, **named)
+        graph = onnx.load(str(path))
+        onnx.helper.set_model_props(graph, properties)
+        onnx.save(graph, str(path))
+
+    def load(self, path: Path, score_thr: Optional[float] = None) -> Callable:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
+        if score_thr is not None:
+            self.threshold = onnxruntime.OrtValue.ortvalue_from_numpy(np.array(score_thr, np.float32))
+            options.add_initializer(THRESHOLD, self.threshold)  # has to outlive the session
         session = onnxruntime.InferenceSession(str(path), options, providers=['CPUExecutionProvider'])
         return lambda image: [torch.from_numpy(out) for out in session.run(None, {'image': image.numpy()})]
 
@@ -130,6 +160,7 @@ class Onnx(Format):
 class OpenVino(Format):
     suffix = '.xml'
     needs = ('openvino',)
+    holds_boxes = True
 
     @quiet()
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
@@ -137,18 +168,33 @@ class OpenVino(Format):
 
         # bounds are kept in the file, and images below them refused
         shape = list(example.shape) if smallest is None else f'[1..,{example.shape[1]},{smallest}..,{smallest}..]'
-        graph = torch.jit.trace(model, example, check_trace=False)
-        converted = openvino.convert_model(graph, example_input=example, input=[openvino.PartialShape(shape)])
+        if 'boxes' in metadata['outputs']:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / 'graph.onnx'
+                FORMATS['onnx'].write(model, example, file, smallest, metadata)
+                converted = openvino.convert_model(str(file))
+            converted.reshape(openvino.PartialShape(shape))
+        else:
+            graph = torch.jit.trace(model, example, check_trace=False)
+            converted = openvino.convert_model(graph, example_input=example, input=[openvino.PartialShape(shape)])
         for port, name in zip((*converted.inputs, *converted.outputs), ('image', *metadata['outputs'])):
             port.set_names({name})
         converted.set_rt_info(json.dumps(metadata), ['mmlinattn'])
         openvino.save_model(converted, str(path), compress_to_fp16=False)
 
-    def load(self, path: Path) -> Callable:
+    def load(self, path: Path, score_thr: Optional[float] = None) -> Callable:
         import openvino
 
+        model = openvino.Core().read_model(str(path))
+        if score_thr is not None:  # the conversion renames and copies constants: found by value
+            written = np.float32(json.loads(model.get_rt_info(['mmlinattn']).astype(str))['score_threshold'])
+            for node in [node for node in model.get_ops() if node.get_type_name() == 'LessEqual']:
+                limit = node.input_value(1).get_node()
+                if limit.get_type_name() == 'Constant' and limit.data.size == 1 and limit.data.item() == written:
+                    lowered = openvino.op.Constant(np.full(limit.data.shape, score_thr, np.float32))
+                    node.input(1).replace_source_output(lowered.output(0))
         # by default CPUs with bfloat16 or float16 units round to it
-        compiled = openvino.compile_model(str(path), 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})
+        compiled = openvino.compile_model(model, 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})
         return lambda image: [torch.from_numpy(out.copy()) for out in compiled(image.numpy()).values()]
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Models in the form that is exported, and the comparison of a graph with its model."""
+"""Models from image to result, their metadata, and the comparison of a graph with its model."""
 
 import math
 import os
@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from ...ops.dispatch import size_oblivious
 from ...utils.errors import RunError, described, printable
 from ..class_names import class_names
-from ..images import is_8_bit, preprocessor, test_pipeline
+from ..images import is_8_bit, preprocessor, resizing, test_pipeline
+from .detectors import detector_graph
 from .formats import FORMATS
 from .replacements import StridedPools, replace_modules
 
 SMALLEST = 32  # pixels a side, as the backbones take them
 FIRST_PREDICTS = ('DAHead', 'EncHead')  # MMSegmentation's heads of several results that predict by the first
 TOLERANCE = 1e-3  # standard deviations of an output; a graph that is wrong at a size is off by 0.3 and more
+BOX_UNIT = 'of the image and of the best score, for 9 of 10 boxes'
 
 
 class Sizes(NamedTuple):
@@ -68,17 +70,20 @@ class Sizes(NamedTuple):
 
 
 class ExportableModel(nn.Module):
-    """The part of a model between a normalised image and its head's logits, or a detector's neck.
+    """A model from a normalised image to its result, as a graph.
 
     Args:
-        model (nn.Module): Of MMPretrain, MMSegmentation or MMDetection, with a backbone; is changed in place: put in
-            eval mode, its adaptive pools replaced by such that hold at every size.
+        model (nn.Module): Model of MMPretrain, MMSegmentation or MMDetection with a backbone. It is changed in place:
+            set to eval mode, with adaptive pools that hold at every size.
+        boxes (bool): Detectors end in boxes, see :func:`~mmlinattn.tooling.export.detectors.detector_graph`; by default
+            in the maps of the neck.
 
     Attributes:
         task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
+        outputs (list[str]): Names of the outputs; None for the maps of a neck, of which the number is unknown.
 
-    Shape: (B, channels, H, W) -> (B, classes) logits of a classifier, (B, classes, H, W) of a segmentor (one map of two
-    classes where its head decides by a threshold), the maps of a detector's neck (of its backbone, where it has none).
+    Shape: (B, channels, H, W) -> scores (B, classes) of a classifier; labels (B, H, W) of a segmentor, and logits
+    (B, classes, H, W) if it is tested in windows; maps of a detector's neck, or of its backbone without a neck; boxes.
 
     Raises:
         RunError: For a model of another kind.
@@ -86,7 +91,7 @@ class ExportableModel(nn.Module):
 
     model: Any
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, boxes: bool = False) -> None:
         super().__init__()
         if hasattr(model, 'decode_head') and hasattr(model, 'encode_decode'):
             self.task = 'segmentor'
@@ -96,19 +101,33 @@ class ExportableModel(nn.Module):
             self.task = 'detector'
         else:
             raise RunError(f'{type(model).__name__} is no classifier, segmentor or detector with a backbone.')
-        model.eval()  # which gives nothing back where MMDetection distils
+        model.eval()  # returns None in MMDetection's distillation
         model.requires_grad_(False)
         replace_modules(model)
-        self.model = model
+        self.model, self.boxes = model, None
+        self.outputs: Optional[list[str]] = None
+        if self.task == 'classifier':
+            self.outputs = ['scores']
+            self.activation = decision(self.head)['activation']
+        elif self.task == 'segmentor':
+            self.is_windowed = (getattr(model, 'test_cfg', None) or {}).get('mode') == 'slide'
+            self.outputs = ['labels', 'logits'] if self.is_windowed else ['labels']
+        elif boxes:
+            given = getattr(model, 'data_preprocessor', None)
+            padding = dict(divisor=getattr(given, 'pad_size_divisor', 1), pad_value=getattr(given, 'pad_value', 0))
+            self.boxes = detector_graph(model, **padding)
+            self.outputs = self.boxes.outputs
 
     def fold(self) -> None:
         """Fold what can be into fewer layers (``switch_to_deploy``), in place."""
         if hasattr(self.model.backbone, 'switch_to_deploy'):
-            with suppress(ValueError):  # layers that somebody changed run as they are
+            with suppress(ValueError):  # altered layers stay as they are
                 self.model.backbone.switch_to_deploy()
 
     def forward(self, image: Tensor):
         with size_oblivious(), StridedPools():
+            if self.boxes is not None:
+                return self.boxes(image)
             if self.task == 'detector':
                 return tuple(self.model.extract_feat(image))
             logits = self.model(image, mode='tensor')
@@ -120,9 +139,14 @@ class ExportableModel(nn.Module):
                     'of logits.'
                 )
             if self.task == 'classifier':
-                return logits
+                return logits.sigmoid() if self.activation == 'sigmoid' else logits.softmax(1)
             align = self.model.align_corners
-            return F.interpolate(logits, image.shape[2:], mode='bilinear', align_corners=align)
+            logits = F.interpolate(logits, image.shape[2:], mode='bilinear', align_corners=align)
+            if logits.shape[1] > 1:
+                labels = logits.argmax(1)
+            else:
+                labels = (logits[:, 0].sigmoid() > self.head.threshold).long()
+            return (labels, logits) if self.is_windowed else labels
 
     @property
     def head(self) -> Any:
@@ -131,7 +155,7 @@ class ExportableModel(nn.Module):
         return heads[-1] if isinstance(heads, nn.ModuleList) else heads
 
     def output_names(self, outputs) -> list[str]:
-        return ['logits'] if isinstance(outputs, Tensor) else [f'feat{i}' for i in range(len(outputs))]
+        return self.outputs or [f'feat{i}' for i in range(len(outputs))]
 
 
 def decision(head: Any) -> dict:
@@ -202,6 +226,7 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
         channel_order=('RGB' if is_rgb else 'BGR') if sizes.channels == 3 else None,
         mean=_per_channel(given.get('mean'), 0.0, sizes.channels),
         std=_per_channel(given.get('std'), 1.0, sizes.channels),
+        **resizing(cfg),
         pad_size_divisor=given.get('pad_size_divisor') or at_test.get('size_divisor') or 1,
         pad_value=given.get('pad_val', given.get('pad_value')) or 0,
         windows={key: list(test_cfg[key]) for key in ('crop_size', 'stride')} if is_windowed else None,
@@ -210,25 +235,58 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
 
 
 def deviation(outputs, expected) -> float:
-    """The largest deviation of a value of one or several outputs, in standard deviations of what is expected; infinite
-    for other shapes, and for values that are not finite. Of values that are all alike, a classifier's of one class, in
-    units of their size."""
+    """Return the largest deviation of a value of one or several outputs, in standard deviations of the expected output.
+
+    Infinite for other shapes and for values that are not finite. Integers are labels: the share that differs. Values
+    that are all alike, as one logit of one image, count in units of their size.
+    """
     outputs, expected = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, expected))
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
         return math.inf
     found = []
     for out, truth in zip(outputs, expected):
+        if not truth.is_floating_point():
+            found.append((out != truth).double().mean().item())
+            continue
         spread = truth.double().std(correction=min(1, truth.numel() - 1)).item() or truth.abs().max().item() or 1
         found.append((out.double() - truth.double()).abs().max().item() / spread)
     return max(found) if math.isfinite(sum(found)) else math.inf
 
 
+def detection_deviation(outputs, expected, share: float = 0.9) -> float:
+    """Return the deviation within which ``share`` of the expected detections are found among the outputs.
+
+    A deviation is the largest of a corner in image sides, of a score in units of the best one, and of a mask's
+    probability. Detections with nearly equal scores, or that nearly overlap too much, may change places or drop out by
+    rounding; hence not all of them.
+    """
+    if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
+        return math.inf
+    found: list[Tensor] = []
+    for (boxes, scores, labels, *masks), truth in zip(zip(*outputs), zip(*expected)):
+        valid = truth[1] > 0
+        truth = [part[valid] for part in truth]
+        if not valid.any():
+            found.append((scores[:1] > 0).double() * math.inf if (scores > 0).any() else scores.new_zeros(0).double())
+            continue
+        apart = (truth[0][:, None].double() - boxes).abs().amax(-1) / truth[0].max().clamp(min=1)
+        apart = apart.where(truth[2][:, None] == labels, math.inf)
+        apart = torch.maximum(apart, (truth[1][:, None].double() - scores).abs() / truth[1].max())
+        nearest, index = apart.min(1)
+        for mask, other in zip(masks, truth[3:]):
+            nearest = torch.maximum(nearest, (mask[index].double() - other).abs().amax((1, 2)))
+        found.append(nearest)
+    rows = torch.cat(found).nan_to_num(math.inf, math.inf).sort().values
+    return rows[math.ceil(share * len(rows)) - 1].item() if len(rows) else 0.0
+
+
 class Export(NamedTuple):
-    """The written files, their metadata, and the :func:`deviation` at each shape they were run at."""
+    """The written files, their metadata, the deviation at each checked shape, and its unit."""
 
     files: list[Path]
     metadata: dict
     errors: dict[tuple, float]
+    unit: str = 'standard deviations'
 
 
 @torch.no_grad()
@@ -239,6 +297,7 @@ def export_model(
     form: str,
     sizes: Sizes,
     checkpoint_meta: Optional[dict] = None,
+    neck: bool = False,
 ) -> Export:
     """Write a model as a graph and run what was written beside the model.
 
@@ -250,16 +309,23 @@ def export_model(
         form (str): One of :data:`~mmlinattn.tooling.export.formats.FORMATS`.
         sizes (Sizes): What to export with.
         checkpoint_meta (dict, optional): ``meta`` of the checkpoint, for the names of the classes.
+        neck (bool): Write a detector up to its neck, also in formats that hold boxes.
 
     Raises:
         RunError: The model cannot be exported, or the file does not give the model's numbers.
     """
-    backend = FORMATS[form]
-    exportable = ExportableModel(model)
+    backend, unit = FORMATS[form], Export._field_defaults['unit']
+    exportable = ExportableModel(model, boxes=backend.holds_boxes and not neck)
+    if neck and exportable.task != 'detector':
+        raise RunError(f'--neck is for detectors; the config builds a {exportable.task}.')
     if sizes.dynamic and exportable.task != 'classifier':
         sizes = sizes._replace(smallest=backend.smallest_of_pyramids)
     sizes.check()
     images = [torch.randn(shape) for shape in (sizes.shape, *sizes.others())]
+    compare, boxes = deviation, exportable.boxes
+    if boxes is not None:
+        compare, threshold, unit = detection_deviation, boxes.score_thr.item(), BOX_UNIT
+        boxes.score_thr.zero_()  # so that there are boxes to compare, whatever the image
     try:
         expected = [exportable(image) for image in images]
     except TypeError as error:  # heads that want data samples beside the image (PointRend)
@@ -268,24 +334,27 @@ def export_model(
     meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]))
     if exportable.task != 'detector':
         meta.update(decision(exportable.head))
+    if boxes is not None:
+        boxes.score_thr.fill_(threshold)
+        meta.update(boxes.metadata(), pad_size_divisor=1)
     target = Path(target)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix='.export-') as folder:
         part = Path(folder) / target.name
         try:
             backend.write(exportable, images[0], part, sizes.smallest if sizes.dynamic else None, meta)
-            run = backend.load(part)
+            run = backend.load(part, score_thr=None if boxes is None else 0.0)
             outputs = [run(image) for image in images]
         except Exception as error:  # each exporter and runtime has its own
             raise RunError(f'{form} cannot express this model: {printable(described(error))}') from error
-        errors = {tuple(image.shape): deviation(*pair) for image, *pair in zip(images, outputs, expected)}
+        errors = {tuple(image.shape): compare(*pair) for image, *pair in zip(images, outputs, expected)}
         del run
         if max(errors.values()) > TOLERANCE:
             listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in errors.items())
             raise RunError(
-                f'the {form} graph deviates from the model by more than {TOLERANCE} standard deviations of an output '
-                f'({listed}); {target} was not written.'
+                f'the {form} graph deviates from the model by more than {TOLERANCE} {unit} ({listed}); {target} was not '
+                'written.'
             )
         files = sorted(Path(folder).iterdir())
         for path in files:
             os.replace(path, target.parent / path.name)
-    return Export([target.parent / path.name for path in files], meta, errors)
+    return Export([target.parent / path.name for path in files], meta, errors, unit)

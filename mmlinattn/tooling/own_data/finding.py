@@ -1,15 +1,17 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Shared by all kinds of data: which images there are, in which split, and how they are read."""
+"""Find the images of a data set, their splits and their pixel format."""
 
 import os
 import random
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
 import cv2
 import numpy as np
+from PIL import Image, ImageSequence
 
 from ...engine.data.files import shown_size
 from ...utils.errors import RunError, described
@@ -18,19 +20,23 @@ SUFFIXES = ('.jpg', '.jpeg', '.jfif', '.png', '.bmp', '.tif', '.tiff', '.webp')
 NOT_READ = ('.gif', '.heic', '.heif', '.avif')
 _ORDER = ('trainval', 'train', 'val', 'test')
 _SPLIT_FILE = re.compile(r'(trainval|train|val|test)(?:ing|id|idation)?\.txt', re.IGNORECASE)  # not bird_train.txt
+_SEVERAL_PAGES = ('.tif', '.tiff', '.webp')
+_NODATA, _SUBFILE, _ORIENTATION = 42113, 254, 274  # TIFF and EXIF tags
 _NUM_READ = 50  # images that are decoded to see their form
 
 
 class OwnData(NamedTuple):
     """A data set as it was found."""
 
-    kind: str  # what its files are, for messages
+    kind: str  # format, for messages
     classes: list[str]  # in the order of the labels
     images: dict[str, list[Path]]  # by split: 'train', 'val', perhaps 'test'
     annotations: dict[str, str]  # split -> the text of its annotation file
     settings: dict[str, dict]  # split -> further settings of its data set
-    notes: list[str]  # what its owner should know, a line each
-    masks: bool = False  # whether objects have outlines
+    notes: list[str]  # for the user, a line each
+    masks: bool = False  # objects have outlines
+    densest: int = 0  # objects in the image that has most
+    ignores: bool = False  # some objects are neither learnt nor counted
 
 
 def is_hidden(name: str) -> bool:
@@ -60,37 +66,49 @@ def split_of(path: Path) -> Optional[str]:
     return next((found[1] for found in names if found), None)
 
 
-def read_lists(root: Path, name: str, stems: Container[str]) -> tuple[dict[str, str], Optional[Path]]:
-    """The split of each image by VOC's ``ImageSets/NAME/{trainval,train,val,test}.txt``, anywhere below ``root``.
+def read_lists(
+    root: Path, name: str, stems: Container[str], is_file_name: bool = False
+) -> tuple[dict[str, str], Optional[Path]]:
+    """Return the split of each image by the lists of VOC, ``ImageSets/NAME/{trainval,train,val,test}.txt``.
 
     Args:
-        root: The data set.
+        root: The data set; lists may be anywhere below.
         name: The folder: ``'Main'`` of boxes, ``'Segmentation'`` of label images.
         stems: Names of images; a line of another is one and a number.
+        is_file_name: Lines are names or paths of files; those of other images are skipped.
 
     Returns:
-        Name of an image -> 'train', 'val' or 'test', and the folder of the lists; empty and None where there are none.
+        Name of an image -> 'train', 'val' or 'test', and the folder of the lists; empty and None without lists.
     """
     there = [(_SPLIT_FILE.fullmatch(path.name), path) for path in find(root, '.txt') if path.parent.name == name]
     listed = sorted((_ORDER.index(found[1].lower()), path) for found, path in there if found)
     lists: dict[str, str] = {}
     for number, path in listed:
-        # trainval, where there is no train
+        # trainval takes the place of a missing train
         if number or not any(other == 1 and train.parent == path.parent for other, train in listed):
             named = (line if line in stems else line.split()[0] for line in read_lines(path))
+            if is_file_name:
+                named = (stem for stem in (Path(line.split()[0]).stem for line in read_lines(path)) if stem in stems)
             lists.update(dict.fromkeys(named, _ORDER[max(number, 1)]))
     return lists, listed[0][1].parent if listed else None
 
 
 def divide(
-    items: list[tuple[Any, Optional[str]]], group: Callable[[Any], Any] = lambda item: None
+    items: list[tuple[Any, Optional[str]]], classes_of: Callable[[Any], Iterable[str]]
 ) -> tuple[dict[str, list], list[str]]:
-    """Items by their split, and notes on it for the user.
+    """Sort items by their split.
 
-    Without val, test takes its place; without both, a fifth of train does, of each ``group`` of it alike.
+    Without val, test takes its place. Without both, a fifth of train is drawn for it.
+
+    Args:
+        items: Images, each with its split or None.
+        classes_of: The classes of an image.
+
+    Returns:
+        Split -> images, and notes for the user.
 
     Raises:
-        RunError: There are less than two items to train on.
+        RunError: Fewer than two images to train on, or none to validate on.
     """
     splits: dict[str, list] = {}
     for item, split in items:
@@ -104,22 +122,55 @@ def divide(
         splits['val'] = splits.pop('test')
         notes.append('no val in the data: test takes its place')
     if 'val' not in splits:
-        groups: dict[Any, list] = {}
-        for item in splits['train']:
-            groups.setdefault(group(item), []).append(item)
-        splits['train'], splits['val'], draw = [], [], random.Random(0)
-        for members in groups.values():
-            count = min(len(members) - 1, max(1, round(len(members) / 5)))
-            chosen = set(draw.sample(range(len(members)), count))
-            for i, item in enumerate(members):
-                splits['val' if i in chosen else 'train'].append(item)
-        notes.append(f'no val in the data: {len(splits["val"])} images were drawn from train for it')
+        chosen = _draw([set(classes_of(item)) for item in splits['train']])
+        splits['val'] = [item for i, item in enumerate(splits['train']) if i in chosen]
+        splits['train'] = [item for i, item in enumerate(splits['train']) if i not in chosen]
+        notes.append(f'no val in the data: {len(chosen)} images were drawn from train for it')
     if len(splits['train']) < 2 or not splits['val']:
         raise RunError(
             f'{len(splits["train"])} image(s) to train on and {len(splits["val"])} of val: 2 are the least. Splits are '
             'named by folders or files with train, val or test in their names, classes by folders.'
         )
     return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
+
+
+def _draw(classes: list[set]) -> set[int]:
+    """Draw a fifth of the images of each class, the rarest first. One image of each class at least is not drawn."""
+    members: dict[Optional[str], list[int]] = {}
+    for i, names in enumerate(classes):
+        for name in names or {None}:
+            members.setdefault(name, []).append(i)
+    left = {name: len(indices) for name, indices in members.items()}
+    chosen: set[int] = set()
+    draw = random.Random(0)
+    for name, indices in sorted(members.items(), key=lambda item: (len(item[1]), str(item[0]))):
+        wanted = max(name is not None, round(len(indices) / 5)) - sum(i in chosen for i in indices)
+        for i in draw.sample(indices, len(indices)):
+            if wanted > 0 and i not in chosen and all(left[each] > 1 for each in classes[i]):
+                chosen.add(i)
+                wanted -= 1
+                for each in classes[i]:
+                    left[each] -= 1
+    return chosen or set(draw.sample(range(len(classes)), int(len(classes) > 2)))
+
+
+def unseen_classes(
+    classes: Sequence[str], splits: dict[str, list], classes_of: Callable[[Any], Iterable[str]]
+) -> list[str]:
+    """Name the classes that no image of train or of val has.
+
+    Args:
+        classes: All classes.
+        splits: Split -> images.
+        classes_of: The classes of an image.
+    """
+    seen = {split: {name for item in items for name in classes_of(item)} for split, items in splits.items()}
+    nowhere = [name for name in classes if not any(name in names for names in seen.values())]
+    notes = [f'no image of {_some(nowhere)}: nothing of these classes is learnt'] * bool(nowhere)
+    for split, end in (('train', 'val counts them, and they cannot be learnt'), ('val', 'not measured')):
+        lacking = [name for name in classes if name not in seen.get(split, ()) and name not in nowhere]
+        notes += [f'no image of {_some(lacking)} in {split}: {end}'] * bool(lacking)
+    return notes
 
 
 def image_size(path: Path) -> tuple[int, int]:
@@ -130,8 +181,47 @@ def image_size(path: Path) -> tuple[int, int]:
         raise RunError(f'{path} is no image that can be read: {described(error)}') from error
 
 
+def _some(names: list[str]) -> str:
+    return ', '.join(names[:12]) + f' and {len(names) - 12} more' * (len(names) > 12)
+
+
+def turned_notes(paths: Iterable[Path]) -> list[str]:
+    """Say how labels are taken on images that EXIF turns or mirrors."""
+    turned = [path for path in paths if path.suffix.lower() in ('.jpg', '.jpeg', '.jfif') and _orientation(path) > 1]
+    said = 'labels are taken as drawn on the turned image, as loaders turn it'
+    return [f'{len(turned)} images are turned by EXIF, as {turned[0].name}: {said}'] if turned else []
+
+
+def _orientation(path: Path) -> int:
+    with suppress(Exception), Image.open(path) as image:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    return 1
+
+
+def page_notes(paths: Iterable[Path]) -> list[str]:
+    """Name the parts of image files that no loader reads: further pages, and the value that means no data."""
+    pages: list[Path] = []
+    nodata: dict[str, list[Path]] = {}
+    for path in paths:
+        if path.suffix.lower() not in _SEVERAL_PAGES:
+            continue
+        with suppress(Exception), Image.open(path) as image:
+            tags = getattr(image, 'tag_v2', {})
+            value = str(tags.get(_NODATA, '')).strip(' \0')
+            count = 0
+            for page in ImageSequence.Iterator(image):
+                count += not getattr(page, 'tag_v2', {}).get(_SUBFILE, 0) & 5  # smaller copies and masks of GeoTIFF
+            pages += [path] * (count > 1)
+            if value:
+                nodata.setdefault(value, []).append(path)
+    notes = [f'{len(pages)} files have several pages, as {path.name}: the first is read' for path in pages[:1]]
+    for value, files in nodata.items():
+        notes.append(f'{len(files)} files say that {value} means no data, as {files[0].name}: it is read as a value')
+    return notes
+
+
 class ImageFormat(NamedTuple):
-    """The usual size and channels of images, and mean and std where these are not ImageNet's."""
+    """Median size and channels of images; mean and std if they differ from ImageNet's."""
 
     width: int
     height: int
@@ -142,11 +232,11 @@ class ImageFormat(NamedTuple):
 
 
 def image_format(paths: list[Path], channels: Optional[int] = None) -> ImageFormat:
-    """Look into some images, spread evenly. Those of 8 bits are read as RGB, grey ones too, as released weights want.
+    """Infer the format from a sample of images. 8-bit images, grey ones too, are read as RGB for the released weights.
 
     Args:
         paths: The images.
-        channels: What to read 8-bit images as; None leaves it to what is in them.
+        channels: Channels of 8-bit images; None infers them.
 
     Raises:
         RunError: One cannot be read, or they are of several forms.

@@ -2,7 +2,10 @@
 """The config for data as it was found, and a training step on it."""
 
 import copy
+import io
 import math
+import os
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -13,18 +16,22 @@ from mmengine.runner import Runner
 from ...checkpoints.released import released_checkpoints
 from ...utils.errors import RunError, described, printable
 from ...utils.files import project_files
+from ..command_line import quiet
 from ..configs import read_config
 from ..swapping.smoke import Trial, try_model
 from ..swapping.upstream import Upstream
 from ..swapping.writing import difference, statement
 from ..swapping.zoo import find_backbone, recipes
 from .boxes import read_boxes
-from .finding import NOT_READ, ImageFormat, OwnData, find, image_format
-from .labels import read_folders, read_masks
+from .finding import NOT_READ, ImageFormat, OwnData, find, image_format, page_notes
+from .folders import read_classes
+from .label_images import read_masks
 
 TASKS = {'detection': 'mmdet', 'segmentation': 'mmseg', 'classification': 'mmpretrain'}
 _BATCH = {'detection': 2, 'segmentation': 4, 'classification': 32}
-_FROM_SCRATCH = 2e-4  # learning rate of AdamW at which docs/real_images.md learns without weights
+# the import makes the scope known to upstream's tools; MMEngine evaluates this line before all others
+_BASE = "_base_ = __import__('mmlinattn').__name__ + '::%s.py'\n"
+_FROM_SCRATCH = 2e-4  # learning rate of AdamW in docs/real_images.md, without released weights
 
 
 class ConfigArgs(NamedTuple):
@@ -52,11 +59,21 @@ class _Code(str):
     __repr__ = str.__str__
 
 
+def _portable(args: ConfigArgs, path: Any) -> str:
+    """Return a path relative to the config if it lies below or beside the folder of the config, else an absolute path.
+
+    MMEngine replaces ``{{ fileDirname }}`` by the folder of the config.
+    """
+    path, here = Path(path), args.out.parent
+    is_near = here in [path, *path.parents] or here.parent in path.parents and here.parent != Path(here.anchor)
+    return f'{{{{ fileDirname }}}}/{Path(os.path.relpath(path, here)).as_posix()}' if is_near else path.as_posix()
+
+
 def make_config(args: ConfigArgs) -> tuple[list[str], Trial]:
     """Look at the data, write the config and its annotation files, and train and predict with it once.
 
     Returns:
-        What was found and done, a line each, and what the training step showed.
+        Notes for the user, a line each, and the result of the training step.
 
     Raises:
         RunError: The data is not of the task, or not right, or no config has the backbone; in one line.
@@ -74,10 +91,11 @@ def make_config(args: ConfigArgs) -> tuple[list[str], Trial]:
         copies = args.out.with_name(f'{args.out.stem}_labels')
         data = read_masks(args.root, args.classes, copies)
     else:
-        data = read_folders(args.root)
+        data = read_classes(args.root)
     skipped = find(args.root, *NOT_READ)
     if skipped:
         data.notes.append(f'{len(skipped)} files are of a kind that is not read, as {skipped[0].name}: left out')
+    data.notes.extend(page_notes(path for paths in data.images.values() for path in paths))
     form = image_format(data.images['train'], args.channels)
     base = _base(args, data)
     cfg = Config.fromfile(str(project_files('configs') / f'{base}.py'))
@@ -86,10 +104,11 @@ def make_config(args: ConfigArgs) -> tuple[list[str], Trial]:
         _file(args, split).write_text(text, encoding='utf-8')
     counts = ', '.join(f'{len(paths)} of {split}' for split, paths in data.images.items())
     found = f'{data.kind}: {counts}; {len(data.classes)} classes: {", ".join(data.classes)}'
-    first = f'# {printable(found)}; by tools/make_config.py of mmlinattn\n_base_ = {f"mmlinattn::{base}.py"!r}\n\n'
+    first = f'# {printable(found)}; by tools/make_config.py of mmlinattn\n{_BASE % base}\n'
     said = ''.join(statement(key, value) for key, value in values.items())
     args.out.write_text(first + said, encoding='utf-8')
-    return [found, *data.notes, *form.notes, *notes], _try(args)
+    trial = _try(args)
+    return [found, *data.notes, *form.notes, *notes, *_durations(args, values, data, trial)], trial
 
 
 def _base(args: ConfigArgs, data: OwnData) -> str:
@@ -131,7 +150,8 @@ def _values(
     """The settings of the config, name -> value, and notes on them for the user."""
     whole, batch = cfg.to_dict(), args.batch or _BATCH[args.task]
     notes: list[str] = []
-    values: dict[str, Any] = dict(metainfo=dict(classes=tuple(data.classes)))
+    root = _portable(args, args.root).rstrip('/')
+    values: dict[str, Any] = dict(data_root=f'{root}/', metainfo=dict(classes=tuple(data.classes)))
     model = _fitted(whole['model'], len(data.classes))
     if model.get('roi_head') and not data.masks:
         model['type'] = model['type'].replace('MaskRCNN', 'FasterRCNN')
@@ -148,6 +168,7 @@ def _values(
         model['backbone']['init_cfg'] = None
     if is_whole:
         values['load_from'] = f'mmlinattn://{stem}'
+    most = _widen(model, data, notes)
 
     seen: dict[str, Any] = dict(num_classes=len(data.classes)) if args.task == 'classification' else {}
     if form.mean is not None and form.std is not None:
@@ -170,8 +191,13 @@ def _values(
     for split in data.images:
         values[f'{split}_dataloader'] = loader = dict[str, Any](num_workers=2)
         dataset: dict[str, Any] = dict(_delete_=True, type=kind) if kind else {}
-        dataset.update(data_root=f'{args.root}/', metainfo=_Code('metainfo'), ann_file=str(_file(args, split)))
-        dataset.update(data.settings[split], pipeline=_Code('train_pipeline' if split == 'train' else 'test_pipeline'))
+        ann_file, settings = _portable(args, _file(args, split)), dict(data.settings[split])
+        if isinstance(settings['data_prefix'], dict):
+            prefixes = settings['data_prefix'].items()
+            near = {key: f'{_portable(args, path)}/' if os.path.isabs(path) else path for key, path in prefixes}
+            settings['data_prefix'] = near
+        dataset.update(data_root=_Code('data_root'), metainfo=_Code('metainfo'), ann_file=ann_file, **settings)
+        dataset['pipeline'] = _Code('train_pipeline' if split == 'train' else 'test_pipeline')
         loader['dataset'] = dataset
         if split == 'train' and args.task == 'detection':  # all that was counted: background, and images below 32 px
             dataset['filter_cfg'] = dict(filter_empty_gt=False, min_size=1)
@@ -181,7 +207,9 @@ def _values(
             continue
         if args.task == 'detection':
             metric = ['bbox', 'segm'] if data.masks else 'bbox'
-            values[f'{split}_evaluator'] = dict(ann_file=str(_file(args, split)), metric=metric, classwise=True)
+            values[f'{split}_evaluator'] = dict(ann_file=ann_file, metric=metric, classwise=True)
+            if most > 100:  # pycocotools' mAP ends at 100 boxes an image; MMDetection's own evaluation does not
+                values[f'{split}_evaluator'].update(use_mp_eval=True, proposal_nums=(100, 300, max(1000, most)))
         elif args.task == 'classification':
             values[f'{split}_evaluator'] = dict(topk=(1, 5) if len(data.classes) > 5 else (1,))
         if kind:
@@ -200,6 +228,51 @@ def _values(
     said = '' if is_scratch else f" (the recipe's {given:g} is for {base_batch})"
     notes.append(f'learning rate {rate:g} for {batch} images a step{said}')
     return values, notes
+
+
+def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
+    """Fit the limits of a detector to its densest image, and its assigners to ignored objects.
+
+    Returns:
+        The most boxes that it gives for an image.
+    """
+    test = model.get('test_cfg') or {}
+    limits = test.get('rcnn', test)
+    most = limits.get('max_per_img', 0)
+    if 1.5 * data.densest > most > 0:
+        most = limits['max_per_img'] = 100 * math.ceil(1.5 * data.densest / 100)
+        proposals = [test, test.get('rpn'), (model.get('train_cfg') or {}).get('rpn_proposal')]
+        for limit in filter(None, proposals):
+            for key in ('nms_pre', 'max_per_img'):
+                if key in limit and limit is not limits or key == 'nms_pre' and key in limit:
+                    limit[key] = max(limit[key], 4 * most)
+        notes.append(f'up to {data.densest} objects an image: max_per_img = {most}, and as many are evaluated')
+    if data.ignores:
+        _ignore_regions(model)
+    return most
+
+
+def _ignore_regions(node: Any) -> None:
+    """Exclude regions of ignored objects from the background. MMDetection's recipes do not."""
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ():
+        _ignore_regions(child)
+    if isinstance(node, dict) and 'ignore_iof_thr' in node:
+        node['ignore_iof_thr'] = 0.5
+
+
+def _durations(args: ConfigArgs, values: dict, data: OwnData, trial: Optional[Trial]) -> list[str]:
+    """Report the time of a step and an estimate for the whole training."""
+    if trial is None:
+        return []
+    height, width = trial.size
+    pixels = math.prod(values['train_pipeline'][2]['scale']) if args.task == 'detection' else width * height
+    epochs, batch = values.get('max_epochs', 0), values['train_dataloader']['batch_size']
+    images = epochs * len(data.images['train']) or values['max_iters'] * batch
+    hours = trial.seconds / 2 * images * pixels / (width * height) / 3600
+    said = f'{hours:.1f} h' if hours >= 1 else f'{max(1, round(60 * hours))} min'
+    length = f'{epochs} epochs' if epochs else f'{values["max_iters"]} steps of {batch}'
+    step = f'a step of 2 images of {width}x{height} took {trial.seconds:.1f} s on the CPU'
+    return [f'{step}; the whole, {length}, takes about {said} on it, validation aside']
 
 
 def _pipelines(args: ConfigArgs, data: OwnData, form: ImageFormat, cfg: Config) -> tuple[Any, Any, int]:
@@ -284,7 +357,8 @@ def _try(args: ConfigArgs) -> Trial:
             for step in loader.dataset.pipeline:
                 if scope == 'mmdet' and step.type == 'Resize':
                     step.scale = tuple(max(32, side * 384 // max(384, *step.scale)) for side in step.scale)
-            batches.append(next(iter(Runner.build_dataloader(loader, seed=0))))
+            with quiet(), redirect_stdout(io.StringIO()):  # pycocotools prints
+                batches.append(next(iter(Runner.build_dataloader(loader, seed=0))))
     except Exception as error:  # transforms and data sets raise anything
         raise RunError(f'{args.out}: the data cannot be read: {printable(described(error))}') from error
     size = source.image_size or (384, 384)

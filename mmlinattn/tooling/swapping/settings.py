@@ -64,6 +64,7 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
     hooks = source.cfg.to_dict().get('custom_hooks') or []
     known = {bare_name(hook['type']) for hook in hooks}  # as where it was swapped before
     settings['custom_hooks'] = hooks + [each for each in runtime.to_dict()['custom_hooks'] if each['type'] not in known]
+    settings['runner_type'] = source.cfg.get('runner_type', runtime.runner_type)
     if source.cfg.get('load_from') is not None:
         settings['load_from'] = None
     upstream = source.cfg.to_dict().get('optim_wrapper') or {}
@@ -76,7 +77,9 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
     paper = recipe(new.name, source.task, preferred)
     ours = paper.optim_wrapper.to_dict()
     ours['optimizer'].pop('_scope_', None)
-    wrapper: dict[str, Any] = dict(type='OptimWrapper', optimizer=ours['optimizer'])
+    wrapper: dict[str, Any] = dict(
+        type='OptimWrapper', constructor='MergedOptimWrapperConstructor', optimizer=ours['optimizer']
+    )
     # what upstream says of its own heads stays; the backbone trains at the full rate, as the paper has it
     theirs, paramwise = upstream.get('paramwise_cfg') or {}, dict(ours.get('paramwise_cfg') or {})
     keys = {key: value for key, value in theirs.get('custom_keys', {}).items() if not key.startswith('backbone')}

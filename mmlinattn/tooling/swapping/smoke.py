@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """One training step and one prediction of a model on dummy inputs, and what of its backbone they reached."""
 
+import time
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -27,6 +28,8 @@ class Trial(NamedTuple):
     read: tuple[bool, ...]  # which of the backbone's outputs got a gradient
     without_gradient: tuple[str, ...]  # names of its parameters
     stops: str = ''  # why the prediction failed; '' where it did not
+    seconds: float = 0.0  # of a second step on given batches
+    size: tuple[int, int] = (0, 0)  # height and width of these batches
 
 
 class TrialError(RunError):
@@ -50,9 +53,9 @@ def try_model(
     """
     init_default_scope(source.task)
     run = MessageHub.get_current_instance()
-    for time in ('epoch', 'iter'):
-        if run.get_info(time) is None:  # heads that change in the course of a run ask for it (TOOD, BoxInst)
-            run.update_info(time, 0)
+    for unit in ('epoch', 'iter'):
+        if run.get_info(unit) is None:  # heads that change in the course of a run ask for it (TOOD, BoxInst)
+            run.update_info(unit, 0)
     cfg = _small(_alone(together(without_pretrained(network)), source), size)
     with quiet():
         try:
@@ -66,6 +69,11 @@ def try_model(
             raise TrialError(f'it cannot be built: {printable(described(error))}') from error
         try:
             trial = _train(model, batches[0] if batches else batch_for(model, source, network, size), optimizer)
+            if batches:  # the first step also allocates memory
+                begin = time.perf_counter()
+                _train(model, batches[0], optimizer)
+                shapes = [tuple(image.shape[-2:]) for image in batches[0]['inputs']]
+                trial = trial._replace(seconds=time.perf_counter() - begin, size=max(shapes))
         except Exception as error:
             raise TrialError(f'training stops: {printable(described(error))}') from error
         try:

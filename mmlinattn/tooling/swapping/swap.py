@@ -153,4 +153,4 @@ def _said_of(settings: dict, upstream: Config) -> list[str]:
         old['param_scheduler'] = [old['param_scheduler']]
     keys = ('optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'load_from')
     said = [line for key in keys if key in settings for line in changes(old.get(key), settings[key], key)]
-    return [*said, "custom_hooks, custom_imports: this project's, beside upstream's"]
+    return [*said, "custom_hooks, custom_imports, runner_type: this project's, beside upstream's"]

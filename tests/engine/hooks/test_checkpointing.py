@@ -8,15 +8,15 @@ from mmengine.hooks import CheckpointHook
 from mmengine.runner import find_latest_checkpoint
 
 from mmlinattn.checkpoints import load_file
-from mmlinattn.engine import RunError, SafeCheckpointHook
+from mmlinattn.engine import RunError, SafeCheckpointHook, SafeRunner
 
 
 def runner_of(folder, train_cfg=None, evaluators=(), resume=False, **checkpoint):
-    """A Runner with settings of its checkpoint hook, and a validation where they name a best."""
+    """A Runner with settings of its checkpoint hook, and a validation for ``save_best``."""
     evaluation = validation(*evaluators) if 'save_best' in checkpoint else {}
     default_hooks = dict(checkpoint={'type': 'CheckpointHook', 'interval': 1, **checkpoint})
-    hooks = [dict(type='CheckpointGuardHook')]
-    return make_runner(folder, hooks, train_cfg, default_hooks=default_hooks, resume=resume, **evaluation)
+    options = dict(default_hooks=default_hooks, resume=resume, kind=SafeRunner)
+    return make_runner(folder, [], train_cfg, **options, **evaluation)
 
 
 def files(folder):
@@ -45,15 +45,13 @@ class Own(CheckpointHook):
     """A checkpoint hook of the user."""
 
 
-def test_guard_keeps_the_settings_of_the_checkpoint_hook(tmp_path):
-    own = Own(interval=5)
-    runner = runner_of(tmp_path, max_keep_ckpts=3, save_optimizer=False, priority='LOW')
-    runner.register_hook(own)
-    places = [isinstance(hook, CheckpointHook) for hook in runner.hooks]
+@pytest.mark.parametrize('kind', ['CheckpointHook', 'mmengine.CheckpointHook', CheckpointHook])
+def test_the_runner_builds_the_safe_hook_with_all_settings(tmp_path, kind):
+    runner = runner_of(tmp_path, type=kind, max_keep_ckpts=3, save_optimizer=False, priority='LOW')
+    runner.register_hook(Own(interval=5))
     runner.train()
-    assert [isinstance(hook, CheckpointHook) for hook in runner.hooks] == places
-    hook, left = (hook for hook in runner.hooks if isinstance(hook, CheckpointHook) or hook is own)
-    assert (type(hook), type(left)) == (SafeCheckpointHook, Own)
+    hook, own = (hook for hook in runner.hooks if isinstance(hook, CheckpointHook))
+    assert (type(hook), type(own)) == (SafeCheckpointHook, Own)
     assert (hook.max_keep_ckpts, hook.save_optimizer, hook.priority) == (3, False, 'LOW')
     assert files(tmp_path) == ['epoch_1.pth', 'epoch_2.pth', 'last_checkpoint']
     assert find_latest_checkpoint(str(tmp_path)) == str(tmp_path / 'epoch_2.pth')
@@ -75,7 +73,7 @@ def test_every_setting_of_the_hook_counts(tmp_path):
     assert (tmp_path / 'work' / 'last_checkpoint').read_text() == str(out / 'at_6.pth')
     saved = load_file(out / 'at_6.pth')  # by the safe loader
     assert saved['meta']['iter'] == 6 and 'optimizer' not in saved and 'param_schedulers' not in saved
-    # what a run that resumes is told
+    # for the run that resumes
     assert saved['message_hub']['runtime_info']['keep_ckpt_ids'] == [4, 6]
     assert saved['message_hub']['runtime_info']['last_ckpt'] == str(out / 'at_6.pth')
 
@@ -100,8 +98,8 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, full_disk, monkeypat
 
 
 @pytest.mark.parametrize('metrics', [['acc'], ['a/acc', 'b/acc']])
-def test_a_best_checkpoint_whose_name_comes_again_stays(tmp_path, metrics):
-    """As where a validation is made up for: what takes the place of the best is not the old one that goes."""
+def test_a_best_checkpoint_of_a_repeated_name_stays(tmp_path, metrics):
+    """A repeated validation gives the best checkpoint the name of the old one, which is not removed."""
     evaluators = [Count(prefix=metric.rpartition('/')[0] or None) for metric in metrics]
     save_best = metrics if len(metrics) > 1 else metrics[0]
     runner = runner_of(tmp_path, evaluators=evaluators, save_best=save_best, max_keep_ckpts=2)

@@ -29,7 +29,9 @@ def coco(folder, names=NAMES, name='a.json', box=(), **changes):
     for entry in IMAGES:
         Image.new('RGB', (40, 30)).save(folder / entry['file_name'])
     categories = [dict(id=7 * i + 3, name=name) for i, name in enumerate(names)]
-    boxes = [{**BOX, **dict(id=i, image_id=1 + i % 2, category_id=7 * i + 3), **dict(box)} for i in range(len(names))]
+    boxes = [
+        {**BOX, **dict(id=i + 1, image_id=1 + i % 2, category_id=7 * i + 3), **dict(box)} for i in range(len(names))
+    ]
     content = {**dict(images=IMAGES, annotations=boxes, categories=categories), **changes}
     (folder / name).write_text(json.dumps(content))
     return folder / name
@@ -129,7 +131,7 @@ def test_a_mock_in_place_of_data():
 @pytest.mark.parametrize(
     ('changes', 'words'),
     [
-        (dict(box=dict(category_id=4711)), 'annotation 0 of image 1: category_id 47'),
+        (dict(box=dict(category_id=4711)), 'annotation 1 of image 1: category_id 47'),
         (dict(box=dict(bbox=[float('nan')] * 4)), 'bbox = [nan, '),
         (dict(box=dict(bbox=[0.1, 0.1, 0.5, 1])), 'are shares'),
         (dict(box=dict(bbox=[20, 9, 38, 28])), 'pass the edge'),
@@ -166,14 +168,67 @@ def test_outlines_where_masks_are_learnt(look, tmp_path, outline, is_right):
     loads = dict(type='LoadAnnotations', with_bbox=True, with_mask=True)
     line, _ = look(DETECTOR, train=[coco_data(file, pipeline=[loads])])
     assert ('annotation 1 of image 1: segmentation' in line) != is_right and bool(line) != is_right
-    assert look(DETECTOR, train=[coco_data(file)]) == ('', [])
+    assert not look(DETECTOR, train=[coco_data(file)])[0]
 
 
 def test_objects_that_do_not_train(look, tmp_path):
     boxes = [dict(BOX, id=i, image_id=1, category_id=3) for i in range(4)]
     boxes[1]['area'], boxes[2]['image_id'], boxes[3]['bbox'] = 0, 77, [9, 9, -5, 5]
-    line, (warning,) = look(DETECTOR, train=[coco_data(coco(tmp_path, annotations=boxes))])
+    line, (warning, _) = look(DETECTOR, train=[coco_data(coco(tmp_path, annotations=boxes))])
     assert not line and '3 of 4 annotations are left out, 1 first' in warning
+
+
+def test_classes_without_object_are_named(look, tmp_path):
+    boxes = [dict(BOX, id=1, image_id=1, category_id=3), dict(BOX, id=2, image_id=1, category_id=10, iscrowd=1)]
+    dataset = coco_data(coco(tmp_path, annotations=boxes))
+    line, (warning,) = look(DETECTOR, train=[dataset])
+    assert not line and "has no object of ('dog', 'owl'): nothing of these classes trains" in warning
+    assert look(DETECTOR, val=[dataset]) == ('', [])
+
+
+def test_objects_to_be_ignored_are_named(look, tmp_path):
+    """Of CrowdHuman and VisDrone; upstream's reader drops them, its metric counts them."""
+    boxes = [dict(BOX, id=i, image_id=1, category_id=3, ignore=i - 1) for i in (1, 2)]
+    line, (warning, _) = look(DETECTOR, train=[coco_data(coco(tmp_path, annotations=boxes))])
+    assert not line and '1 of 2 annotations have ignore = 1, 2 first' in warning and 'Write iscrowd = 1' in warning
+
+
+def test_more_objects_than_a_detector_gives(look, tmp_path):
+    boxes = [dict(BOX, id=i, image_id=1, category_id=7 * (i % 3) + 3) for i in range(1, 13)]
+    dataset, detector = coco_data(coco(tmp_path, annotations=boxes)), model(bbox_head=3)
+    detector.bbox_head.test_cfg = dict(max_per_img=10)
+    line, (warning,) = look(detector, val=[dataset])
+    assert not line and 'has up to 12 objects an image, and max_per_img = 10' in warning
+    detector.bbox_head.test_cfg = dict(max_per_img=12)
+    assert look(detector, val=[dataset]) == ('', [])
+
+
+@pytest.mark.parametrize('number, said', [(0, 'annotation 0 of'), (2, 'has the id 2 2 times'), (None, 'without id')])
+def test_ids_of_annotations(look, tmp_path, number, said):
+    """An object of id 0 is never matched by pycocotools; two of one id are one to MMDetection."""
+    boxes = [dict(BOX, id=i, image_id=1, category_id=3) for i in (1, 2)] + [dict(BOX, image_id=2, category_id=3)]
+    boxes[2].update(dict(id=number) if number is not None else {})
+    file = coco(tmp_path)
+    data, metric = coco_data(file), coco_metric(file)
+    file.write_text(json.dumps(dict(json.loads(file.read_text()), annotations=boxes)))
+    metric = metric if number is None else coco_metric(file)
+    assert said in look(DETECTOR, val=[data, metric])[0]
+
+
+@pytest.mark.parametrize('order', [('soil', 'leaf', 'root'), ('leaf', 'root', 'soil')])
+def test_panoptic_categories_that_begin_with_stuff(look, tmp_path, order):
+    """Heads count things first."""
+    categories = [dict(id=i, name=name, isthing=int(name != 'soil')) for i, name in enumerate(order, 1)]
+    ids = {entry['name']: entry['id'] for entry in categories}
+    segments = [dict(id=i, category_id=ids[name], iscrowd=0, bbox=[0, 0, 9, 9], area=81) for i, name in enumerate(ids)]
+    annotations = [dict(image_id=i, file_name=f'{i}.png', segments_info=segments) for i in (1, 2)]
+    file = coco(tmp_path, categories=categories, annotations=annotations)
+    classes = ('leaf', 'root', 'soil')
+    meta = dict(classes=classes, thing_classes=classes[:2], stuff_classes=classes[2:])
+    dataset = coco_data(file, type='CocoPanopticDataset', metainfo=meta)
+    line, _ = look(model(bbox_head=2), train=[dataset])
+    advice = "'soil', which is stuff, before things: .* write classes=\\('leaf', 'root', 'soil'\\)"
+    assert bool(re.search(advice, line)) == bool(line) == (order[0] == 'soil'), line
 
 
 def test_a_mended_image_is_looked_at_again(look, tmp_path):

@@ -45,22 +45,39 @@ def test_a_label_beyond_the_head(look, made, name, info):
 
 
 def test_labels_that_are_no_outputs_of_a_head(look):
-    """What learns to find anything, places in a text, distances; objects that do not count."""
+    """Upstream's heads of proposals, depth and edges; positions in a text; objects that do not count."""
+    pytest.importorskip('mmdet')
+    pytest.importorskip('mmseg')
+    from mmdet.models.dense_heads import RPNHead
+    from mmseg.models.decode_heads import STDCHead, VPDDepthHead
+
     data = Data(dict(OBJECT), classes=list('abc'))
-    made = [kind('RPN', bbox_head=TWO), kind('GLIP', bbox_head=TWO, language_model=0)]
-    for one in (*made, kind('DepthEstimator', decode_head=TWO)):
-        assert look(one, train=[data]) == ('', [])
+    edges = STDCHead(in_channels=4, channels=4, num_classes=2, boundary_threshold=0.1)
+    for head in (dict(bbox_head=RPNHead(4)), dict(decode_head=VPDDepthHead()), dict(auxiliary_head=edges)):
+        assert look(kind('A', **head), train=[data]) == ('', [])
+    assert look(kind('A', bbox_head=TWO, language_model=0), train=[data]) == ('', [])
     ignored = Data(dict(instances=[dict(bbox_label=-1, ignore_flag=1), dict(bbox_label=1)]), classes=list('abc'))
     assert look(DETECTOR, train=[ignored])[0] == ''
 
 
-@pytest.mark.parametrize('name', ['BaseReID', 'ImageToImageRetriever'])
-def test_models_that_compare_images(look, name):
-    """What is looked for in validation is other than in training."""
+def compares(how):
+    """A model that compares images, and its head of two classes."""
+    if how == 'prototype':
+        return kind('A', head=TWO, prototype=None)
+    pytest.importorskip('mmdet')
+    from mmdet.models.reid import LinearReIDHead
+
+    loss = dict(type='mmpretrain.CrossEntropyLoss')
+    return kind('A', head=LinearReIDHead(1, 4, 4, 4, num_classes=2, loss_cls=loss))
+
+
+@pytest.mark.parametrize('how', ['prototype', 'triplets'])
+def test_models_that_compare_images(look, how):
+    """Validation searches for other classes than training."""
     train, val = (Data(dict(gt_label=label)) for label in (1, 8))
     train.folder_to_idx, val.folder_to_idx = dict(a=0, b=1), dict(c=0)
-    assert look(kind(name, head=TWO), train=[train], val=[val]) == ('', [])
-    assert 'too small' in look(kind(name, head=TWO), train=[val])[0]
+    assert look(compares(how), train=[train], val=[val]) == ('', [])
+    assert 'too small' in look(compares(how), train=[val])[0]
     assert 'the folder' in look(model(head=9), train=[train], val=[val])[0]
 
 

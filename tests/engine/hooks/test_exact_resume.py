@@ -13,7 +13,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import DATA_SAMPLERS
 from torch.utils.data import BatchSampler
 
-from mmlinattn.engine import RunError
+from mmlinattn.engine import RunError, SafeRunner
 from mmlinattn.engine.hooks import exact_resume
 
 HOOKS = [dict(type='ExactResumeHook')]
@@ -23,7 +23,7 @@ ITERS = dict(by_epoch=False, max_iters=12)
 
 @DATA_SAMPLERS.register_module(force=True)
 class Buckets(BatchSampler):
-    """Batches of even and of odd indices, with what is left of an epoch in the next, as MMDetection's by shape."""
+    """Batches of even and odd indices. The rest of an epoch goes into the next, as in MMDetection's sampler."""
 
     def __init__(self, sampler, batch_size, drop_last=False):
         super().__init__(sampler, batch_size, drop_last)
@@ -39,7 +39,7 @@ class Buckets(BatchSampler):
 
 
 class Note(Hook):
-    """What training iterations are given, would draw and lose; breaks off before one of them as a kill would."""
+    """Note data, random numbers and losses of training iterations; interrupt before one of them, like a kill."""
 
     priority = 'LOWEST'
 
@@ -65,9 +65,10 @@ def saved_every(interval):
 
 
 def train(work_dir, train_cfg=EPOCHS, hooks=HOOKS, seed=1, until=None, **kwargs):
-    """What a run noted, and its Runner."""
+    """Train; return the notes of the run and its Runner."""
     if not train_cfg['by_epoch']:
         kwargs.update(default_hooks=saved_every(3))
+    kwargs.setdefault('kind', SafeRunner)
     runner = make_runner(work_dir, hooks, train_cfg=dict(train_cfg), randomness=dict(seed=seed), **kwargs)
     note = Note(until)
     runner.register_hook(note)
@@ -89,7 +90,7 @@ BUCKETS = dict(batch_sampler=dict(type='Buckets'))
     ids=['epochs', 'iterations', 'iterations over a finite sampler', 'batches of the config'],
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, loop, loader, until, seed, workers):
-    """Without a seed in the config, the iterations that are done twice have to agree."""
+    """Without a seed in the config, repeated iterations agree."""
     loader = dict(loader, num_workers=workers, persistent_workers=workers > 0)
     first = train(tmp_path / 'cut', loop, seed=seed, until=until, loader=loader)[0].losses
     rest = train(tmp_path / 'cut', loop, seed=seed, loader=loader, resume=True)[0].losses
@@ -101,13 +102,13 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, loop, lo
 
 
 def test_neither_workers_nor_a_second_hook_change_the_data(tmp_path):
-    """As where a config inherits one and adds one."""
+    """A config may inherit one hook and add another."""
     runs = [train(tmp_path / str(workers), loader=dict(num_workers=workers))[0].losses for workers in (0, 2)]
     assert runs[0] == runs[1] == train(tmp_path / 'twice', hooks=HOOKS * 2)[0].losses
 
 
-def test_every_epoch_has_an_order_and_augmentations_of_its_own(tmp_path):
-    """By the seed; MMEngine's hook for that no longer reaches the sampler."""
+def test_epochs_differ_in_order_and_augmentations(tmp_path):
+    """The seed decides; MMEngine's DistSamplerSeedHook no longer reaches the sampler."""
     seen = []
     for seed, cfg in ((1, EPOCHS), (1, ITERS), (2, EPOCHS)):
         note, _ = train(tmp_path / str(len(seen)), cfg, seed=seed)
@@ -119,8 +120,8 @@ def test_every_epoch_has_an_order_and_augmentations_of_its_own(tmp_path):
     assert seen[0] == seen[1] != seen[2]
 
 
-def test_processes_draw_numbers_of_their_own(tmp_path, monkeypatch):
-    """Of one seed: other stochastic depth and augmentations on each process and in each iteration."""
+def test_processes_have_separate_streams(tmp_path, monkeypatch):
+    """One seed gives other stochastic depth and augmentations in each process and iteration."""
     runs = []
     for seed, rank in ((11, 0), (11, 1), (11, 1), (12, 1)):
         monkeypatch.setattr(exact_resume, 'broadcast', lambda tensor, seed=seed: tensor.fill_(seed))  # one for all
@@ -134,7 +135,7 @@ def test_processes_draw_numbers_of_their_own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('interval', [2, 3])
 def test_checkpoints_by_iterations_of_epochs(tmp_path, interval):
-    """In the middle of an epoch of three batches, and after its last one, whose end comes with the resumed run."""
+    """In the middle of an epoch of three batches, and after its last one: the resumed run ends that epoch."""
     options = dict(default_hooks=saved_every(interval), load_from=str(tmp_path / f'whole/iter_{interval}.pth'))
     whole, _ = train(tmp_path / 'whole', default_hooks=options['default_hooks'])
     rest, runner = train(tmp_path / 'cut', resume=True, **options)
@@ -163,12 +164,12 @@ def test_a_sampler_of_the_users_own_stays(tmp_path):
 
 
 class Resizes(torch.nn.Identity):
-    """MMDetection's BatchSyncRandomResize, in what the hook asks for."""
+    """Stand-in for MMDetection's BatchSyncRandomResize."""
 
     _input_size = None
 
 
-def test_what_keeps_sizes_of_earlier_batches_is_named(tmp_path):
+def test_augmentations_with_a_state_are_named(tmp_path):
     for resume in (False, True):
         runner = make_runner(tmp_path, HOOKS, train_cfg=dict(by_epoch=True, max_epochs=1 + resume), resume=resume)
         runner.model.data_preprocessor.batch_augments = torch.nn.ModuleList([Resizes()])

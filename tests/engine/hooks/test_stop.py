@@ -29,7 +29,7 @@ class Kill(Hook):
 
 
 def stopped(folder, kill, hooks=HOOKS, **options):
-    """A run that ends by a SIGTERM: what it saved as stopped.pth, None for nothing."""
+    """Train until a SIGTERM; return the contents of stopped.pth, or None."""
     runner = make_runner(folder, hooks, **options)
     runner.register_hook(kill, 'VERY_HIGH')
     with pytest.raises(SystemExit) as end:
@@ -40,7 +40,7 @@ def stopped(folder, kill, hooks=HOOKS, **options):
 
 
 @pytest.mark.parametrize('by_epoch', [True, False])
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, by_epoch):
+def test_a_stopped_run_resumes_exactly(tmp_path, by_epoch):
     train_cfg = dict(by_epoch=True, max_epochs=3) if by_epoch else dict(type='IterBasedTrainLoop', max_iters=9)
     options = dict(train_cfg=train_cfg, randomness=dict(seed=1))
     if not by_epoch:
@@ -55,7 +55,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, by_epoch):
 
 
 class Fork(Hook):
-    """A process of its own, as pools of metrics have, that is told to end."""
+    """Fork processes, like pools of metrics, and end them."""
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         for _ in range(20):
@@ -68,7 +68,7 @@ class Fork(Hook):
         assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_processes_of_others_end_at_a_sigterm(tmp_path):
+def test_forked_processes_end_at_a_sigterm(tmp_path):
     runner = make_runner(tmp_path, HOOKS, train_cfg=dict(by_epoch=True, max_epochs=1))
     runner.register_hook(Fork())
     runner.train()
@@ -83,7 +83,7 @@ def test_a_training_after_one_that_failed(tmp_path):
 
 
 class TwiceValidated(EMAHook):
-    """As MMPretrain's, which validates the model without averages, too."""
+    """MMPretrain's EMAHook also validates the model without averages."""
 
     evaluate_on_origin = True
 
@@ -93,8 +93,7 @@ class TwiceValidated(EMAHook):
 
 
 def test_in_a_validation_it_is_saved_at_once(tmp_path):
-    """The second one; nobody asks in the first. The weights are saved, not their average, which is in their place then;
-    to the folder of the other checkpoints."""
+    """In the second validation. The weights are saved, not their averages, beside the other checkpoints."""
     saved = stopped(
         tmp_path / 'work',
         Kill(6, 'val'),
@@ -110,18 +109,18 @@ def test_in_a_validation_it_is_saved_at_once(tmp_path):
     assert not torch.equal(saved['state_dict']['layer.weight'], saved['ema_state_dict']['module.layer.weight'])
 
 
-def test_gradients_that_are_summed_are_used_first(tmp_path):
+def test_accumulated_gradients_are_applied_first(tmp_path):
     assert stopped(tmp_path / 'work', Kill(3), optim=dict(accumulative_counts=3))['meta']['iter'] == 6
 
 
-def test_a_process_stops_with_another_that_was_asked(tmp_path, monkeypatch):
-    """All of them look every ``interval`` iterations."""
+def test_a_process_stops_with_another(tmp_path, monkeypatch):
+    """All exchange signals every ``interval`` iterations."""
     asked = []
     monkeypatch.setattr(stop, 'get_world_size', lambda: 2)
     monkeypatch.setattr(stop, 'all_reduce', lambda own, op: asked.append((own.item(), op)) or own.fill_(len(asked) > 1))
     saved = stopped(tmp_path / 'work', Kill(99), [HOOKS[0], dict(type='StopHook', interval=2)])
     assert saved['meta']['iter'] == 4 and asked == [(0, 'max')] * 2
-    with pytest.raises(ValueError, match='StopHook: interval=0 has to be an integer from 1 up'):
+    with pytest.raises(ValueError, match='StopHook: interval=0: expected a positive integer'):
         stop.StopHook(interval=0)
 
 
@@ -138,7 +137,7 @@ class Slow(torch.utils.data.Dataset):
         return os.getpid()
 
 
-def test_workers_outlive_signals_meant_for_the_run():
+def test_workers_survive_signals():
     data = Slow()
     loader = torch.utils.data.DataLoader(data, num_workers=1, sampler=DefaultSampler(data, shuffle=False))
     shield_workers(loader)
@@ -162,5 +161,5 @@ next(batches)
 
 
 def test_workers_end_with_the_run():
-    """In the middle of an epoch, too: its process does not wait for their grace."""
+    """The process does not wait for :data:`GRACE`, also in the middle of an epoch."""
     subprocess.run([sys.executable, '-c', END], check=True, timeout=200)

@@ -11,7 +11,7 @@ from mmlinattn.engine import CPUDistributedDataParallel, RunError
 
 NAMES = '2 parameters got no gradient in the first iteration: backbone.out_norms.0.weight, backbone.out_norms.0.bias. '
 READ = (
-    'What follows the backbone does not read its maps [0]: leave them out of model.backbone.out_indices, '
+    'Nothing reads the maps [0] of the backbone: leave them out of model.backbone.out_indices, '
     'and set in_channels and start_level=0 or in_index of the neck or heads to match. '
 )
 WARNING = 'They are not trained, and distributed training would stop here.'
@@ -28,7 +28,7 @@ def extend(model):
 
 
 def warnings_of(folder, prepare=lambda model: model, times=1, **model):
-    """What the hook warns of in a run, after ``prepare`` did something to the model."""
+    """Run with the model that ``prepare`` returns; return the warnings of the hook."""
     runner = make_runner(folder, [dict(type='UnusedParametersHook')], model={'type': 'SkippingModel', **model})
     inner = runner.model
     runner.model = prepare(inner)
@@ -41,19 +41,19 @@ def warnings_of(folder, prepare=lambda model: model, times=1, **model):
     return [line for line in lines if 'gradient' in line]
 
 
-def test_names_parameters_and_outputs_once_a_training(tmp_path):
+def test_parameters_and_maps_are_named_once(tmp_path):
     assert warnings_of(tmp_path, times=2) == [f'{NAMES}{READ}{WARNING}'] * 2
     assert warnings_of(tmp_path, extend) == [
         f'2 parameters got no gradient in the first iteration: unread.weight, unread.bias. {WARNING}'
     ]
 
 
-def test_distributed_training_stops_or_is_told_to_search(tmp_path, one_process):
+def test_distributed_training_stops_or_searches(tmp_path, one_process):
     with pytest.raises(RunError) as found:
         warnings_of(tmp_path, CPUDistributedDataParallel)
     assert str(found.value) == (
-        f'{NAMES}{READ}Distributed training stops at such parameters; find_unused_parameters=True lets them be, '
-        'at the price of a search in each iteration.'
+        f'{NAMES}{READ}Distributed training stops at such parameters. find_unused_parameters=True accepts them, '
+        'and searches in each iteration.'
     )
     assert warnings_of(tmp_path, CPUDistributedDataParallel, skips=False) == []
     searching = partial(CPUDistributedDataParallel, find_unused_parameters=True)

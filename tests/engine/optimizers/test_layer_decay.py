@@ -189,7 +189,7 @@ def test_backbones_inside_of_others(backbone, inside):
     'arguments, line',
     [
         *(
-            (dict(rate=rate), f'paramwise_cfg.layer_decay_rate={rate!r} has to be a number in (0, 1]')
+            (dict(rate=rate), f'paramwise_cfg.layer_decay_rate={rate!r}: expected a number in (0, 1]')
             for rate in (0, 1.01, '0.5', None)
         ),
         (dict(optimizer=dict(type='Adadelta')), 'optim_wrapper.optimizer.lr is missing'),

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What several processes have to agree on, with two of them over gloo."""
+"""Two processes over gloo."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ if __name__ == '__main__':
     cfg = Config(dict(launcher='pytorch'))
     prepare_distributed(cfg)
     rank = torch.distributed.get_rank()
-    hooks = ['FiniteLossHook', 'CheckpointGuardHook', 'ExactResumeHook', 'UnusedParametersHook']
+    hooks = ['FiniteLossHook', 'ExactResumeHook', 'UnusedParametersHook']
     runner = make_runner(
         Path(work_dir),
         [dict(type=name) for name in hooks],
@@ -77,10 +77,10 @@ OURS = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_PORT', 'MASTER_ADDR')
 
 @pytest.fixture
 def joined(monkeypatch):
-    """Backends that were asked for, on a machine without an accelerator and without the variables of a launcher."""
+    """Backends of process groups, without an accelerator and a launcher."""
     calls = []
     for name in {*OURS, *sum(LAUNCHERS.values(), ())}:
-        monkeypatch.setenv(name, '')  # so that what is set is taken back
+        monkeypatch.setenv(name, '')  # restored after the test
         monkeypatch.delenv(name)
     monkeypatch.setattr('mmlinattn.engine.runner.distributed.get_device', lambda: 'cpu')
     monkeypatch.setattr('torch.distributed.init_process_group', calls.append)
@@ -91,7 +91,7 @@ def joined(monkeypatch):
 @pytest.mark.parametrize('launcher', LAUNCHERS)
 def test_processes_of_every_launcher_are_joined(joined, monkeypatch, tmp_path, launcher):
     for name in LAUNCHERS['pytorch']:
-        monkeypatch.setenv(name, '9')  # left over from elsewhere: what the launcher says counts
+        monkeypatch.setenv(name, '9')  # left over from another launcher
     for name, value in zip(LAUNCHERS[launcher], '352'):
         monkeypatch.setenv(name, value)
     if launcher == 'slurm':
@@ -120,8 +120,8 @@ def test_variables_that_a_launcher_sets(joined, monkeypatch):
     assert joined == []
 
 
-def test_with_gpus_each_process_takes_its_own(joined, monkeypatch):
-    """MMEngine joins them; what runs before, such as a check of operators, would run on the first GPU."""
+def test_each_process_takes_its_gpu(joined, monkeypatch):
+    """MMEngine joins them later; a check of operators would run on the first GPU."""
     chosen = []
     monkeypatch.setattr('mmlinattn.engine.runner.distributed.get_device', lambda: 'cuda')
     monkeypatch.setattr('torch.cuda.is_available', lambda: True)
@@ -145,7 +145,7 @@ def test_settings_of_the_user_stay(joined, monkeypatch, kind):
     for name, value in zip(OURS, ('0', '2', '0', '1234', 'elsewhere')):
         monkeypatch.setenv(name, value)
     wrapper = dict(type=kind, broadcast_buffers=True, static_graph=True)
-    # what the wrapper says goes before what the config as a whole says, or does not
+    # the wrapper's setting overrides that of the config
     for search in (
         dict(find_unused_parameters=True, model_wrapper_cfg=wrapper),
         dict(model_wrapper_cfg=dict(wrapper, find_unused_parameters=True)),
@@ -163,7 +163,7 @@ def test_a_wrapper_that_needs_an_accelerator(joined):
     assert joined == []
 
 
-def test_synchronised_norms_are_plain_ones_on_the_cpu(one_process):
+def test_sync_batch_norm_becomes_batch_norm_on_the_cpu(one_process):
     """PyTorch trains SyncBatchNorm on GPUs only."""
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
     wrapped = CPUDistributedDataParallel(model, device_ids=[0])
@@ -181,7 +181,7 @@ def test_two_processes_train_the_same_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_stop_where_one_sees_a_bad_loss_and_say_which(tmp_path):
+def test_all_processes_stop_at_a_bad_loss(tmp_path):
     """The other process stops at weights that are not finite any more, or is ended by the launcher."""
     first, second = run(tmp_path, bad_at=2)
     assert 'iteration 3' in second and 'process 1: loss=nan' in second and 'folder/' in second

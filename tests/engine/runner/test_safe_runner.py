@@ -1,27 +1,43 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Nothing that a checkpoint names is removed by the Runner of our tools, whichever checkpoint hook a config has."""
+"""The Runner of our tools removes no file that a checkpoint names, and builds our subclasses of MMEngine's parts."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
+import engine_toys
 import pytest
 import torch
-from engine_toys import make_runner, validation
+from engine_toys import validation
+from mmengine.runner import EpochBasedTrainLoop
 
 from mmlinattn.checkpoints import load_file
 from mmlinattn.engine import SafeRunner
 from mmlinattn.engine.runner import find_latest_checkpoint
 from mmlinattn.utils.errors import CheckpointError
 
+make_runner = partial(engine_toys.make_runner, kind=SafeRunner)
 
-@pytest.fixture(autouse=True)
-def safe(monkeypatch):
-    monkeypatch.setattr('engine_toys.Runner', SafeRunner)
+
+@pytest.mark.parametrize(
+    'train_cfg, kind',
+    [
+        (dict(by_epoch=True, max_epochs=2), 'ResumedEpochLoop'),
+        (dict(type='EpochBasedTrainLoop', max_epochs=2), 'ResumedEpochLoop'),
+        (dict(type=EpochBasedTrainLoop, max_epochs=2), 'ResumedEpochLoop'),
+        (dict(by_epoch=False, max_iters=2), 'IterBasedTrainLoop'),
+        (dict(type='mmengine.IterBasedTrainLoop', max_iters=2), 'IterBasedTrainLoop'),
+    ],
+)
+def test_train_loops(tmp_path, train_cfg, kind):
+    assert type(make_runner(tmp_path, [], train_cfg).train_loop).__name__ == kind
+    with pytest.raises(RuntimeError, match='Only one of `type` or `by_epoch`'):
+        _ = make_runner(tmp_path, [], dict(train_cfg, by_epoch=True, type='EpochBasedTrainLoop')).train_loop
 
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-    """A checkpoint of MMEngine's own, after the first of two epochs."""
+    """A checkpoint of the first of two epochs."""
     folder = tmp_path_factory.mktemp('saved')
     make_runner(folder, [], train_cfg=dict(by_epoch=True, max_epochs=1)).train()
     return load_file(folder / 'epoch_1.pth')
@@ -29,7 +45,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def resume(saved, tmp_path):
-    """Resume in ``run`` from the checkpoint, with changes: the runner and its warnings."""
+    """Resume in ``run`` from a changed checkpoint; return the runner and its warnings."""
 
     def resume(info=None, parts=None, **checkpoint_hook):
         checkpoint = copy.deepcopy({**saved, **(parts or {})})
@@ -51,7 +67,7 @@ def resume(saved, tmp_path):
 
 @pytest.fixture
 def files(tmp_path):
-    """What a hostile checkpoint would like to see gone: a file, and things of the run itself."""
+    """Targets of a hostile checkpoint: a file elsewhere, and files of the run."""
     run, home = tmp_path / 'run', tmp_path / 'home'
     kept = [home / 'best_thesis.pth', run / 'notes.txt']
     for path in kept:
@@ -72,7 +88,7 @@ def files(tmp_path):
     ],
     ids=str,
 )
-def test_best_ckpt_of_a_checkpoint_removes_nothing_of_others(resume, files, target):
+def test_best_ckpt_of_a_checkpoint_removes_no_foreign_files(resume, files, target):
     run, kept = files
     if isinstance(target, str):
         target = target.format(home=run.parent / 'home', run=run)
@@ -90,36 +106,35 @@ def test_kept_checkpoints_are_numbers(resume, files, ids):
     assert len(lines) == 1 and '(keep_ckpt_ids)' in lines[0]
 
 
-@pytest.mark.parametrize('hook', ['CheckpointHook', 'SafeCheckpointHook'])
 @pytest.mark.parametrize('out_dir', [None, 'out'])
-def test_its_own_older_checkpoints_are_replaced_as_before(resume, tmp_path, hook, out_dir):
-    """In a folder for all runs, too, and by the name of a link to it."""
+def test_older_checkpoints_of_the_run_are_replaced(resume, tmp_path, out_dir):
+    """Also in a folder for all runs, and through a link."""
     folder = tmp_path / (out_dir or '') / 'run'
     folder.mkdir(parents=True)
     for name in ('best_acc_epoch_0.pth', 'epoch_1.pth'):
         (folder / name).touch()
     (tmp_path / 'link').symlink_to(folder)
     info = dict(best_ckpt=str(tmp_path / 'link' / 'best_acc_epoch_0.pth'), best_score=-1.0, keep_ckpt_ids=[1])
-    _, lines = resume(info, type=hook, out_dir=out_dir and str(tmp_path / out_dir))
+    _, lines = resume(info, out_dir=out_dir and str(tmp_path / out_dir))
     assert lines == [] and {path.name for path in folder.glob('*.pth')} == {'best_acc_epoch_2.pth', 'epoch_2.pth'}
 
 
-def test_the_resumed_run_writes_its_own_config_down(resume, tmp_path):
-    """The text of the older file would travel on to whoever loads the newer one."""
+def test_a_resumed_run_stores_its_own_config(resume, tmp_path):
+    """The text of the older file is not copied into the newer one."""
     runner, _ = resume(dict(cfg='import os', experiment_name='theirs'))
     info = load_file(tmp_path / 'run' / 'epoch_2.pth')['message_hub']['runtime_info']
     assert info['cfg'] == runner.cfg.pretty_text and info['experiment_name'] == runner.experiment_name
 
 
 @pytest.mark.parametrize('part', ['meta', 'message_hub', 'optimizer', 'state_dict'])
-def test_files_with_another_form_are_one_line(resume, part):
+def test_malformed_files_are_one_line(resume, part):
     with pytest.raises(CheckpointError, match='given.pth') as error:
         resume(parts={part: 1})
     assert '\n' not in str(error.value)
 
 
 @pytest.mark.parametrize('content', ['', 'a\nb', 'x' * 5000, '\x1b[2J', 's3://x/y.pth', '/etc/passwd'])
-def test_a_last_checkpoint_that_is_none_of_the_run(tmp_path, content):
+def test_a_last_checkpoint_of_another_run(tmp_path, content):
     (tmp_path / 'last_checkpoint').write_text(content)
     with pytest.raises(CheckpointError, match='last_checkpoint names .*delete that file') as error:
         find_latest_checkpoint(str(tmp_path))

@@ -1,7 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The config that is written for data of each kind; ``tests/docs/test_own_data.py`` trains with it."""
 
+import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +12,8 @@ from mmengine.config import Config
 from own_files import picture, text
 from tool_runs import in_this_process
 
-from mmlinattn.tooling.own_data import making
+from mmlinattn.tooling.own_data import finding, making
+from mmlinattn.tooling.swapping import smoke
 from mmlinattn.utils.errors import RunError
 
 
@@ -77,6 +81,46 @@ def test_other_channels_start_from_none_and_are_tried(tmp_path, shape, dtype):
     assert cfg.load_from is None and cfg.model.backbone.get('init_cfg') is None
     assert cfg.optim_wrapper.optimizer.lr == 2e-4 and 'it learns from scratch' in ' '.join(lines)
     assert cfg.model.data_preprocessor.mean == pytest.approx([125], abs=5)
+
+
+def test_configs_open_without_an_import_before_and_move_with_their_data(tmp_path, untried):
+    """As DetInferencer and upstream's tools read them; paths follow the folder of the config."""
+    made(boxes(tmp_path / 'here' / 'data'), 'detection', 'ravlt_t')
+    (tmp_path / 'here').rename(tmp_path / 'there')
+    code = 'import sys; from mmengine.config import Config; cfg = Config.fromfile(sys.argv[1]); d = cfg.val_dataloader.'
+    code += 'dataset; print(cfg.model.backbone.type, d.data_root, d.ann_file, cfg.val_evaluator.ann_file)'
+    command = [sys.executable, '-W', 'ignore', '-c', code, str(tmp_path / 'there' / 'mine.py')]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout.split()
+    there = tmp_path / 'there'
+    assert said == ['RAVLT', f'{there}/data/', f'{there}/mine_val.json', f'{there}/mine_val.json']
+
+
+def test_dense_images_and_ignored_objects_widen_the_limits(tmp_path, untried):
+    """More than 100 objects an image: head, proposals and metric; regions to be ignored are no background."""
+    root = boxes(tmp_path / 'data', outline=(2, 2, 22, 2, 22, 22))
+    content = json.loads((root / 'all.json').read_text())
+    entry = content['annotations'][0]
+    more = [dict(entry, id=20 + i, iscrowd=int(i == 149)) for i in range(150)]
+    text(root / 'all.json', dict(content, annotations=content['annotations'] + more))
+    cfg, lines = made(root, 'detection', 'ravlt_t')
+    assert 'up to 150 objects an image: max_per_img = 300, and as many are evaluated' in lines
+    test = cfg.model.test_cfg
+    assert test.rcnn.max_per_img == 300 and min(test.rpn.max_per_img, test.rpn.nms_pre) >= 1200
+    assert cfg.model.train_cfg.rpn_proposal.max_per_img >= 1200
+    assert cfg.val_evaluator.use_mp_eval and cfg.val_evaluator.proposal_nums == (100, 300, 1000)
+    assert cfg.model.train_cfg.rpn.assigner.ignore_iof_thr == cfg.model.train_cfg.rcnn.assigner.ignore_iof_thr == 0.5
+
+
+def test_what_a_step_took_and_the_whole_will_take(tmp_path):
+    trial = smoke.Trial(1.0, (), (), seconds=3.0, size=(288, 384))
+    data = finding.OwnData('', [], dict(train=[tmp_path] * 40), {}, {}, [])
+    args = making.ConfigArgs(tmp_path, 'detection', 'ravlt_t', tmp_path / 'mine.py')
+    values = dict(train_dataloader=dict(batch_size=4), max_epochs=20, train_pipeline=[{}, {}, dict(scale=(768, 576))])
+    (line,) = making._durations(args, values, data, trial)
+    assert line == (
+        'a step of 2 images of 384x288 took 3.0 s on the CPU; the whole, 20 epochs, takes about 1.3 h on it, '
+        'validation aside'
+    )
 
 
 def test_segmentation_of_small_images(tmp_path, untried):

@@ -11,7 +11,7 @@ from own_files import HEIGHT, WIDTH, picture, text
 from PIL import Image
 from tool_runs import ROOT
 
-from mmlinattn.tooling.own_data import labels
+from mmlinattn.tooling.own_data import folders, label_images
 from mmlinattn.tooling.own_data.boxes import read_boxes as read
 from mmlinattn.utils.errors import RunError
 
@@ -54,7 +54,9 @@ def boxes_of(data, split='train'):
 def layouts():
     """Those of the page: task, name, paths."""
     page = (ROOT / 'docs' / 'own_data.md').read_text(encoding='utf-8')
-    for kind, block in zip((read, labels.read_masks, labels.read_folders), re.findall('```text\n(.*?)```', page, re.S)):
+    for kind, block in zip(
+        (read, label_images.read_masks, folders.read_classes), re.findall('```text\n(.*?)```', page, re.S)
+    ):
         for name, lines in re.findall(r'^(\S.*)\n((?:  .*\n)+)', block, re.M):
             paths = []
             for word in lines.split():
@@ -80,7 +82,7 @@ def test_layouts_of_the_page(tmp_path, kind, paths):
             text(file, 'names: [b, a]')
         else:
             text(file, dict(classes='b\na', train='a\nb', val='c').get(stem, '1 0.5 0.5 0.25 0.5'))
-    more = (None, tmp_path / 'copies') if kind is labels.read_masks else ()
+    more = (None, tmp_path / 'copies') if kind is label_images.read_masks else ()
     data = kind(tmp_path, *more)
     assert [len(data.images[split]) for split in ('train', 'val')] in ([2, 1], [4, 2])
 
@@ -105,9 +107,10 @@ def test_voc_of_a_folder_above_and_lists_by_other_names(tmp_path):
     stems = {split: ''.join(path.stem for path in paths) for split, paths in data.images.items()}
     assert stems == dict(train='ab', val='c')
     assert data.notes == [
+        'no image of wheel: nothing of these classes is learnt',
         '1 images that no annotation names are left out',
         '3 of 3 boxes reach beyond their images and are cut',
-        '3 of 3 boxes are of crowds or difficult: neither learnt nor counted',
+        '3 of 3 boxes are ignored, neither learnt nor counted: 3 difficult',
     ]
 
 
@@ -181,7 +184,7 @@ def test_yolo_splits_of_data_yaml(tmp_path, train):
     text(tmp_path / 'data.yaml', content)
     data = read(tmp_path)
     assert [len(data.images[split]) for split in ('train', 'val')] == [3, 1]
-    assert data.notes == ['1 of 4 images have no text file: they are background']
+    assert '1 of 4 images have no text file: they are background' in data.notes
     text(tmp_path / 'data.yaml', content.replace('images/held_out', 'images/valid'))
     with pytest.raises(RunError, match="says 'val: images/valid', which is not there, and the others are"):
         read(tmp_path)
@@ -240,7 +243,7 @@ def test_images_of_xml_files_that_have_several(tmp_path):
         read(tmp_path)
     picture(tmp_path / 'JPEGImages' / 'one' / 'c.jpg')
     picture(tmp_path / 'JPEGImages' / 'two' / 'c.jpg')
-    with pytest.raises(RunError, match='val/c.xml: its image may be .*/c.jpg or .*/c.jpg; keep one'):
+    with pytest.raises(RunError, match="val/c.xml: 'c' may be .*/c.jpg or .*/c.jpg; keep one"):
         read(tmp_path)
 
 
@@ -340,9 +343,15 @@ XML = VOC.format(w=HEIGHT, h=WIDTH, objects=OBJECT.format(name='a', box=(1, 1, 9
         ({'labels/0.txt': '0 nan 0.5 0.1 0.1', 'classes.txt': 'a'}, 'shares of the image'),
         ({'labels/0.txt': '0 0.1 0.2 0.3 0.4 0.5', 'classes.txt': 'a'}, 'is no class and x y width height, or x y of'),
         ({'labels/0.txt': '0 0.1 0.2 0.3 0.4 0.5 0.6 0.7', 'classes.txt': 'a'}, 'is no class and x y width height'),
-        ({'data.yaml': 'names: {1: a, 2: b}'}, 'names have the numbers [1, 2]; they have to be 0 to 1'),
-        ({'data.yaml': 'names: coco.names'}, "names = 'coco.names' has to be a list"),
-        ({'classes.txt': 'a'}, 'no box in it'),
+        (
+            {'labels/0.txt': '1 0.5 0.5 0.2 0.2', 'data.yaml': 'names: {1: a, 2: b}'},
+            'names have the numbers [1, 2]; they have to be 0 to 1',
+        ),
+        (
+            {'labels/0.txt': '1 0.5 0.5 0.2 0.2', 'data.yaml': 'names: coco.names'},
+            "names = 'coco.names' has to be a list",
+        ),
+        ({'classes.txt': 'a'}, 'no annotations in it. It takes COCO JSON, VOC XML'),
     ],
 )
 def test_boxes_that_are_refused(tmp_path, files, said):

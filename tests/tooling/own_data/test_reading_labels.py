@@ -1,12 +1,15 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Label images, folders of images, and the form of images, as people have them."""
 
+import re
+
+import cv2
 import numpy as np
 import pytest
 from own_files import HEIGHT, WIDTH, picture, text
-from PIL import Image
+from PIL import Image, TiffImagePlugin
 
-from mmlinattn.tooling.own_data import finding, labels
+from mmlinattn.tooling.own_data import finding, folders, label_images
 from mmlinattn.utils.errors import RunError
 
 
@@ -14,7 +17,7 @@ def masks(root, values, names=None, suffix='.png', dtype=np.uint8, shape=(HEIGHT
     for i in range(4):
         picture(root / 'images' / f'{i}.jpg')
         picture(root / 'masks' / f'{i}{suffix}', np.resize(np.array(values, dtype), shape))
-    return labels.read_masks(root, names, root.parent / 'mine_labels')
+    return label_images.read_masks(root, names, root.parent / 'mine_labels')
 
 
 @pytest.mark.parametrize(
@@ -29,7 +32,7 @@ def masks(root, values, names=None, suffix='.png', dtype=np.uint8, shape=(HEIGHT
     ],
 )
 def test_what_values_of_label_images_mean(values, names, classes, table):
-    assert labels.meaning(values, names) == (classes, table)
+    assert label_images.meaning(values, names) == (classes, table)
 
 
 @pytest.mark.parametrize(
@@ -42,15 +45,15 @@ def test_what_values_of_label_images_mean(values, names, classes, table):
 )
 def test_values_that_are_refused(values, names, said):
     with pytest.raises(RunError, match=said):
-        labels.meaning(values, names)
+        label_images.meaning(values, names)
 
 
 def test_masks_of_0_and_255_are_copied_as_labels(tmp_path):
     data = masks(tmp_path / 'data', [0, 255, 255], suffix='_mask.png')
     train = data.settings['train']
-    assert (train['img_suffix'], train['seg_map_suffix']) == ('.jpg', '_mask.png')
+    assert (train['img_suffix'], train['seg_map_suffix']) == ('.jpg', '.png')
     stem = data.annotations['train'].split()[0]
-    copy = Image.open(f'{train["data_prefix"]["seg_map_path"]}{stem}_mask.png')
+    copy = Image.open(f'{train["data_prefix"]["seg_map_path"]}{stem}.png')
     assert np.unique(copy).tolist() == [0, 1] and data.classes == ['background', 'foreground']
     assert sum(map(len, data.images.values())) == 4 and 'copied' in ' '.join(data.notes)
 
@@ -75,9 +78,9 @@ def test_masks_as_mmsegmentation_reads_them_stay(tmp_path):
             picture(tmp_path / split / 'images' / f'{i}.png')
             picture(tmp_path / split / 'masks' / f'{i}.png', np.full((HEIGHT, WIDTH), i, np.uint8))
     picture(tmp_path / 'val' / 'images' / '9.png')
-    data = labels.read_masks(tmp_path, ['a', 'b', 'c'], tmp_path / 'none')
+    data = label_images.read_masks(tmp_path, ['a', 'b', 'c'], tmp_path / 'none')
     assert data.annotations == dict(train='0\n1\n2\n', val='0\n') and not (tmp_path / 'none').exists()
-    assert data.settings['val']['data_prefix']['seg_map_path'] == f'{tmp_path}/val/masks/'
+    assert data.settings['val']['data_prefix']['seg_map_path'] == 'val/masks/'
     assert any('1 images' in note and 'left out' in note for note in data.notes)
 
 
@@ -86,14 +89,14 @@ def test_masks_as_mmsegmentation_reads_them_stay(tmp_path):
     [
         (dict(values=[0, 1], suffix='.jpg'), 'JPEG'),
         (dict(values=[0, 1], shape=(3, 3)), 'has not the size'),
-        (dict(values=[0, 1, 2], shape=(HEIGHT, WIDTH, 3)), 'has colours'),
+        (dict(values=[0, 1, 2], shape=(HEIGHT, WIDTH, 3)), 'have the colours (0, 1, 2): write label_colors.txt'),
         (dict(values=[0, 0.5], dtype=np.float32, suffix='.tif'), 'has values with fractions'),
         (dict(values=[0, 65536], dtype=np.int32, suffix='.tif'), 'has values from 0 to 65536: labels are 0 to 254'),
         (dict(values=[-1, 1], dtype=np.int32, suffix='.tif'), 'has values from -1 to 1'),
     ],
 )
 def test_masks_that_are_refused(tmp_path, how, said):
-    with pytest.raises(RunError, match=said):
+    with pytest.raises(RunError, match=re.escape(said)):
         masks(tmp_path / 'data', **how)
 
 
@@ -110,9 +113,179 @@ def test_masks_that_are_refused(tmp_path, how, said):
 def test_masks_that_are_copied(tmp_path, how):
     data = masks(tmp_path / 'data', **how)
     copies = data.settings['train']['data_prefix']['seg_map_path']
-    copy = Image.open(copies + data.annotations['train'].split()[0] + how.get('suffix', '.png'))
+    copy = Image.open(copies + data.annotations['train'].split()[0] + '.png')
     assert (copy.mode, np.unique(copy).tolist()) == ('L', [0, 1])
     assert f'label images are copied to {tmp_path}/mine_labels: one number a pixel' in data.notes
+
+
+LAYOUTS = {  # image and label image, without the name
+    'CamVid of SegNet': ('{split}/{n}.png', '{split}annot/{n}.png'),
+    'CamVid of Kaggle': ('{split}/{n}.png', '{split}_labels/{n}_L.png'),
+    'CamVid of fastai': ('images/{n}.png', 'labels/{n}_P.png'),
+    'Cityscapes': ('leftImg8bit/{split}/a/{n}_leftImg8bit.png', 'gtFine/{split}/a/{n}_gtFine_labelIds.png'),
+    'KITTI': ('training/image_2/{n}.png', 'training/semantic/{n}.png'),
+    'Roboflow': ('{split}/{n}.jpg', '{split}/{n}_mask.png'),
+    'DeepGlobe': ('{split}/{n}_sat.jpg', '{split}/{n}_mask.png'),
+    'jpg and png': ('{split}/{n}.jpg', '{split}/{n}.png'),
+}
+
+
+def layout(root, name, value, splits=('train', 'train', 'train', 'val', 'val')):
+    """Label images of ``value(number)`` in one of the layouts."""
+    for number, split in enumerate(splits):
+        image, mask = (path.format(split=split, n=number) for path in LAYOUTS[name])
+        picture(root / image)
+        picture(root / mask, value(number))
+    return label_images.read_masks(root, None, root.parent / 'copies')
+
+
+def halves(*values, dtype=np.uint8):
+    """A label image whose columns have the values in turn."""
+    return np.resize(np.array(values, dtype), (HEIGHT, WIDTH, *np.shape(values)[1:]))
+
+
+@pytest.mark.parametrize('name', LAYOUTS)
+def test_layouts_of_label_images(tmp_path, name):
+    values = (7, 11, 0) if name in ('Cityscapes', 'KITTI') else (0, 1, 2)
+    if 'fastai' in name:
+        text(tmp_path / 'data/codes.txt', 'sky\nroad\ncar')
+        text(tmp_path / 'data/valid.txt', '3.png\n4.png')
+    if name == 'Cityscapes':  # beside other files of each image
+        for number in range(5):
+            split = 'train' if number < 3 else 'val'
+            for kind in ('color', 'instanceIds'):
+                picture(tmp_path / f'data/gtFine/{split}/a/{number}_gtFine_{kind}.png')
+    data = layout(tmp_path / 'data', name, lambda number: halves(*values))
+    counts = [len(data.images[split]) for split in ('train', 'val')]
+    assert counts == ([4, 1] if name == 'KITTI' else [3, 2])
+    assert (tmp_path / 'data' / data.settings['train']['data_prefix']['img_path']).is_dir()
+    if name in ('Cityscapes', 'KITTI'):
+        assert len(data.classes) == 19 and data.classes[:3] == ['road', 'sidewalk', 'building']
+        assert np.unique(Image.open(next((tmp_path / 'copies/train').rglob('*.png')))).tolist() == [0, 2, 255]
+        assert 'pixels of value 0 are ignored' in data.notes
+    if 'fastai' in name:
+        assert data.classes == ['sky', 'road', 'car']
+
+
+def test_camvid_of_segnet_has_eleven_classes_and_void(tmp_path):
+    data = layout(tmp_path / 'data', 'CamVid of SegNet', lambda number: halves(*range(12)))
+    assert data.classes[:2] == ['sky', 'building'] and len(data.classes) == 11
+    copy = np.asarray(Image.open(tmp_path / 'copies/train/0.png'))
+    assert np.unique(copy).tolist() == [*range(11), 255] and 'pixels of void are ignored' in data.notes
+
+
+SKY, ROAD, VOID = (128, 128, 128), (128, 64, 128), (0, 0, 0)
+COLOUR_FILES = {
+    'label_colors.txt': '128 128 128\tSky\n128 64 128\t\tRoad\n0 0 0\tVoid',
+    'class_dict.csv': 'name,r,g,b\nSky,128,128,128\nRoad,128,64,128\nVoid,0,0,0',
+    'labelmap.txt': '# label:color_rgb:parts:actions\nSky:128,128,128::\nRoad:128,64,128::\nVoid:0,0,0::',
+    'class_dict_seg.csv': 'name, r, g, b\nSky, 128, 128, 128\nRoad, 128, 64, 128\nVoid, 0, 0, 0',
+}
+
+
+@pytest.mark.parametrize('file', COLOUR_FILES)
+def test_colours_of_a_list(tmp_path, file):
+    text(tmp_path / 'data' / file, COLOUR_FILES[file])
+    data = layout(tmp_path / 'data', 'CamVid of Kaggle', lambda number: halves(ROAD, SKY, VOID, ROAD))
+    assert data.classes == ['Sky', 'Road'] and 'pixels of Void are ignored' in data.notes
+    copy = np.asarray(Image.open(tmp_path / 'copies/train/0.png'))
+    assert copy[0, :4].tolist() == [1, 0, 255, 1]
+    assert 'colour (128, 128, 128) is Sky, (128, 64, 128) is Road' in ' '.join(data.notes)
+
+
+def test_colours_that_the_list_lacks(tmp_path):
+    text(tmp_path / 'data/label_colors.txt', COLOUR_FILES['label_colors.txt'])
+    with pytest.raises(RunError, match=re.escape('the colour (1, 2, 3), which the list of colours does not name')):
+        layout(tmp_path / 'data', 'CamVid of Kaggle', lambda number: halves(ROAD, SKY, (1, 2, 3)))
+
+
+def test_colours_without_a_list(tmp_path):
+    """Those of Cityscapes are known; others are refused by their values; two are background and foreground."""
+    data = layout(tmp_path / 'a', 'CamVid of Kaggle', lambda number: halves(ROAD, (0, 0, 142), VOID))
+    assert (data.classes[0], data.classes[13]) == ('road', 'car') and 'those of cityscapes' in ' '.join(data.notes)
+    with pytest.raises(RunError, match=re.escape('(0, 0, 0), (9, 8, 7), (200, 3, 4): write label_colors.txt')):
+        layout(tmp_path / 'b', 'CamVid of Kaggle', lambda number: halves(VOID, (9, 8, 7), (200, 3, 4)))
+    data = layout(tmp_path / 'c', 'CamVid of Kaggle', lambda number: halves(VOID, (200, 3, 4)))
+    assert data.classes == ['background', 'foreground']
+
+
+def test_palettes_that_differ_are_colours(tmp_path):
+    """Editors sort the palette of each file anew: the number 1 is another class in each."""
+    root = tmp_path / 'data'
+    text(root / 'label_colors.txt', COLOUR_FILES['label_colors.txt'])
+    for number in range(4):
+        picture(root / f'images/{number}.png')
+        colours = [SKY, ROAD] if number % 2 else [ROAD, SKY]
+        image = Image.fromarray(halves(0, 1)).convert('P')
+        image.putpalette(np.ravel(colours).tolist())
+        (root / 'masks').mkdir(exist_ok=True)
+        image.save(root / f'masks/{number}.png')
+    data = label_images.read_masks(root, None, tmp_path / 'copies')
+    firsts = {path.stem: np.asarray(Image.open(path))[0, 0] for path in (tmp_path / 'copies').rglob('*.png')}
+    assert firsts == {'0': 1, '1': 0, '2': 1, '3': 0} and data.classes == ['Sky', 'Road']
+
+
+def test_values_and_classes_of_a_table(tmp_path):
+    for split in ('train', 'val'):
+        text(tmp_path / f'data/{split}/_classes.csv', 'Pixel Value, Class\n0, background\n1, leaf\n2, root')
+    data = layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 1, 2))
+    assert data.classes == ['background', 'leaf', 'root']
+    with pytest.raises(RunError, match='the value 7, which the list of values does not name'):
+        layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 1, 7))
+    for split in ('train', 'val'):
+        text(tmp_path / f'data/{split}/_classes.csv', 'Pixel Value, Class\n0, background\n90, leaf\n170, root')
+    layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 170))
+    assert np.unique(Image.open(tmp_path / 'copies/train/0.png')).tolist() == [0, 2]  # by its value, not its place
+
+
+LINEAR, CUBIC = cv2.INTER_LINEAR, cv2.INTER_CUBIC
+
+
+@pytest.mark.parametrize('factor, how', [(2, LINEAR), (8, LINEAR), (2, CUBIC), (8, CUBIC), (1, 'jpeg')])
+def test_masks_enlarged_with_interpolation_have_two_classes(tmp_path, factor, how):
+    for number in range(4):
+        small = np.zeros((HEIGHT // factor, WIDTH // factor), np.uint8)
+        cv2.circle(small, (WIDTH // factor // 2, HEIGHT // factor // 2), 16 // factor, 255, -1)
+        scaled = cv2.resize(small, (WIDTH, HEIGHT), interpolation=cv2.INTER_NEAREST if how == 'jpeg' else how)
+        if how == 'jpeg':
+            scaled = cv2.imdecode(cv2.imencode('.jpg', scaled)[1], cv2.IMREAD_GRAYSCALE)
+        picture(tmp_path / f'data/images/{number}.jpg')
+        picture(tmp_path / f'data/masks/{number}.png', scaled)
+    data = label_images.read_masks(tmp_path / 'data', None, tmp_path / 'copies')
+    assert data.classes == ['background', 'foreground'] and 'enlarged with interpolation' in ' '.join(data.notes)
+    copy = np.asarray(Image.open(next((tmp_path / 'copies').rglob('*.png'))))
+    assert np.unique(copy).tolist() == [0, 1] and 0.1 < copy.mean() < 0.4
+
+
+def test_classes_of_label_images_stay_in_train(tmp_path):
+    """Two of 20 images have the class 2, one the class 3."""
+    extra = {3: 2, 11: 2, 7: 3}
+    for number in range(20):
+        picture(tmp_path / f'data/images/{number:02}.jpg')
+        picture(tmp_path / f'data/masks/{number:02}.png', halves(0, 1, extra.get(number, 0)))
+    data = label_images.read_masks(tmp_path / 'data', ['a', 'b', 'c', 'd'], tmp_path / 'none')
+    train = {int(stem) for stem in data.annotations['train'].split()}
+    assert len(train & {3, 11}) == 1 and 7 in train and 'no image of d in val: not measured' in data.notes
+
+
+def test_test_images_without_labels_of_a_class(tmp_path):
+    """As those of Cityscapes, whose labels are kept back."""
+    splits = ('train', 'train', 'val', 'test')
+    data = layout(tmp_path / 'data', 'Cityscapes', lambda number: halves(*((7, 11) if number < 3 else (0, 3))), splits)
+    assert list(data.images) == ['train', 'val'] and 'the 1 label images of test have no class' in ' '.join(data.notes)
+
+
+def test_pages_and_values_that_mean_no_data_are_named(tmp_path):
+    first, second = (Image.fromarray(np.full((8, 9, 3), value, np.uint8)) for value in (1, 2))
+    first.save(tmp_path / 'pages.tif', save_all=True, append_images=[second])
+    overview = TiffImagePlugin.ImageFileDirectory_v2()
+    overview[42113] = '-9999'
+    first.save(tmp_path / 'plain.tif', tiffinfo=overview)
+    notes = finding.page_notes(sorted(tmp_path.iterdir()))
+    assert notes == [
+        '1 files have several pages, as pages.tif: the first is read',
+        '1 files say that -9999 means no data, as plain.tif: it is read as a value',
+    ]
 
 
 @pytest.mark.parametrize(
@@ -123,10 +296,10 @@ def test_label_images_of_which_there_are_two(tmp_path, name, said):
     for path in ('images/0.jpg', 'masks/0_c.png', name):
         picture(tmp_path / path, np.resize(np.array([0, 1], np.uint8), (HEIGHT, WIDTH)))
     with pytest.raises(RunError, match=said):
-        labels.read_masks(tmp_path, None, tmp_path / 'none')
+        label_images.read_masks(tmp_path, None, tmp_path / 'none')
 
 
-def folders(root, *counts):
+def sorted_images(root, *counts):
     for name, count in counts:
         for i in range(count):
             picture(root / name / f'{i} x.jpg')
@@ -134,21 +307,21 @@ def folders(root, *counts):
 
 
 def test_folders_of_one_level_are_divided_class_by_class(tmp_path):
-    data = labels.read_folders(folders(tmp_path, ('train', 8), ('bus', 4), ('one', 1)))  # a class of locomotives
+    data = folders.read_classes(sorted_images(tmp_path, ('train', 8), ('bus', 4), ('one', 1)))  # a class of locomotives
     assert data.classes == ['bus', 'one', 'train']
     assert {split: len(paths) for split, paths in data.images.items()} == dict(train=10, val=3)
     assert sorted(line.rsplit(' ', 1)[1] for line in data.annotations['val'].splitlines()) == ['0', '2', '2']
-    assert "no image of 'one' in val" in data.notes
+    assert 'no image of one in val: not measured' in data.notes
 
 
 def test_splits_below_classes(tmp_path):
     counts = [('a/train', 3), ('a/val', 1), ('b/train', 3), ('b/val', 1)]
-    data = labels.read_folders(folders(tmp_path, *counts))
+    data = folders.read_classes(sorted_images(tmp_path, *counts))
     assert data.classes == ['a', 'b'] and [len(data.images[split]) for split in ('train', 'val')] == [6, 2]
 
 
 def test_labels_of_val_follow_train(tmp_path):
-    data = labels.read_folders(folders(tmp_path, ('train/a', 2), ('train/b', 2), ('val/b', 2)))
+    data = folders.read_classes(sorted_images(tmp_path, ('train/a', 2), ('train/b', 2), ('val/b', 2)))
     assert data.annotations['val'] == 'val/b/0 x.jpg 1\nval/b/1 x.jpg 1\n'
 
 
@@ -163,7 +336,7 @@ def test_labels_of_val_follow_train(tmp_path):
 )
 def test_folders_that_are_refused(tmp_path, counts, said):
     with pytest.raises(RunError, match=said):
-        labels.read_folders(folders(tmp_path, *counts))
+        folders.read_classes(sorted_images(tmp_path, *counts))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +381,7 @@ def test_images_of_several_forms(tmp_path):
 
 @pytest.mark.parametrize('other', ['__MACOSX', 'results/plots'])
 def test_folders_beside_train(tmp_path, other):
-    data = labels.read_folders(folders(tmp_path, ('train/cat', 3), ('train/dog', 3), (other, 3)))
+    data = folders.read_classes(sorted_images(tmp_path, ('train/cat', 3), ('train/dog', 3), (other, 3)))
     assert data.classes == ['cat', 'dog'] and sum(map(len, data.images.values())) == 6
     assert any('beside train: left out' in note for note in data.notes) is (other != '__MACOSX')
 
@@ -225,5 +398,5 @@ def test_folders_of_masks_with_capitals(tmp_path):
     masks(tmp_path, [0, 1])
     for kind in ('images', 'masks'):
         (tmp_path / kind).rename(tmp_path / kind.capitalize())
-    data = labels.read_masks(tmp_path, None, tmp_path / 'copies')
-    assert data.settings['train']['data_prefix']['seg_map_path'] == f'{tmp_path}/Masks/'
+    data = label_images.read_masks(tmp_path, None, tmp_path / 'copies')
+    assert data.settings['train']['data_prefix']['seg_map_path'] == 'Masks/'

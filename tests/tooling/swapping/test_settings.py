@@ -67,6 +67,7 @@ def test_imports_and_hooks_of_upstream_stay():
     found, remarks = settings_of('mmdet', {}, cfg)
     assert found['custom_imports'] == dict(imports=['mine', 'mmlinattn'], allow_failed_imports=False)
     assert found['custom_hooks'][0] == dict(type='EMAHook') and remarks == []
+    assert found['runner_type'] == 'SafeRunner'
     ours = [hook['type'] for hook in found['custom_hooks'][1:]]
     assert 'UnusedParametersHook' in ours
     found, _ = settings_of('mmdet', {}, dict(custom_hooks=[dict(type=f'mmengine.{ours[0]}')]))
@@ -107,7 +108,9 @@ def test_what_is_taken_of_two_recipes():
 
     detector = made('mmdet')
     assert detector['paramwise_cfg'] == dict(custom_keys=dict(norm=dict(decay_mult=0.0), query=dict(lr_mult=10.0)))
-    assert list(detector) == ['type', 'optimizer', 'paramwise_cfg'] and detector['optimizer']['betas'] == (0.9, 0.999)
+    assert list(detector) == ['type', 'constructor', 'optimizer', 'paramwise_cfg'] and detector['optimizer'][
+        'betas'
+    ] == (0.9, 0.999)
     assert made('mmseg', paramwise_cfg={})['paramwise_cfg'] == dict(norm_decay_mult=0.0)
     assert 'clip_grad' not in made('mmpretrain')
     assert made('mmpretrain', 'inline_deit_t')['clip_grad'] == dict(max_norm=5.0)

@@ -1,0 +1,194 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""One comparison of a state dict with a model, for pretraining, testing, resuming, converting and analysis."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..utils.building import is_pretrained
+from ..utils.errors import RunError
+from ..utils.private_apis import before_loading, own_state
+
+_COUNTER = 'num_batches_tracked'  # no weight: files converted from elsewhere lack it
+
+
+class Fit(NamedTuple):
+    """A state dict compared with a model. Keys are the model's, after its modules renamed and resized the weights.
+
+    Attributes:
+        weights (dict[str, Tensor]): Tensors that load.
+        missing (list[str]): Parameters and buffers without a tensor. Batch counters do not count.
+        unexpected (list[str]): Keys that the model lacks.
+        ignored (list[str]): Keys skipped on purpose, as those of stages that a backbone was configured without.
+        mismatched (dict[str, str]): Keys of another shape, with both shapes.
+        not_real (dict[str, str]): Keys of integers, complex, sparse or quantized tensors, with their kind.
+        nonfinite (list[str]): Weights that hold NaN or infinity.
+    """
+
+    weights: dict[str, Tensor]
+    missing: list[str]
+    unexpected: list[str]
+    ignored: list[str]
+    mismatched: dict[str, str]
+    not_real: dict[str, str]
+    nonfinite: list[str]
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the weights are the model's state dict, key by key."""
+        return not (self.missing or self.unexpected or self.mismatched or self.not_real)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing loads."""
+        return all(key.endswith(_COUNTER) for key in self.weights)
+
+    def only(self, wanted: Callable[[str], bool]) -> 'Fit':
+        """Restrict missing, unexpected and mismatched keys to the wanted ones."""
+        return self._replace(
+            missing=[key for key in self.missing if wanted(key)],
+            unexpected=[key for key in self.unexpected if wanted(key)],
+            mismatched={key: shapes for key, shapes in self.mismatched.items() if wanted(key)},
+        )
+
+    def check_values(self, allow_nonfinite: bool = False, remedy: str = '') -> None:
+        """Refuse weights that no model computes with.
+
+        Raises:
+            RunError: Weights are no real numbers, or NaN or infinite.
+        """
+        if self.not_real:
+            raise RunError(
+                f'the checkpoint does not fit the model; no real numbers in memory: {some(listed(self.not_real))}.'
+            )
+        if self.nonfinite and not allow_nonfinite:
+            raise RunError(
+                f'{len(self.nonfinite)} weights of the checkpoint are NaN or infinite: {some(self.nonfinite)}. It was '
+                f'saved by a run that had failed; take an earlier one.{remedy}'
+            )
+
+    def __str__(self) -> str:
+        parts = [f'left out for its shape: {", ".join(listed(self.mismatched))}'] * bool(self.mismatched)
+        parts += [f'{len(self.missing)} parameters not in the file: {some(self.missing)}'] * bool(self.missing)
+        parts += [f'{len(self.unexpected)} weights not in the model: {some(self.unexpected)}'] * bool(self.unexpected)
+        return f'the checkpoint does not fit the model; {"; ".join(parts)}. '
+
+
+def compare(model: nn.Module, state: Mapping[str, Tensor]) -> Fit:
+    """Compare a state dict with a model, which stays as it is.
+
+    The model's own loading is run up to the copying of tensors, so that renamed and resized weights count, and those
+    that adapters hide from ``state_dict``.
+
+    Args:
+        model (nn.Module): The model, without wrappers.
+        state (Mapping[str, Tensor]): Weights under the names that ``model.load_state_dict`` takes.
+    """
+    own: dict[str, Tensor] = {}
+    given: dict[str, Tensor] = {}
+
+    def take(module: nn.Module, local: dict, prefix: str, *_: Any) -> None:
+        for name, tensor in own_state(module).items():
+            own[prefix + name] = tensor
+            if prefix + name in local:
+                given[prefix + name] = local.pop(prefix + name)  # PyTorch copies nothing then
+
+    with before_loading(model, take):
+        result = model.load_state_dict(state, strict=False)
+    unexpected = list(getattr(result, 'unexpected_keys', ()))
+    parts = {
+        f'{name}.' * bool(name): part for name, part in model.named_modules() if hasattr(type(part), 'ignorable_keys')
+    }
+    ignored = [
+        key
+        for key in unexpected
+        if any(key.startswith(start) and part.ignorable_keys(key[len(start) :]) for start, part in parts.items())
+    ]
+    not_real, mismatched, weights = {}, {}, {}
+    for key, value in given.items():
+        if kind_of(own[key]) == 'real' and kind_of(value) != 'real':
+            not_real[key] = kind_of(value)
+        elif own[key].shape != value.shape:
+            mismatched[key] = f'{_shape(value)} in the file, {_shape(own[key])} in the model'
+        else:
+            weights[key] = value
+    found = {id(own[key]) for key in given}  # a shared weight has several names
+    return Fit(
+        weights=weights,
+        missing=[key for key, tensor in own.items() if id(tensor) not in found and not key.endswith(_COUNTER)],
+        unexpected=[key for key in unexpected if key not in ignored],
+        ignored=ignored,
+        mismatched=mismatched,
+        not_real=not_real,
+        nonfinite=not_finite(weights, trained_weights(model)),
+    )
+
+
+def needed(model: nn.Module, fit: Fit, left_out: tuple[str, ...] = ()) -> Fit:
+    """Restrict a fit to the faults of a model that has to be trained.
+
+    - Missing are parameters and running statistics. Frozen ones may come from ``init_cfg``, as in training.
+    - Unexpected are weights of a backbone of this package: it computes something else than the one that was trained.
+
+    Args:
+        model (nn.Module): The model.
+        fit (Fit): Its comparison with a state dict.
+        left_out (tuple[str, ...]): Beginnings of keys that may be missing or differ.
+    """
+    weights = trained_weights(model)
+    backbones: tuple[str, ...] = ()
+    initialised: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        start = f'{name}.' * bool(name)
+        backbones += (start,) * hasattr(type(module), 'ignorable_keys')
+        is_given = getattr(module, 'is_init', False) and is_pretrained(getattr(module, 'init_cfg', None))
+        initialised += (start,) * is_given
+    fit = fit.only(lambda key: not key.startswith(left_out))
+    return fit._replace(
+        missing=[
+            key
+            for key in fit.missing
+            if key in weights and (weights[key].requires_grad or not key.startswith(initialised))
+        ],
+        unexpected=[key for key in fit.unexpected if key.startswith(backbones)],
+    )
+
+
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and running statistics by key. Other buffers, as masks and tables, may be infinite."""
+    return {**dict(model.named_parameters()), **running_statistics(model)}
+
+
+def running_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Running means and variances of norms by key."""
+    return {key: buffer for key, buffer in model.named_buffers() if key.endswith(('running_mean', 'running_var'))}
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Return ``'real'`` for floating-point numbers, else the type or memory layout."""
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).replace('torch.', '')
+    return 'real' if tensor.is_floating_point() else str(tensor.dtype).replace('torch.', '')
+
+
+def not_finite(state: Mapping[str, Tensor], keys: Iterable[str]) -> list[str]:
+    """Return the ``keys`` of tensors that hold NaN or infinity."""
+    real = [key for key in keys if key in state and kind_of(state[key]) == 'real']
+    return [key for key in real if not state[key].float().isfinite().all()]
+
+
+def _shape(tensor: Tensor) -> str:
+    return 'x'.join(map(str, tensor.shape)) or 'scalar'
+
+
+def listed(keys: Mapping[str, str]) -> list[str]:
+    """Format keys with a remark each, for a message."""
+    return [f'{key} ({remark})' for key, remark in keys.items()]
+
+
+def some(keys: Iterable[object], limit: int = 3) -> str:
+    """Format the first ``limit`` keys for a message."""
+    names = [str(key) for key in keys]
+    return (', '.join(names[:limit]) + (', ...' if len(names) > limit else '')) or 'nothing'

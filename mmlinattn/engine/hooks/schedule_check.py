@@ -1,0 +1,93 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from collections.abc import Iterator
+
+from mmengine.dist import is_main_process
+from mmengine.hooks import Hook
+from mmengine.optim.scheduler.param_scheduler import INF
+from mmengine.registry import HOOKS
+from mmengine.runner import IterBasedTrainLoop
+
+
+def _all_schedulers(schedulers) -> list:
+    """The schedulers of one optimizer, or of several by name."""
+    if isinstance(schedulers, dict):
+        return [each for part in schedulers.values() for each in _all_schedulers(part)]
+    return list(schedulers or ())
+
+
+def _is_warm_up(scheduler) -> bool:
+    """Return True for LinearLR and ConstantLR that begin below the full rate, and for warm-ups of MMDetection."""
+    name = type(scheduler).__name__
+    start = getattr(scheduler, 'start_factor', getattr(scheduler, 'factor', 1.0))
+    rises = start < getattr(scheduler, 'end_factor', 1.0)
+    return 'Warmup' in name or (name.startswith(('Linear', 'Constant')) and rises)
+
+
+def schedule_faults(schedulers, max_epochs: int, max_iters: int, is_by_iteration: bool) -> Iterator[str]:
+    """Compare learning rate schedules with the length of a training.
+
+    Args:
+        schedulers (list or dict): MMEngine's schedulers as the runner has built them.
+        max_epochs (int): Epochs of the training.
+        max_iters (int): Iterations of the training.
+        is_by_iteration (bool): True for an iteration-based loop; it never ends an epoch.
+
+    Yields:
+        str: A fault: a warm-up or a decay of another length than the training.
+    """
+    rates = [each for each in _all_schedulers(schedulers) if each.param_name == 'lr']
+    for each in rates:
+        name, unit = type(each).__name__, 'epoch' if each.by_epoch else 'iteration'
+        length = max_epochs if each.by_epoch else max_iters
+        if each.by_epoch and is_by_iteration:
+            yield f'{name} changes the rate after epochs, and the iteration-based loop has none: set by_epoch=False.'
+            continue
+        end = min(each.end, INF)
+        if _is_warm_up(each):
+            if end < INF and 2 * end > length:
+                yield f'the warm-up of {name} lasts until {unit} {end} of {length}.'
+            continue
+        marks = [mark for mark in getattr(each, 'milestones', ()) if mark + each.begin >= length]
+        if marks:
+            yield f'{name} has milestones {sorted(marks)}, and the training ends at {unit} {length}.'
+            continue
+        if hasattr(each, 'milestones') or end >= INF:
+            continue
+        period = getattr(each, 'T_max', getattr(each, 'total_steps', None))
+        reach = each.begin + period if period else end
+        if reach > length:
+            yield f'{name} falls until {unit} {reach}, and the training ends at {unit} {length}.'
+        elif period and reach < min(end, length):
+            yield f'{name} rises again after {unit} {reach} of {length} (T_max = {period}).'
+        elif end < length and not any(other.begin >= end for other in rates):
+            yield f'{name} ends at {unit} {end}, and the training goes on at the last rate until {unit} {length}.'
+
+
+@HOOKS.register_module(force=True)
+class ScheduleCheckHook(Hook):
+    """Warn before the first step if the learning rate schedule does not fit the length of the training.
+
+    An iteration-based loop with gradient accumulation gets a warning with the number of updates, as MMEngine counts
+    iterations. So does a checkpoint at the end of the training.
+    """
+
+    priority = 'VERY_LOW'  # after --resume, which takes the schedule of the checkpoint
+
+    def before_train(self, runner) -> None:
+        if not is_main_process():
+            return
+        if 0 < runner.max_iters <= runner.iter:
+            runner.logger.warning(
+                f'nothing is left to train: the checkpoint is at iteration {runner.iter} of {runner.max_iters}. Set '
+                'train_cfg.max_epochs or max_iters higher to go on.'
+            )
+            return
+        is_by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
+        for fault in schedule_faults(runner.param_schedulers, runner.max_epochs, runner.max_iters, is_by_iteration):
+            runner.logger.warning(f'schedule and length of the training differ: {fault} Set param_scheduler to fit.')
+        steps = getattr(runner.optim_wrapper, '_accumulative_counts', 1)
+        if is_by_iteration and steps > 1:
+            runner.logger.warning(
+                f'max_iters = {runner.max_iters} iterations are {runner.max_iters // steps} updates with '
+                f'accumulative_counts = {steps}. Multiply max_iters and the schedule by it to train as long as without.'
+            )

@@ -1,0 +1,187 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from mmengine.logging import MMLogger, print_log
+from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper, ZeroRedundancyOptimizer
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
+from torch import nn
+
+from .saved_groups import fit_groups
+
+_APPLIED = ('lr_mult', 'decay_mult')  # factors that lr and weight_decay of a group contain
+# PyTorch's optimizers with a fused kernel for CPUs and for CUDA
+_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+
+
+def optimizer_class(kind: Any) -> Any:
+    """Resolve a registered name to its class, as MMEngine does."""
+    if not isinstance(kind, str):
+        return kind
+    with OPTIMIZERS.switch_scope_and_registry(None) as registry:
+        return registry.get(kind)
+
+
+def can_be_fused(optimizer: dict, model: nn.Module) -> bool:
+    """Return True if an optimizer config may get ``fused=True`` for all parameters of a model.
+
+    The config sets neither ``fused`` nor an option that excludes it. Parameters are floating-point tensors on a CPU or
+    a CUDA device. They are dense, because the fused kernels read parameters, gradients and states in memory order.
+    """
+    kind = optimizer_class(optimizer.get('type'))
+    if kind not in _FUSED or 'fused' not in inspect.signature(kind).parameters:
+        return False
+    if any(optimizer.get(option) is not None for option in ('fused', 'foreach', 'differentiable')):
+        return False
+    if any(getattr(module, 'sparse', False) is True for module in model.modules()):
+        return False  # gradients of embeddings
+    return all(
+        type(p) is nn.Parameter and p.is_floating_point() and p.device.type in ('cpu', 'cuda') and _is_dense(p)
+        for p in model.parameters()
+    )
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.is_contiguous() or x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
+
+
+@contextmanager
+def _without_options() -> Iterator[None]:
+    """Drop MMEngine's log lines of single parameters, up to three for each."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith('paramwise_options -- ')
+
+    logger = MMLogger.get_current_instance()
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
+    """MMEngine's default constructor with one parameter group per setting, and a fused optimizer where possible.
+
+    With ``paramwise_cfg`` MMEngine makes a group for each parameter. A step then starts some eight kernels per
+    parameter, and schedulers loop over all groups. Here parameters of equal settings share a group. Groups are in the
+    order of their first parameters, so that the logged ``lr`` does not change. AdamW, Adam and SGD of PyTorch get
+    ``fused=True`` if all parameters allow it (:func:`can_be_fused`) and the config sets neither ``fused`` nor
+    ``foreach``. MMEngine's ``ZeroRedundancyOptimizer`` keeps its groups.
+
+    Optimizer states of checkpoints with other groups are loaded by parameter
+    (:func:`~mmlinattn.engine.optimizers.saved_groups.fit_groups`).
+
+    Args:
+        optim_wrapper_cfg (dict): Same as MMEngine's.
+        paramwise_cfg (dict): Same as MMEngine's.
+
+    Raises:
+        ValueError: Modules share a parameter and ``paramwise_cfg.bypass_duplicate`` is not set.
+
+    Examples:
+        >>> optim_wrapper = dict(
+        ...     constructor='MergedOptimWrapperConstructor',
+        ...     optimizer=dict(type='AdamW', lr=1e-4, weight_decay=0.05),
+        ...     paramwise_cfg=dict(norm_decay_mult=0.0),
+        ... )
+    """
+
+    optimizer_cfg: Any
+
+    def __call__(self, model: nn.Module) -> OptimWrapper:
+        inner: Any = model.module if hasattr(model, 'module') else model
+        given = self.optimizer_cfg
+        if can_be_fused(given, inner):
+            self.optimizer_cfg = {**given, 'fused': True}
+        try:
+            with _without_options():
+                wrapper = super().__call__(model)
+        finally:
+            self.optimizer_cfg = given
+        optimizer = wrapper.optimizer
+        if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, ZeroRedundancyOptimizer):
+            _adapt_loading(optimizer, [name for name, _ in inner.named_parameters()])
+            _log_groups(optimizer)
+        return wrapper
+
+    def add_params(self, params: list, module: nn.Module, prefix: str = '', **kwargs) -> None:
+        """Collect MMEngine's groups of one parameter each, then merge them."""
+        super().add_params(params, module, prefix=prefix, **kwargs)
+        if prefix == '':
+            self.adjust(params, module)
+            if optimizer_class(self.optimizer_cfg['type']) is not ZeroRedundancyOptimizer:
+                params[:] = self._merged(params, module)
+
+    def adjust(self, params: list, model: nn.Module) -> None:
+        """Change settings of the groups, of one parameter each, before they are merged."""
+
+    def _merged(self, params: list, model: nn.Module) -> list[dict]:
+        names = {p: name for name, p in model.named_parameters()}
+        merged: dict[str, dict] = {}
+        seen: set[nn.Parameter] = set()
+        given = dict(lr=self.base_lr, weight_decay=self.base_wd)
+        base = {key: value for key, value in given.items() if value is not None}
+        for group in params:
+            own = {key: value for key, value in group.items() if key not in ('params', *_APPLIED)}
+            settings = {**base, **own}
+            into = merged.setdefault(repr(sorted(settings.items())), dict(settings, params=[], param_names=[]))
+            (parameter,) = group['params']
+            if parameter in seen:
+                raise ValueError(
+                    f'several modules share the parameter {names[parameter]}. '
+                    'Set optim_wrapper.paramwise_cfg.bypass_duplicate=True.'
+                )
+            seen.add(parameter)
+            into['params'].append(parameter)
+            into['param_names'].append(names[parameter])
+        return list(merged.values())
+
+
+def _adapt_loading(optimizer: torch.optim.Optimizer, order: list[str]) -> None:
+    """Fit loaded states to the groups of an optimizer, and states of fused kernels to the strides of parameters.
+
+    Fused kernels read states in memory order. On a CPU they give wrong values in silence if a state has other strides
+    than its parameter, as after loading a checkpoint of the other memory format or ``model.to(memory_format=...)``.
+    """
+    maps = [p for group in optimizer.param_groups for p in group['params'] if p.dim() > 3]
+    strides: list[tuple] = []
+
+    def fit(optimizer, state_dict: dict) -> None:
+        state_dict['param_groups'], _ = fit_groups(optimizer.param_groups, state_dict['param_groups'], order)
+        strides.clear()
+
+    def align(optimizer, *_) -> None:
+        now = [p.stride() for p in maps]
+        if now != strides:
+            strides[:] = now
+            for p in maps:
+                for key, value in optimizer.state.get(p, {}).items():
+                    if isinstance(value, torch.Tensor) and value.shape == p.shape and value.stride() != p.stride():
+                        optimizer.state[p][key] = torch.empty_like(p).copy_(value)
+
+    optimizer.register_load_state_dict_pre_hook(fit)
+    if optimizer.defaults.get('fused'):
+        optimizer.register_step_pre_hook(align)
+
+
+def _log_groups(optimizer: torch.optim.Optimizer) -> None:
+    groups = optimizer.param_groups
+    kinds = [
+        f'{len(group["params"])} with '
+        + ', '.join(f'{key}={group[key]:.4g}' for key in ('lr', 'weight_decay') if isinstance(group.get(key), float))
+        for group in groups
+    ]
+    print_log(
+        f'{type(optimizer).__name__}{" (fused)" * bool(optimizer.defaults.get("fused"))}: '
+        f'{sum(len(group["params"]) for group in groups)} parameters in {len(groups)} groups'
+        + f': {"; ".join(kinds)}'
+        * (len(groups) <= 4),
+        'current',
+    )

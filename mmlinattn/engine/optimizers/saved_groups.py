@@ -1,0 +1,105 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Optimizer and scheduler states of a checkpoint for an optimizer with other parameter groups."""
+
+from typing import Any, Optional
+
+from torch import nn
+
+from ...utils.errors import RunError
+
+_IMPLEMENTATION = ('fused', 'foreach')  # how a step is computed, not its result
+_LEFT_OUT = ('params', 'param_names', 'lr_mult', 'decay_mult', *_IMPLEMENTATION)
+_PER_GROUP = ('base_values', '_last_value', 'min_values')  # of MMEngine's schedulers: a value for each group
+_ADVICE = 'as it was, or load_from=CHECKPOINT in place of --resume.'
+
+
+def _names_of(groups: list[dict], order: list[str]) -> Optional[list[list[str]]]:
+    """Return the parameter names of each group, or None if the groups do not tell."""
+    if groups and all('param_names' in group for group in groups):
+        return [list(group['param_names']) for group in groups]
+    if len(groups) == len(order) and all(len(group['params']) == 1 for group in groups):
+        return [[name] for name in order]
+    return None
+
+
+def _settings(group: dict) -> dict:
+    return {key: value for key, value in group.items() if key not in _LEFT_OUT}
+
+
+def fit_groups(groups: list[dict], saved: list[dict], order: list[str]) -> tuple[list[dict], list[int]]:
+    """Rearrange the groups of a saved optimizer state for an optimizer.
+
+    Merged groups have ``param_names``, by which parameters are matched. MMEngine's groups of one parameter each are in
+    the order of the model. Other groups are matched by position. Settings are the saved ones, as MMEngine resumes,
+    except for ``fused`` and ``foreach``, which stay those of the optimizer.
+
+    Args:
+        groups (list[dict]): ``param_groups`` of the optimizer.
+        saved (list[dict]): ``param_groups`` of the saved state.
+        order (list[str]): Names of all parameters of the model, in its order.
+
+    Returns:
+        tuple: The groups to load, and for each of them the index of the saved group with its settings.
+
+    Raises:
+        RunError: The state is of other parameters, has other groups without names, or parameters of one group have
+            different saved settings.
+    """
+    named = {name for group in [*groups, *saved] for name in group.get('param_names', ())}
+    order = [name for name in order if name in named]
+    names, saved_names = _names_of(groups, order), _names_of(saved, order)
+    if names is None or saved_names is None:
+        if len(groups) != len(saved):
+            raise RunError(
+                f'the optimizer of the checkpoint has {len(saved)} groups of parameters and that of the config '
+                f'{len(groups)}. Set optim_wrapper.constructor and paramwise_cfg {_ADVICE}'
+            )
+        return [{**old, **_implementation(group)} for old, group in zip(saved, groups)], list(range(len(saved)))
+
+    place = {name: (k, i) for k, each in enumerate(saved_names) for name, i in zip(each, saved[k]['params'])}
+    differing = {name for each in names for name in each} ^ place.keys()
+    if differing:
+        raise RunError(
+            f'the optimizer of the checkpoint has other parameters than that of the config: {len(differing)} are in '
+            f'one of them only, {min(differing)} first. Train the same parameters {_ADVICE}'
+        )
+    fitted, sources = [], []
+    for group, (first, *others) in zip(groups, names):
+        source = place[first][0]
+        for name in others:
+            if _settings(saved[place[name][0]]) != _settings(saved[source]):
+                raise RunError(
+                    f'the optimizer of the checkpoint has other settings for {name} than for {first}, which share a '
+                    f'group of parameters in that of the config. Set optim_wrapper.paramwise_cfg {_ADVICE}'
+                )
+        own = {key: group[key] for key in _LEFT_OUT if key in group and key != 'params'}
+        fitted.append(dict(_settings(saved[source]), **own, params=[place[name][1] for name in (first, *others)]))
+        sources.append(source)
+    return fitted, sources
+
+
+def _implementation(group: dict) -> dict:
+    return {key: group[key] for key in _IMPLEMENTATION if key in group}
+
+
+def fit_checkpoint(optimizer: Any, checkpoint: dict, model: nn.Module) -> None:
+    """Rearrange optimizer and schedulers of a checkpoint for the groups of an optimizer, in place.
+
+    Args:
+        optimizer (torch.optim.Optimizer): The optimizer to resume.
+        checkpoint (dict): A checkpoint of MMEngine with ``optimizer`` and ``param_schedulers``.
+        model (nn.Module): The model, whose order of parameters is that of the optimizer's groups.
+
+    Raises:
+        RunError: Same as :func:`fit_groups`.
+    """
+    saved = checkpoint['optimizer']['param_groups']
+    groups, sources = fit_groups(optimizer.param_groups, saved, [name for name, _ in model.named_parameters()])
+    checkpoint['optimizer'] = {**checkpoint['optimizer'], 'param_groups': groups}
+    schedulers = checkpoint.get('param_schedulers')
+    for state in schedulers if isinstance(schedulers, list) else ():
+        for key in _PER_GROUP:
+            values = state.get(key)
+            # MMEngine appends the base rate to those of two groups and more
+            if isinstance(values, list) and len(values) - len(saved) in (0, 1):
+                state[key] = [values[i] for i in sources] + values[len(saved) :]

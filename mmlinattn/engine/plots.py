@@ -1,0 +1,108 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Plots of a training and of its predictions, drawn without a display."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+MOST_NAMED = 20  # classes whose names and numbers are still legible
+
+
+def _grid(axes) -> None:
+    axes.grid(alpha=0.3)
+    axes.spines[['top', 'right']].set_visible(False)
+
+
+def plot_training(path: str, losses: dict, rates: dict, metrics: dict, unit: str) -> None:
+    """Plot losses and learning rate over iterations, and metrics over epochs or iterations.
+
+    Args:
+        path (str): Image file to write.
+        losses (dict): Iterations and values, by the name of a loss.
+        rates (dict): The same of the learning rates.
+        metrics (dict): Positions and values, by the name of a metric.
+        unit (str): Unit of the positions of ``metrics``, ``'epoch'`` or ``'iteration'``.
+    """
+    figure = Figure(figsize=(16, 4.8), layout='constrained')
+    panels = ('loss', losses, 'iteration'), ('learning rate', rates, 'iteration'), ('metric', metrics, unit)
+    for axes, (title, curves, label) in zip(figure.subplots(1, 3), panels):
+        for name, (positions, values) in curves.items():
+            marker = 'o' if len(values) < 50 and label == unit else None
+            bold = name in ('loss', 'lr')
+            axes.plot(positions, values, label=name, marker=marker, markersize=4, linewidth=2 if bold else 1)
+        axes.set(title=title, xlabel=label)
+        if label == unit == 'epoch':
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        if curves and all(min(values) >= 0 for _, values in curves.values()):
+            axes.set_ylim(bottom=0)
+        if curves:
+            axes.legend(fontsize='x-small', ncols=1 + len(curves) // 9)
+        _grid(axes)
+    figure.savefig(path, dpi=120)
+
+
+def plot_confusion(path: str, matrix: np.ndarray, names: Sequence[str], title: str) -> None:
+    """Plot a confusion matrix in shares of its rows.
+
+    Args:
+        path (str): Image file to write.
+        matrix (np.ndarray): Counts of shape (true classes, predicted classes).
+        names (Sequence[str]): Names of the rows and columns.
+        title (str): Title, with the unit of the counts.
+    """
+    shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+    side = 4.5 + 0.45 * min(len(names), 40)
+    figure = Figure(figsize=(side + 2.5, side), layout='constrained')
+    axes = figure.subplots()
+    image = axes.imshow(shares, cmap='Blues', vmin=0, vmax=1)
+    figure.colorbar(image, ax=axes, fraction=0.046, label='share of the true class')
+    axes.set(title=title, xlabel='predicted', ylabel='true')
+    if len(names) <= 3 * MOST_NAMED:
+        axes.set_xticks(range(len(names)), names, rotation=90)
+        axes.set_yticks(range(len(names)), names)
+    if len(names) <= MOST_NAMED:
+        for row, column in zip(*np.nonzero(matrix)):
+            share = shares[row, column]
+            colour = 'white' if share > 0.5 else 'black'
+            axes.text(column, row, f'{share:.2f}', ha='center', va='center', color=colour, fontsize='small')
+    figure.savefig(path, dpi=120)
+
+
+def plot_precision_recall(path: str, precision: np.ndarray, scores: np.ndarray, names: Sequence[str]) -> None:
+    """Plot precision over recall, and F1 over the score threshold, of each class and their mean.
+
+    Args:
+        path (str): Image file to write.
+        precision (np.ndarray): (recalls, classes) at one IoU, recalls evenly spaced from 0 to 1, as
+            ``COCOeval.eval['precision']`` has them; -1 where a class has no object.
+        scores (np.ndarray): (recalls, classes) the lowest score that reaches a recall.
+        names (Sequence[str]): Class names.
+    """
+    recall = np.linspace(0, 1, len(precision))
+    known = [k for k in range(len(names)) if (precision[:, k] > -1).all()]
+    figure = Figure(figsize=(14, 5.5), layout='constrained')
+    left, right = figure.subplots(1, 2)
+    thresholds, curves = np.linspace(0, 1, 201), []
+    for k in known:
+        # a threshold keeps the detections above it: the largest recall whose score is still as high
+        reached = [np.flatnonzero((scores[:, k] >= threshold) & (precision[:, k] > 0)) for threshold in thresholds]
+        best = [r[-1] if len(r) else None for r in reached]
+        f1 = [0 if r is None else 2 * precision[r, k] * recall[r] / (precision[r, k] + recall[r]) for r in best]
+        curves.append(f1)
+        if len(known) <= MOST_NAMED:
+            left.plot(recall, precision[:, k], linewidth=1, label=f'{names[k]}  AP50 {precision[:, k].mean():.3f}')
+            right.plot(thresholds, f1, linewidth=1, label=names[k])
+    if known:
+        mean, f1 = precision[:, known].mean(axis=1), np.mean(curves, axis=0)
+        left.plot(recall, mean, 'k', linewidth=2.5, label=f'mean  AP50 {mean.mean():.3f}')
+        at = f1.argmax()
+        right.plot(thresholds, f1, 'k', linewidth=2.5, label=f'mean  {f1[at]:.3f} at score {thresholds[at]:.2f}')
+    left.set(title='precision and recall at IoU 0.5', xlabel='recall', ylabel='precision')
+    right.set(title='F1 and score threshold at IoU 0.5', xlabel='lowest score that is kept', ylabel='F1')
+    for axes in (left, right):
+        axes.set(xlim=(0, 1), ylim=(0, 1.02))
+        _grid(axes)
+        if known:
+            axes.legend(fontsize='small')
+    figure.savefig(path, dpi=120)

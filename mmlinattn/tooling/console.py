@@ -1,0 +1,68 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Console output of the tools: upstream's preamble and deprecation warnings stay in the log file."""
+
+import logging
+import sys
+import warnings
+
+from mmengine.logging import MMLogger
+
+# beginnings of MMEngine's records that the log file keeps and the screen does not need
+HIDDEN = (
+    '\n----',  # system environment
+    'Config:',
+    'Hooks will be executed in the following order',
+    'paramwise_options',
+    'Distributed training is not used',
+    'Exp name:',
+    'Checkpoints will be saved to',
+    'Evaluating ',
+    'bbox_mAP_copypaste',
+    'segm_mAP_copypaste',
+    'Converting ground truth to coco format',
+    '"FileClient" will be deprecated',
+    '"HardDiskBackend" is the alias',
+    'Failed to search registry with scope',
+    'The prefix is not set in metric class',
+    'Failed to import `None.registry`',
+    'Failed to add None',
+)
+# UserWarnings that announce deprecations of dependencies, or say that a default is the default
+WARNINGS = (
+    '(?is).*deprecat',
+    'torch.meshgrid',
+    'The draw is False',
+    'Setting (MKL|OMP)_NUM_THREADS',
+    'Default ``avg_non_ignore`` is False',
+    'Warning: The (bbox|polygon) is out of bounds',
+)
+
+
+def hides(record: logging.LogRecord) -> bool:
+    """Return True if a record of MMEngine's logger belongs into the log file only."""
+    return record.levelno <= logging.WARNING and record.getMessage().startswith(HIDDEN)
+
+
+def quiet_console(logger: MMLogger) -> None:
+    """Keep the preamble of a run off the screen, unless the log level is DEBUG; the log file has everything."""
+    for handler in logger.handlers:
+        if not isinstance(handler, logging.FileHandler) and handler.level > logging.DEBUG:
+            handler.addFilter(lambda record: not hides(record))
+
+
+def quiet_upstream() -> None:
+    """Silence deprecation warnings of dependencies and the chatter of pycocotools in this process.
+
+    ``python -W`` and ``PYTHONWARNINGS`` bring the warnings back.
+    """
+    if not sys.warnoptions:
+        for kind in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.simplefilter('ignore', kind)
+        for message in WARNINGS:
+            warnings.filterwarnings('ignore', message=message)
+    try:
+        from pycocotools import coco, cocoeval
+    except ImportError:  # of detectors only
+        return
+    for module in (coco, cocoeval):  # 24 lines an evaluation; the metrics are in the log and in the table
+        module.print = lambda *args, **kwargs: None

@@ -1,0 +1,163 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Objects in images, as readers of all formats give them."""
+
+import itertools
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+from urllib.parse import unquote
+
+import numpy as np
+
+from ...utils.errors import RunError
+from .finding import image_size
+
+IGNORED = frozenset({'crowd', 'ignore', 'difficult'})  # marks of objects that are neither learnt nor counted
+_ATTRIBUTES = {'iscrowd': 'crowd', 'is_crowd': 'crowd', 'isgroupof': 'crowd', 'ignored': 'ignore', 'dontcare': 'ignore'}
+_ATTRIBUTES.update(isoccluded='occluded', istruncated='truncated', confidence='score', num_keypoints='keypoints')
+_NOTHING = ('', '0', '0.0', 'false', 'no', 'none', 'unspecified', 'n/a', '-1')
+
+
+class Object(NamedTuple):
+    """An object of an image."""
+
+    name: Optional[str]  # class; None for a region that is ignored for every class
+    box: tuple  # left, top, right, bottom in pixels
+    outline: Any = None  # polygons [[x, y, ...], ...] in pixels or run lengths, as COCO has them
+    marks: frozenset = frozenset()  # further statements of the annotation: 'crowd', 'turned', 'attribute color'
+    area: float = 0.0  # square pixels; 0 if the format has none
+
+    @property
+    def is_ignored(self) -> bool:
+        return bool(self.marks & IGNORED)
+
+
+class Photo(NamedTuple):
+    """An image and its objects."""
+
+    path: Path
+    size: tuple[int, int]  # width, height
+    objects: list[Object]
+
+    @property
+    def classes(self) -> set[str]:
+        """Classes that the image teaches."""
+        return {item.name for item in self.objects if item.name is not None and not item.is_ignored}
+
+
+def marks_of(attributes: dict[str, Any]) -> frozenset:
+    """Name the statements of an object's attributes: those that are unset, 0, false or 'Unspecified' say nothing."""
+    said = [str(key) for key, value in attributes.items() if _says_something(value)]
+    return frozenset(_ATTRIBUTES.get(key.lower(), key if key in _KNOWN else key.lower()) for key in said)
+
+
+_KNOWN = IGNORED | {'turned', 'truncated', 'occluded', 'score', 'keypoints', 'parts'}
+
+
+def _says_something(value: Any) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(_says_something, value.values() if isinstance(value, dict) else value))
+    return value is not None and str(value).strip().lower() not in _NOTHING
+
+
+def from_points(name: Optional[str], parts: list, marks: Iterable[str] = (), is_outline: bool = True) -> Object:
+    """Return an object of polygons, each ``(N, 2)`` in pixels.
+
+    Raises:
+        ValueError: A coordinate is not finite, or there is none.
+    """
+    points = np.concatenate([np.reshape(np.asarray(part, float), (-1, 2)) for part in parts])
+    if not len(points) or not np.isfinite(points).all():
+        raise ValueError('a point that is no number')
+    box = (*points.min(0).tolist(), *points.max(0).tolist())
+    outline = [np.ravel(np.asarray(part, float)).tolist() for part in parts if len(part) >= 3]
+    return Object(name, box, outline if is_outline and outline else None, frozenset(marks))
+
+
+def corners(box: tuple, degrees: float = 0.0, pivot: Optional[tuple] = None) -> np.ndarray:
+    """Return the corners ``(4, 2)`` of a box that is turned clockwise, around its centre or a pivot."""
+    left, top, right, bottom = box
+    points = np.array([(left, top), (right, top), (right, bottom), (left, bottom)], float)
+    centre = np.array(pivot or ((left + right) / 2, (top + bottom) / 2))
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    return (points - centre) @ np.array([[cos, sin], [-sin, cos]]) + centre
+
+
+def ellipse(x: float, y: float, rx: float, ry: float, degrees: float = 0.0) -> np.ndarray:
+    """Return 36 points ``(36, 2)`` of an ellipse that is turned clockwise around its centre."""
+    angles = np.linspace(0, 2 * math.pi, 36, endpoint=False)
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    points = np.stack([rx * np.cos(angles), ry * np.sin(angles)], 1)
+    return points @ np.array([[cos, sin], [-sin, cos]]) + (x, y)
+
+
+def checked_size(file: Path, picture: Path, width: Any = None, height: Any = None) -> tuple[int, int]:
+    """Return width and height of an image. The size in the annotations has to agree, unless it is 0 or missing.
+
+    Raises:
+        RunError: They differ.
+    """
+    size = image_size(picture)
+    try:
+        said = (int(float(width or 0)), int(float(height or 0)))
+    except (TypeError, ValueError):
+        raise RunError(f'{file}: {width!r} x {height!r} is no size of an image.') from None
+    if all(said) and said != size:
+        raise RunError(
+            f'{file} has an image of {said[0]}x{said[1]}, and {picture} is {size[0]}x{size[1]} (turned by EXIF?).'
+        )
+    return size
+
+
+class Pictures:
+    """Images of a data set, found by the names in annotation files.
+
+    Args:
+        root: Folder of the data set.
+        images: Its images.
+    """
+
+    def __init__(self, root: Path, images: list[Path]):
+        self.root, self.by_name = root, dict[str, list[Path]]()
+        for path in images:
+            for name in {path.name, path.stem}:
+                self.by_name.setdefault(name, []).append(path)
+
+    def has(self, name: str) -> bool:
+        return name.replace('\\', '/').rpartition('/')[2] in self.by_name
+
+    def find(self, file: Path, name: str, is_upload: bool = False) -> Path:
+        """Return the image of a name, path or address: of several, the one with the most folders alike.
+
+        Among equal ones, images beside the file and in VOC's JPEGImages are preferred.
+
+        Args:
+            file: The annotation file, for messages and for paths relative to it.
+            name: As it is written there; the ending may lack.
+            is_upload: Label Studio puts eight characters and a hyphen before the name.
+
+        Raises:
+            RunError: There is none, or several would do.
+        """
+        parts = unquote(str(name)).replace('\\', '/').split('?d=')[-1].split('?')[0].split('/')
+        names = [parts[-1], *([parts[-1].partition('-')[2]] if is_upload and '-' in parts[-1] else [])]
+        found = next((self.by_name[each] for each in names if each in self.by_name), [])
+        if not found:
+            raise RunError(f'{file} names the image {str(name)!r}, which is in no folder below {self.root}.')
+
+        ours = file.relative_to(self.root).parts[:-1]
+
+        def alike(path: Path) -> tuple:
+            theirs = path.relative_to(self.root).parts[:-1]
+            pairs = [one == other for one, other in zip(reversed(theirs), reversed(parts[:-1]))]
+            same = (*pairs, False).index(False)
+            differing = sum(a != b for a, b in itertools.zip_longest(ours, theirs))
+            is_label = any('Segmentation' in part for part in theirs)
+            return same, ours == theirs, 'JPEGImages' in theirs, not is_label, differing <= 1
+
+        best = max(map(alike, found))
+        found = [path for path in found if alike(path) == best]
+        if len(found) > 1:
+            raise RunError(f'{file}: {str(name)!r} may be {found[0]} or {found[1]}; keep one.')
+        return found[0]

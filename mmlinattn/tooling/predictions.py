@@ -1,0 +1,257 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Prediction files for other programs: COCO results, YOLO text, label images, drawings."""
+
+import argparse
+import itertools
+import json
+import os
+import os.path as osp
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import cv2
+import mmcv
+import numpy as np
+import torch
+from mmengine.config import Config
+from mmengine.dist import collect_results, get_rank, get_world_size, is_main_process
+from mmengine.fileio import get as read_bytes
+from mmengine.hooks import Hook
+
+from ..engine.data.checks import leaf_datasets
+from ..engine.data.files import read_coco
+from ..utils.errors import RunError
+from .class_names import dataset_configs
+from .command_line import check_out_file, notice, writing
+
+# image formats that OpenCV writes in three channels
+DRAWN = ('.jpg', '.jpeg', '.png', '.bmp', '.webp')
+# flag -> scope and kind of model
+FLAGS = {
+    '--save-json': ('mmdet', 'detector'),
+    '--save-txt': ('mmdet', 'detector'),
+    '--save-labels': ('mmseg', 'segmentor'),
+}
+
+
+def add_prediction_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for files that other programs read."""
+    parser.add_argument('--save-json', metavar='FILE', help='write boxes and masks as COCO results (detectors)')
+    parser.add_argument(
+        '--save-txt',
+        metavar='DIR',
+        help='write YOLO text, a file an image: class, then box or outline in shares of the image (detectors)',
+    )
+    parser.add_argument('--save-conf', action='store_true', help='append the score to each line of --save-txt')
+    parser.add_argument('--save-labels', metavar='DIR', help='write label maps as grey PNG images (segmentors)')
+
+
+def check_prediction_arguments(args: argparse.Namespace, scope: str, config: str, *sources) -> None:
+    """Check the options of :func:`add_prediction_arguments` and make their folders.
+
+    Raises:
+        RunError: An option is for another task, or its path cannot be written.
+    """
+    for flag, (task, kind) in FLAGS.items():
+        path = getattr(args, flag[2:].replace('-', '_'))
+        if not path:
+            continue
+        if scope != task:
+            others = [other for other, (own, _) in FLAGS.items() if own == scope]
+            advice = f' Use {" or ".join(others)}.' if others else ''
+            raise RunError(f'{flag}: {config} is no {kind} (default_scope={scope!r}).{advice}')
+        if flag == '--save-json':
+            if not path.endswith('.json'):
+                raise RunError(f'--save-json={path!r}: expected a name that ends with .json.')
+            check_out_file(path, *sources, name=flag)
+        else:
+            with writing(path, flag):
+                os.makedirs(path, exist_ok=True)
+    if args.save_conf and not args.save_txt:
+        raise RunError('--save-conf: --save-txt is missing.')
+
+
+def category_ids(cfg: Config, names: Optional[Sequence[str]]) -> Optional[dict[int, int]]:
+    """Return category ids by label from the COCO file of the test data, None without a file that has these names."""
+    for _, dataset in dataset_configs(cfg, 'test_dataloader'):
+        path = osp.join(dataset.get('data_root') or '', dataset.get('ann_file') or '')
+        if names and path.endswith('.json') and osp.isfile(path):
+            ids = {name: number for number, name in read_coco(path).get('categories', ())}
+            if set(names) <= set(ids):
+                return {label: ids[name] for label, name in enumerate(names)}
+    return None
+
+
+def _instances(sample, threshold: float = 0.0) -> Iterator[tuple[int, float, list[float], Optional[np.ndarray]]]:
+    """Label, score, box (x1, y1, x2, y2) and mask of the detections from a score on."""
+    found = sample.pred_instances
+    masks = found.masks if 'masks' in found else None
+    masks = masks.cpu().numpy() if isinstance(masks, torch.Tensor) else masks
+    for i, (label, score, box) in enumerate(zip(found.labels.tolist(), found.scores.tolist(), found.bboxes.tolist())):
+        if score >= threshold:
+            yield label, score, box, None if masks is None else np.asarray(masks[i]).astype(np.uint8)
+
+
+def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None) -> list[dict[str, Any]]:
+    """Return the detections of an image as COCO has results.
+
+    Args:
+        sample (DetDataSample): Predictions.
+        image_id (int | str): Id of the image.
+        ids (dict[int, int], optional): Category id of each label, by default label + 1.
+    """
+    from pycocotools import mask as coco_mask
+
+    entries = []
+    for label, score, (x1, y1, x2, y2), mask in _instances(sample):
+        category = label + 1 if ids is None else ids[label]
+        entry: dict[str, Any] = dict(image_id=image_id, category_id=category, score=score)
+        entry['bbox'] = [x1, y1, x2 - x1, y2 - y1]
+        if mask is not None:
+            entry['segmentation'] = coco_mask.encode(np.asfortranarray(mask))
+            entry['segmentation']['counts'] = entry['segmentation']['counts'].decode()
+        entries.append(entry)
+    return entries
+
+
+def yolo_lines(sample, threshold: float, with_score: bool = False) -> list[str]:
+    """Return the detections of an image as YOLO has labels, in shares of width and height.
+
+    A box is ``class x_centre y_centre width height``, a mask ``class x1 y1 x2 y2 ...`` around its largest part.
+    """
+    height, width = sample.ori_shape[:2]
+    lines = []
+    for label, score, (x1, y1, x2, y2), mask in _instances(sample, threshold):
+        numbers = [(x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height]
+        if mask is not None:
+            outlines, _ = cv2.findContours(mask, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
+            outline = max(outlines, key=cv2.contourArea, default=np.zeros((0, 1, 2)))
+            if len(outline) < 3:  # no area
+                continue
+            numbers = (outline[:, 0] / (width, height)).flatten().tolist()
+        numbers = [min(max(number, 0.0), 1.0) for number in numbers] + [score] * bool(with_score)
+        lines.append(' '.join([str(label), *(f'{number:.6f}' for number in numbers)]))
+    return lines
+
+
+def write_yolo(path, sample, threshold: float, with_score: bool = False) -> None:
+    """Write the detections of an image as YOLO text; an image without any has an empty file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(''.join(f'{line}\n' for line in yolo_lines(sample, threshold, with_score)))
+
+
+def write_label_image(path, sample) -> None:
+    """Write the label map of an image as a grey PNG, of 16 bits beyond 256 classes."""
+    labels = sample.pred_sem_seg.data.squeeze(0).cpu().numpy()
+    mmcv.imwrite(labels.astype(np.uint8 if labels.max(initial=0) < 256 else np.uint16), str(path))
+
+
+def write_coco(path: str, entries: Iterable[dict], ids: Optional[dict[int, int]]) -> None:
+    """Write COCO results, with a notice if no annotation file gives the category ids."""
+    with writing(path, '--save-json'), open(path, 'w') as file:
+        json.dump(list(entries), file)
+    if ids is None:
+        notice('--save-json: category_id is the label + 1, as no COCO file of the test data names the classes.')
+
+
+def names_below(paths: Sequence[str], suffix: str = '') -> list[str]:
+    """Return a name for the file of each image, relative to an output folder.
+
+    Images keep their names. If names repeat in several folders, they keep their folders below the common one.
+
+    Args:
+        paths (Sequence[str]): Image files.
+        suffix (str): Replaces the suffix of each image; it is appended if names would repeat.
+    """
+    full = [osp.abspath(path) if '://' not in path else path for path in paths]
+    names = [osp.basename(path) for path in full]
+    if len(set(names)) < len(set(full)):
+        root = osp.commonpath([osp.dirname(path) for path in full])
+        names = [osp.relpath(path, root) for path in full]
+    if not suffix:
+        return [name if name.lower().endswith(DRAWN) else f'{name}.png' for name in names]
+    stems = [osp.splitext(name)[0] for name in names]
+    counts = {stem: 0 for stem in stems}
+    for stem, _ in dict.fromkeys(zip(stems, full)):
+        counts[stem] += 1
+    return [(stem if counts[stem] == 1 else name) + suffix for stem, name in zip(stems, names)]
+
+
+class PredictionFilesHook(Hook):
+    """Write the predictions of each image of a test, by the options of ``tools/test.py``.
+
+    Drawings are written whatever ``vis_backends`` the visualizer of the config has.
+
+    Args:
+        args (argparse.Namespace): ``show``, ``show_dir``, ``interval``, ``wait_time``, ``score_thr`` and those of
+            :func:`add_prediction_arguments`.
+        cfg (Config): The config.
+    """
+
+    priority = 'LOWEST'
+
+    def __init__(self, args: argparse.Namespace, cfg: Config) -> None:
+        self.args, self.cfg = args, cfg
+        hook = (cfg.get('default_hooks') or {}).get('visualization') or {}
+        default = hook.get('score_thr', 0.3)
+        self.threshold = default if args.score_thr is None else args.score_thr
+        self.seen = 0
+        self.entries: list[list[dict]] = []
+        self.drawings: dict[str, str] = {}
+        self.texts: dict[str, str] = {}
+        self.labels: dict[str, str] = {}
+        self.ids: Optional[dict[int, int]] = None
+
+    def before_test_epoch(self, runner) -> None:
+        dataset, args = runner.test_dataloader.dataset, self.args
+        if args.save_json:
+            self.ids = category_ids(self.cfg, (getattr(dataset, 'metainfo', None) or {}).get('classes'))
+        if not (args.show_dir or args.save_txt or args.save_labels):
+            return
+        leaves = [leaf for leaf in leaf_datasets(dataset) if hasattr(leaf, 'get_data_info')]
+        infos = (leaf.get_data_info(i) for leaf in leaves for i in range(len(leaf)))
+        paths = [str(info['img_path']) for info in infos if isinstance(info, dict) and info.get('img_path')]
+        self.drawings = dict(zip(paths, names_below(paths)))
+        self.texts = dict(zip(paths, names_below(paths, '.txt')))
+        self.labels = dict(zip(paths, names_below(paths, '.png')))
+
+    def after_test_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
+        args = self.args
+        for i, sample in enumerate(outputs or ()):
+            index, self.seen = self.seen * get_world_size() + get_rank(), self.seen + 1
+            path = str(sample.get('img_path') or '')
+            if (args.show or args.show_dir) and index % args.interval == 0:
+                # some data sets of MMPretrain have images in memory only
+                image = self._read(path) if path else data_batch['inputs'][i].permute(1, 2, 0).byte().cpu().numpy()
+                self._draw(runner, sample, image, self.drawings.get(path, f'{index}.png'), index)
+            if args.save_txt:
+                write_yolo(Path(args.save_txt, self.texts[path]), sample, self.threshold, args.save_conf)
+            if args.save_labels:
+                write_label_image(Path(args.save_labels, self.labels[path]), sample)
+            if args.save_json:
+                self.entries.append(coco_results(sample, sample.get('img_id', Path(path).stem), self.ids))
+
+    def after_test_epoch(self, runner, metrics=None) -> None:
+        if self.args.save_json:
+            size = len(runner.test_dataloader.dataset)
+            entries = collect_results(self.entries, size, device='cpu')
+            if is_main_process():
+                write_coco(self.args.save_json, itertools.chain.from_iterable(entries or ()), self.ids)
+
+    def _read(self, path: str) -> np.ndarray:
+        data = next(iter(dataset_configs(self.cfg, 'test_dataloader')), ('', {}))[1]
+        return mmcv.imfrombytes(read_bytes(path, backend_args=data.get('backend_args')), channel_order='rgb')
+
+    def _draw(self, runner, sample, image: np.ndarray, name: str, step: int) -> None:
+        args, visualizer = self.args, runner.visualizer
+        out_file = osp.join(args.show_dir, name) if args.show_dir else None
+        common = dict(data_sample=sample, show=args.show, wait_time=args.wait_time, out_file=out_file, step=step)
+        if hasattr(visualizer, 'visualize_cls'):
+            visualizer.visualize_cls(image, name=name, **common)
+        else:
+            more = dict(pred_score_thr=self.threshold) if 'pred_instances' in sample else {}
+            visualizer.add_datasample(name, image, **common, **more)
+        if out_file and not osp.isfile(out_file):
+            raise RunError(f'--show-dir: visualizer.type={type(visualizer).__name__!r} of the config draws no file.')

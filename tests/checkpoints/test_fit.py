@@ -1,0 +1,88 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""One comparison of weights with a model."""
+
+import pytest
+import torch
+from torch import nn
+
+from mmlinattn.checkpoints.fit import compare, needed, not_finite
+from mmlinattn.utils.errors import RunError
+
+ONE, NAN = torch.ones(1), torch.tensor(float('nan'))
+
+
+class Tensors(nn.Module):
+    """Parameters and buffers of given names."""
+
+    def __init__(self, parameters, buffers=None):
+        super().__init__()
+        for name, value in parameters.items():
+            self.register_parameter(name, nn.Parameter(value.clone()))
+        for name, value in (buffers or {}).items():
+            self.register_buffer(name, value.clone())
+
+    def ignorable_keys(self, key):
+        return key.startswith('late')
+
+
+def test_every_key_is_in_one_list():
+    """Kinds are compared for floating-point weights of the model; counters of old files have 32 bits."""
+    shape, ints = torch.ones(2, 3), torch.ones(1, dtype=torch.int64)
+    model = Tensors(
+        dict(same=ONE, shape=shape, kind=ONE, absent=ONE), dict(count=ints[0], num_batches_tracked=ints[0], table=ONE)
+    )
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = dict(same=2 * ONE, shape=ONE, kind=ints, extra=ONE, later=ONE, count=ints.int()[0])
+    fit = compare(model, state)
+    assert fit.weights == dict(same=2 * ONE, count=ints.int()[0]) and fit.missing == ['absent', 'table']
+    assert (fit.unexpected, fit.ignored, fit.nonfinite) == (['extra'], ['later'], [])
+    assert fit.mismatched == dict(shape='1 in the file, 2x3 in the model') and fit.not_real == dict(kind='int64')
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), 'the model has changed'
+    assert list(state) == ['same', 'shape', 'kind', 'extra', 'later', 'count']
+    assert compare(model, dict(count=shape)).mismatched == dict(count='2x3 in the file, scalar in the model')
+    with pytest.raises(RunError, match=r'no real numbers in memory: kind \(int64\)'):
+        fit.check_values()
+    fit = needed(model, fit, ('sh',))
+    assert (fit.missing, fit.unexpected, fit.mismatched) == (['absent'], ['extra'], {}), 'a table is not trained'
+
+
+def test_a_complete_fit_loads_strictly():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    state = {key: torch.full_like(value, 7) for key, value in model.state_dict().items()}
+    fit = compare(model, state)
+    assert fit.is_complete and not fit.is_empty
+    model.load_state_dict(fit.weights)
+    assert all((value == 7).all() for value in model.state_dict().values())
+    assert compare(model, dict(alien=ONE)).is_empty
+
+
+def test_modules_rename_weights():
+    """As MMDetection's semi-supervised detectors, which share a detector's weights out to student and teacher."""
+
+    class Renames(nn.Sequential):
+        def _load_from_state_dict(self, state_dict, prefix, *args):
+            for key in list(state_dict):
+                state_dict[key.replace('old.', '0.')] = state_dict.pop(key)
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    fit = compare(Renames(nn.Linear(1, 1), nn.Linear(1, 1)), {'old.weight': torch.ones(1, 1), 'old.bias': ONE})
+    assert (list(fit.weights), fit.missing) == (['0.weight', '0.bias'], ['1.weight', '1.bias']) and not fit.unexpected
+
+
+def test_a_shared_weight_has_several_names():
+    model = nn.ModuleDict(dict(a=nn.Linear(1, 1), b=nn.Linear(1, 1)))
+    model.b.weight = model.a.weight
+    assert compare(model, {'b.weight': torch.ones(1, 1)}).missing == ['a.bias', 'b.bias']
+
+
+def test_nonfinite_values():
+    """In floating-point weights of any width, not in masks and counters."""
+    broken = dict(bad=torch.tensor([1, -float('inf')]), half=NAN.half(), small=NAN.to(torch.float8_e4m3fn))
+    state = dict(broken, fine=ONE, count=torch.ones(1, dtype=torch.int64))
+    assert not_finite(state, [*state, 'not there']) == list(broken) and not_finite(state, ['bad']) == ['bad']
+    model = Tensors(dict(bad=ONE), dict(mask=ONE, running_var=ONE))
+    fit = compare(model, dict(bad=NAN[None], mask=NAN[None], running_var=NAN[None]))
+    assert fit.nonfinite == ['bad', 'running_var']
+    fit.check_values(allow_nonfinite=True)
+    with pytest.raises(RunError, match='2 weights of the checkpoint are NaN or infinite: bad, running_var. .* Do this'):
+        fit.check_values(remedy=' Do this')

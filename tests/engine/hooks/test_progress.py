@@ -1,0 +1,84 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+from engine_toys import Count, make_runner, validation
+from mmengine.logging import MMLogger
+
+from mmlinattn.engine.hooks.progress import scalars
+
+
+def printed(capsys):
+    """Standard output without MMEngine's warnings."""
+    return re.sub(r'^.* - WARNING - .*\n', '', capsys.readouterr().out, flags=re.M)
+
+
+HOOKS = [dict(type='ProgressHook', interval=0)]
+
+
+@pytest.mark.parametrize('loop', [dict(by_epoch=True, max_epochs=2), dict(by_epoch=False, max_iters=6, val_interval=3)])
+def test_lines_from_the_first_step_and_a_table_after_each_validation(tmp_path, capsys, loop):
+    Count.calls = 0
+    make_runner(tmp_path, HOOKS, loop, **validation()).train()
+    out = printed(capsys)
+    text = r'epoch 1/2' if loop['by_epoch'] else 'training'
+    assert re.match(rf'{text}  step 1/6  loss [\d.]+  lr 0.01  eta 0:00:\d\d\n', out)
+    assert out.count(' step ') == 6 + 2 * 3
+    names = ('epoch 1', 'epoch 2') if loop['by_epoch'] else ('iteration 3', 'iteration 6')
+    for name, value in zip(names, ('1.0000', '2.0000')):
+        assert re.search(rf'validation {name} .*?acc +│ +{value} │ +{value} ', out, re.S)
+
+
+def test_the_best_of_a_run_outlives_its_resumption(tmp_path, capsys):
+    Count.calls = 7
+    make_runner(tmp_path, HOOKS, dict(by_epoch=True, max_epochs=2), **validation()).train()
+    Count.calls = 0
+    checkpoint = str(tmp_path / 'epoch_2.pth')
+    loop = dict(by_epoch=True, max_epochs=3)
+    make_runner(tmp_path, HOOKS, loop, **validation(), load_from=checkpoint, resume=True).train()
+    assert re.search(r'acc +│ +1.0000 │ +8.0000 ', capsys.readouterr().out)
+
+
+def test_lines_are_some_seconds_apart(tmp_path, capsys):
+    make_runner(tmp_path, [dict(type='ProgressHook')]).train()
+    assert capsys.readouterr().out.count(' step ') == 1
+
+
+def test_a_test_builds_no_training(tmp_path, capsys):
+    """Its data may be missing."""
+    part = validation()
+    names = {f'test_{key[4:]}': value for key, value in part.items()}
+    runner = make_runner(
+        tmp_path, [*HOOKS, dict(type='ResultsHook')], loader=dict(dataset=dict(type='Missing')), **names
+    )
+    runner.test()
+    assert 'acc' in capsys.readouterr().out
+
+
+def test_a_terminal_has_a_bar_in_place_of_lines(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
+    monkeypatch.setenv('TERM', 'xterm')
+    runner = make_runner(tmp_path, HOOKS, **validation())
+    (console,) = [handler for handler in runner.logger.handlers if type(handler).__name__ == 'StreamHandler']
+    console.setLevel('INFO')
+    runner.train()
+    out = capsys.readouterr().out
+    assert '6/6' in out and '━━' in out and ' step ' not in out
+    assert 'Epoch(train)' not in out and 'Saving checkpoint' in out  # MMEngine's other lines stay
+    assert out.rstrip().endswith('\x1b[?25h') or '\x1b[?25h' in out  # the cursor is back
+    log = (tmp_path / runner.timestamp / f'{runner.timestamp}.log').read_text()
+    assert isinstance(runner.logger, MMLogger) and log is not None
+
+
+def test_other_processes_are_silent(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr('mmlinattn.engine.hooks.progress.is_main_process', lambda: False)
+    make_runner(tmp_path, HOOKS, **validation()).train()
+    assert not printed(capsys)
+
+
+def test_metrics_of_any_library():
+    metrics = dict(a=1, b=np.float32(2), c=torch.tensor(3.0), d='text', e=torch.zeros(2), f=None)
+    assert scalars(metrics) == dict(a=1.0, b=2.0, c=3.0) and scalars(None) == {}

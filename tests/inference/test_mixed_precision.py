@@ -1,0 +1,198 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Training under autocast, the weights of a stage cast together, as on a GPU."""
+
+import copy
+
+import pytest
+import small_hosts
+import torch
+from small_hosts import ARCHS, build, image, mixes
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mmlinattn.inference import MixedPrecision
+from mmlinattn.ops import dispatch
+
+HALF = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def on_gpu():
+    with dispatch.as_on_gpu():
+        yield
+
+
+def step(model, x, dtype=HALF):
+    """Outputs and gradients of a training step."""
+    model.zero_grad()
+    with torch.autocast('cpu', dtype, enabled=dtype is not None):
+        outs = model(x)
+    small_hosts.loss(outs).backward()
+    return [out.detach() for out in outs], {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """Number of weights of each cast."""
+    sizes, cast = [], MixedPrecision._cast
+
+    def counted(self, group, in_half):
+        cast(self, group, in_half)
+        sizes.append(len(self.weights))
+
+    monkeypatch.setattr(MixedPrecision, '_cast', counted)
+    return sizes
+
+
+def plain(model):
+    """A copy that autocast casts weight by weight, as a hook is there."""
+    model = copy.deepcopy(model)
+    next(model.children()).register_forward_hook(lambda *_: None)
+    return model
+
+
+def error(found, exact):
+    return max(((a.double() - b).norm() / b.norm().clamp(min=1e-6)).item() for a, b in zip(found, exact))
+
+
+@pytest.mark.parametrize(('host', 'attns'), [(host, attns) for host in ARCHS for attns in mixes(host)], ids=str)
+def test_outputs_are_as_near_float64_as_those_of_autocast(host, attns, casts):
+    model, x = build(host, stage_attns=attns, drop_path_rate=0.0).train(), image()
+    exact = copy.deepcopy(model).double()(x.double())
+    with torch.autocast('cpu', HALF):
+        theirs = plain(model)(x)
+        assert not casts
+        ours = model(x)
+    assert casts and [out.dtype for out in ours] == [out.dtype for out in theirs]
+    assert error(ours, exact) < 1.25 * error(theirs, exact) + 1e-3
+
+
+@pytest.mark.parametrize('host', ARCHS)
+def test_gradients_are_as_near_float64_as_those_of_autocast(host):
+    """The median of a few models: rounding may turn a gradient over."""
+    ratios = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model, x = build(host, stage_attns=mixes(host)[-1], drop_path_rate=0.0).train(), image()
+        steps = step(copy.deepcopy(model).double(), x.double(), None), step(plain(model), x), step(model, x)
+        exact, theirs, ours = (torch.cat([grad.flatten() for grad in grads.values()]) for _, grads in steps)
+        ratios.append(error([ours], [exact]) / error([theirs], [exact]))
+        assert all(grad.dtype == torch.float32 for grad in steps[-1][1].values())
+    assert sorted(ratios)[1] < 1.25
+
+
+@pytest.mark.parametrize('host', ARCHS)
+def test_recomputed_blocks_have_the_same_gradients(host, casts):
+    attns, x = mixes(host)[-1], image()
+    found = [step(build(host, stage_attns=attns, drop_path_rate=0.0, with_cp=cp).train(), x) for cp in (False, True)]
+    assert casts
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('host', ['RAVLT', 'LinearSwin'])
+def test_frozen_weights_get_no_gradient(host, casts):
+    model = build(host, mixes(host)[-1][0], frozen_stages=1).train()
+    model.stages[2][0].ffn.fc1.weight.requires_grad_(False)
+    _, grads = step(model, image())
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert casts and 'stages.2.0.ffn.fc1.weight' in frozen
+    assert {name for name, grad in grads.items() if grad is None} == frozen
+
+
+def test_weights_are_those_of_the_model_after_an_error(casts):
+    model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
+    before = dict(model.named_parameters())
+    model.stages[1][0].attn.qkv.bias = nn.Parameter(torch.zeros(3))  # fits no product
+    with pytest.raises(RuntimeError):
+        step(model, x)
+    assert casts and not dispatch.state.settled
+    model.stages[1][0].attn.qkv.bias = before['stages.1.0.attn.qkv.bias']
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys() and all(after[name] is before[name] for name in before)
+    assert not torch.is_autocast_enabled('cpu')
+
+
+class Adapter(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.down = layer, nn.Linear(layer.in_features, 2)
+        self.up = nn.Linear(2, layer.out_features)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+def test_adapters_and_hooks_see_the_weights_of_the_model(casts):
+    model, x = build('LinearSwin', 'inline').train(), image()
+    kept = []
+    handle = model.stages[0][0].attn.qkv.register_forward_hook(lambda layer, *_: kept.append(copy.deepcopy(layer)))
+    step(model, x)
+    assert not casts and kept[0].weight.dtype == torch.float32
+    handle.remove()
+    step(model, x)
+    assert casts
+    del casts[:]
+    model.stages[0][0].attn.proj = Adapter(model.stages[0][0].attn.proj)
+    _, grads = step(model, x)
+    assert not casts and grads['stages.0.0.attn.proj.up.weight'].abs().sum() > 0
+
+
+def test_a_copy_between_forward_and_backward(casts):
+    model, x = build('RAVLT', 'softmax', drop_path_rate=0.0).train(), image()
+    expected = step(model, x)
+    with torch.autocast('cpu', HALF):
+        outs = model(x)
+        twin = copy.deepcopy(model)  # as EMA makes one
+    model.zero_grad()
+    small_hosts.loss(outs).backward()
+    assert casts
+    torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, expected[1], rtol=0, atol=0)
+    torch.testing.assert_close(step(twin, x), expected, rtol=0, atol=0)
+
+
+def test_weights_that_move_or_change_are_those_of_the_next_step(casts):
+    model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
+    step(model, x)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    torch.testing.assert_close(step(model, x), step(copy.deepcopy(model), x), rtol=0, atol=0)
+    model.double()
+    step(model, x.double())
+    count = len(casts)
+    step(model.float(), x)
+    assert len(casts) > count
+
+
+def test_gradients_of_gradients():
+    model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
+    with torch.autocast('cpu', HALF):
+        out = model(x)[-1].float().square().sum()
+    weight = model.stages[3][0].ffn.fc1.weight
+    (grad,) = torch.autograd.grad(out, weight, create_graph=True)
+    grad.square().sum().backward()
+    assert weight.grad.isfinite().all() and weight.grad.abs().sum() > 0
+
+
+def test_distributed_training(tmp_path, casts):
+    model, x = build('LinearSwin', 'focused', drop_path_rate=0.0).train(), image()
+    expected = step(copy.deepcopy(model), x)
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path / "store"}', rank=0, world_size=1)
+    try:
+        parallel = DistributedDataParallel(model)
+        for _ in '12':
+            _, grads = step(parallel, x)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(casts) > 3
+    torch.testing.assert_close(list(grads.values()), list(expected[1].values()), rtol=1e-5, atol=1e-6)
+
+
+def test_graphs_are_those_of_autocast(casts):
+    model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
+    with torch.autocast('cpu', HALF):
+        compiled = torch.compile(model, backend='eager')(x)
+        assert not casts
+        expected = model(x)
+    assert casts
+    assert error(compiled, [out.double() for out in expected]) < 0.05

@@ -1,0 +1,531 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Files of labelling tools: boxes, outlines, and every further statement about an object."""
+
+import base64
+import io
+import json
+from xml.sax.saxutils import quoteattr
+
+import numpy as np
+import pytest
+from own_files import HEIGHT, WIDTH, picture, text
+from PIL import Image
+from pycocotools import mask as coco_masks
+
+from mmlinattn.tooling.own_data import folders
+from mmlinattn.tooling.own_data.boxes import read_boxes
+from mmlinattn.tooling.own_data.objects import Pictures
+from mmlinattn.utils.errors import RunError
+
+CAR, BUS = ('car', (4, 8, 24, 38)), ('bus', (30, 10, 60, 40))
+OBJECTS = {name: [CAR, BUS] if number % 2 else [CAR] for number, name in enumerate('abcdef')}
+TRIANGLE = [[4, 8], [24, 8], [24, 38]]
+
+
+def images(root, names=OBJECTS):
+    for name in names:
+        picture(root / 'images' / f'{name}.jpg')
+
+
+def annotations_of(data, *splits):
+    """``(image, class, left, top, right, bottom)`` and the annotation, of all splits."""
+    found = {}
+    for split in splits or data.annotations:
+        content = json.loads(data.annotations[split])
+        names = {entry['id']: entry['name'] for entry in content['categories']}
+        files = {entry['id']: entry['file_name'].rpartition('/')[2] for entry in content['images']}
+        for entry in content['annotations']:
+            x, y, w, h = entry['bbox']
+            box = tuple(round(side, 3) for side in (x, y, x + w, y + h))
+            found[(files[entry['image_id']], names[entry['category_id']], *box)] = entry
+    return found
+
+
+def labelme(root, objects=OBJECTS, **more):
+    for name, items in objects.items():
+        shapes = [
+            dict(dict(label=label, points=np.reshape(box, (-1, 2)).tolist(), shape_type='rectangle'), **more)
+            for label, box in items
+        ]
+        content = dict(version='5.5', flags={}, shapes=shapes, imagePath=f'{name}.jpg', imageHeight=HEIGHT)
+        text(root / 'images' / f'{name}.json', dict(content, imageWidth=WIDTH, imageData=None))
+
+
+def cvat(root, objects=OBJECTS, shape=None, **more):
+    rows = []
+    for number, (name, items) in enumerate(objects.items()):
+        rows.append(f'<image id="{number}" name="{name}.jpg" width="{WIDTH}" height="{HEIGHT}">')
+        for label, box in items:
+            edges = dict(zip(('xtl', 'ytl', 'xbr', 'ybr'), box), label=label, occluded=0, z_order=0, **more)
+            rows.append('<box ' + ' '.join(f'{key}={quoteattr(str(value))}' for key, value in edges.items()) + '/>')
+        rows.append(f'{shape or ""}</image>')
+    labels = '<labels><label><name>bus</name></label><label><name>car</name></label></labels>'
+    body = f'<version>1.1</version><meta><task>{labels}</task></meta>{"".join(rows)}'
+    text(root / 'annotations.xml', f'<annotations>{body}</annotations>')
+
+
+def studio_value(box, **more):
+    left, top, right, bottom = box
+    value = dict(x=left / WIDTH * 100, y=top / HEIGHT * 100, rotation=0)
+    return dict(value, width=(right - left) / WIDTH * 100, height=(bottom - top) / HEIGHT * 100, **more)
+
+
+def label_studio(root, objects=OBJECTS, value=None, **more):
+    tasks = []
+    for number, (name, items) in enumerate(objects.items()):
+        results = [
+            dict(
+                type='rectanglelabels',
+                original_width=WIDTH,
+                original_height=HEIGHT,
+                value={**studio_value(box, rectanglelabels=[label]), **(value or {})},
+                **more,
+            )
+            for label, box in items
+        ]
+        address = f'/data/upload/1/0a1b2c3d-{name}.jpg'
+        tasks.append(dict(id=number, data=dict(image=address), annotations=[dict(id=number, result=results)]))
+    text(root / 'project-1.json', tasks)
+
+
+def label_studio_min(root, objects=OBJECTS):
+    tasks = [
+        dict(
+            image=f'/data/local-files/?d=images/{name}.jpg',
+            label=[dict(studio_value(box, rectanglelabels=[label]), original_width=WIDTH) for label, box in items],
+        )
+        for name, items in objects.items()
+    ]
+    text(root / 'min.json', tasks)
+
+
+def table(root, header, row, objects=OBJECTS, delimiter=','):
+    rows = [row(name, *item) for name, items in objects.items() for item in items]
+    lines = [delimiter.join(map(str, cells)) for cells in [header, *rows] if cells]
+    text(root / 'labels.csv', '\n'.join(lines))
+
+
+def csv_tensorflow(root):
+    header = 'filename,width,height,class,xmin,ymin,xmax,ymax'.split(',')
+    table(root, header, lambda name, label, box: (f'{name}.jpg', WIDTH, HEIGHT, label, *box))
+
+
+def csv_retinanet(root):
+    table(root, (), lambda name, label, box: (f'images/{name}.jpg', *box, label))
+
+
+def csv_sides(root):
+    header = 'image_id;label;x;y;w;h;split'.split(';')
+    table(root, header, lambda name, label, b: (name, label, *b[:2], b[2] - b[0], b[3] - b[1], ''), delimiter=';')
+
+
+def csv_kaggle(root):
+    header = ('image_id', 'width', 'height', 'bbox', 'class')
+    row = lambda name, label, b: (name, WIDTH, HEIGHT, f'"[{b[0]}, {b[1]}, {b[2] - b[0]}, {b[3] - b[1]}]"', label)  # noqa: E731
+    table(root, header, row)
+
+
+def csv_open_images(root):
+    header = 'ImageID,LabelName,Confidence,XMin,XMax,YMin,YMax,IsGroupOf'.split(',')
+    shares = lambda b: (b[0] / WIDTH, b[2] / WIDTH, b[1] / HEIGHT, b[3] / HEIGHT)  # noqa: E731
+    table(root, header, lambda name, label, box: (name, label, 1, *shares(box), 0))
+
+
+def kitti(root, objects=OBJECTS, **more):
+    (root / 'images').rename(root / 'image_2')
+    for name, items in objects.items():
+        lines = [f'{label} 0.00 0 -1.58 {" ".join(map(str, box))} 1.6 1.6 3.7 1 1.5 8.2 -1.5' for label, box in items]
+        text(root / 'label_2' / f'{name}.txt', '\n'.join(lines))
+
+
+FORMATS = [labelme, cvat, label_studio, label_studio_min, csv_tensorflow, csv_retinanet, csv_sides, csv_kaggle]
+FORMATS += [csv_open_images, kitti]
+
+
+@pytest.mark.parametrize('write', FORMATS, ids=lambda write: write.__name__)
+def test_boxes_of_each_format(tmp_path, write):
+    images(tmp_path)
+    write(tmp_path)
+    data = read_boxes(tmp_path)
+    found = {(f'{name}.jpg', label, *map(float, box)) for name, items in OBJECTS.items() for label, box in items}
+    assert set(annotations_of(data)) == found
+    assert data.classes == ['bus', 'car'] and not data.masks and data.densest == 2
+    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=5, val=1)
+    assert not [note for note in data.notes if 'not used' in note or 'left out' in note], data.notes
+
+
+def drawn(points):
+    """The pixels of a polygon."""
+    mask = coco_masks.frPyObjects([np.ravel(points).tolist()], HEIGHT, WIDTH)
+    return coco_masks.decode(mask)[..., 0]
+
+
+def pixels_of(entry):
+    outline = entry['segmentation']
+    rle = coco_masks.merge(coco_masks.frPyObjects(outline, HEIGHT, WIDTH)) if isinstance(outline, list) else outline
+    return coco_masks.decode(rle)
+
+
+def labelme_outlines(root):
+    labelme(root, {name: [('car', TRIANGLE)] for name in OBJECTS}, shape_type='polygon')
+
+
+def labelme_masks(root):
+    file = io.BytesIO()
+    Image.fromarray(drawn(TRIANGLE)[8:39, 4:25] * 255).save(file, 'PNG')
+    mask = base64.b64encode(file.getvalue()).decode()
+    labelme(root, {name: [('car', (4, 8, 24, 38))] for name in OBJECTS}, shape_type='mask', mask=mask)
+
+
+def cvat_outlines(root):
+    points = ';'.join(f'{x},{y}' for x, y in TRIANGLE)
+    cvat(root, dict.fromkeys(OBJECTS, ()), f'<polygon label="car" points="{points}" occluded="0"/>')
+
+
+def cvat_masks(root):
+    part = drawn(TRIANGLE)[8:39, 4:25].ravel()
+    ends = [0, *(np.flatnonzero(np.diff(part)) + 1).tolist(), len(part)]
+    runs = ([0] if part[0] else []) + np.diff(ends).tolist()
+    more = f'left="4" top="8" width="21" height="31" rle="{", ".join(map(str, runs))}"'
+    cvat(root, dict.fromkeys(OBJECTS, ()), f'<mask label="car" occluded="0" {more}/>')
+
+
+def studio_outlines(root):
+    points = (np.array(TRIANGLE) / (WIDTH, HEIGHT) * 100).tolist()
+    value = dict(points=points, polygonlabels=['car'], rectanglelabels=[])
+    label_studio(root, dict.fromkeys(OBJECTS, [CAR]), value, score=None)
+
+
+def yolo_outlines(root):
+    for name in OBJECTS:
+        numbers = (np.array(TRIANGLE) / (WIDTH, HEIGHT)).ravel().tolist()
+        text(root / 'labels' / f'{name}.txt', ' '.join(map(str, [0, *numbers])))
+    text(root / 'data.yaml', 'names: [car]')
+
+
+def voc_outlines(root):
+    tags = ''.join(f'<x{i}>{x}</x{i}><y{i}>{y}</y{i}>' for i, (x, y) in enumerate(TRIANGLE, 1))
+    box = '<bndbox><xmin>4</xmin><ymin>8</ymin><xmax>24</xmax><ymax>38</ymax></bndbox>'
+    for name in OBJECTS:
+        item = f'<object><name>car</name>{box}<polygon>{tags}</polygon></object>'
+        text(root / 'images' / f'{name}.xml', f'<annotation>{item}</annotation>')
+
+
+@pytest.mark.parametrize(
+    'write',
+    [labelme_outlines, labelme_masks, cvat_outlines, cvat_masks, studio_outlines, yolo_outlines, voc_outlines],
+    ids=lambda write: write.__name__,
+)
+def test_outlines_of_each_format(tmp_path, write):
+    images(tmp_path)
+    write(tmp_path)
+    data = read_boxes(tmp_path)
+    assert data.masks and len(annotations_of(data)) == len(OBJECTS)
+    for entry in annotations_of(data).values():
+        assert np.abs(pixels_of(entry).astype(int) - drawn(TRIANGLE)).sum() <= 2
+        assert entry['area'] == pytest.approx(300, abs=40)
+
+
+TURNED = ('bar', (10, 18, 54, 30))  # its upright box after a turn by 90 degrees is (26, 2, 38, 46)
+
+
+def turned_coco(root):
+    given = dict(bbox=[10, 18, 44, 12], area=528, iscrowd=0, segmentation=[], attributes=dict(rotation=90.0))
+    files = [dict(id=i, file_name=f'images/{name}.jpg', width=WIDTH, height=HEIGHT) for i, name in enumerate(OBJECTS)]
+    boxes = [dict(given, id=i, image_id=i, category_id=1) for i in range(len(files))]
+    text(root / 'all.json', dict(images=files, annotations=boxes, categories=[dict(id=1, name='bar')]))
+
+
+def turned_cvat(root):
+    cvat(root, dict.fromkeys(OBJECTS, [TURNED]), rotation=90.0)
+
+
+def turned_studio(root):  # around the upper left corner, which is at (38, 2) after the turn
+    x, y = 38 / WIDTH * 100, 2 / HEIGHT * 100
+    label_studio(root, dict.fromkeys(OBJECTS, [TURNED]), dict(x=x, y=y, rotation=90))
+
+
+def turned_voc(root):
+    box = '<robndbox><cx>32</cx><cy>24</cy><w>44</w><h>12</h><angle>1.5707963</angle></robndbox>'
+    for name in OBJECTS:
+        item = f'<object><type>robndbox</type><name>bar</name>{box}</object>'
+        text(root / 'images' / f'{name}.xml', f'<annotation>{item}</annotation>')
+
+
+@pytest.mark.parametrize(
+    'write', [turned_coco, turned_cvat, turned_studio, turned_voc], ids=lambda write: write.__name__
+)
+def test_turned_rectangles(tmp_path, write):
+    images(tmp_path)
+    write(tmp_path)
+    data = read_boxes(tmp_path)
+    assert {key[2:] for key in annotations_of(data)} == {(26, 2, 38, 46)}
+    assert '6 objects: turned, the upright boxes around them are learnt' in data.notes
+
+
+def voc_marks(**marks):
+    tags = ''.join(f'<{key}>{value}</{key}>' for key, value in marks.items())
+    box = '<bndbox><xmin>4</xmin><ymin>8</ymin><xmax>24</xmax><ymax>38</ymax></bndbox>'
+
+    def write(root):
+        for name in OBJECTS:
+            one = f'<object><name>car</name>{box}</object>'
+            text(
+                root / 'images' / f'{name}.xml',
+                f'<annotation>{one}{one.replace("</name>", f"</name>{tags}")}</annotation>',
+            )
+
+    return write
+
+
+def coco_marks(**marks):
+    def write(root):
+        turned_coco(root)
+        content = json.loads((root / 'all.json').read_text())
+        plain = [dict(entry, attributes={}) for entry in content['annotations']]
+        marked = [dict(entry, id=entry['id'] + 10, **marks) for entry in plain]
+        text(root / 'all.json', dict(content, annotations=plain + marked))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    'write, said',
+    [
+        (coco_marks(iscrowd=1), 'ignored, neither learnt nor counted: 6 crowd'),
+        (coco_marks(ignore=1), 'ignored, neither learnt nor counted: 6 ignore'),
+        (coco_marks(attributes=dict(ignored=True)), 'ignored, neither learnt nor counted: 6 ignore'),
+        (voc_marks(difficult=1, truncated=0), 'ignored, neither learnt nor counted: 6 difficult'),
+        (voc_marks(truncated=1, pose='Unspecified'), '6 objects: truncated'),
+        (voc_marks(occluded=1, pose='Left'), 'not used of the annotations: pose (6)'),
+        (coco_marks(keypoints=[1, 2, 2], num_keypoints=1), '6 objects: keypoints, boxes are learnt'),
+        (coco_marks(score=0.7), '6 objects: score, as predictions have'),
+        (coco_marks(track_id=3, attributes=dict(colour='red', occluded=True)), 'colour (6), track_id (6)'),
+        (coco_marks(attributes=dict(occluded=True)), '6 objects: occluded'),
+    ],
+)
+def test_every_statement_about_an_object_is_used_or_named(tmp_path, write, said):
+    images(tmp_path)
+    write(tmp_path)
+    data = read_boxes(tmp_path)
+    assert any(said in note for note in data.notes), data.notes
+    is_ignored = 'ignored' in said
+    assert data.ignores == is_ignored and data.densest == (1 if is_ignored else 2)
+    crowds = [
+        entry['iscrowd'] for split in data.annotations for entry in json.loads(data.annotations[split])['annotations']
+    ]
+    assert sorted(set(crowds)) == ([0, 1] if is_ignored else [0]) and 'ignore' not in data.annotations['train']
+
+
+def test_shapes_of_a_group_are_parts_of_one_object(tmp_path):
+    images(tmp_path)
+    two = [('car', TRIANGLE), ('car', (np.array(TRIANGLE) + (30, 0)).tolist())]
+    labelme(tmp_path, dict.fromkeys(OBJECTS, two), shape_type='polygon', group_id=7)
+    data = read_boxes(tmp_path)
+    assert {key[2:] for key in annotations_of(data)} == {(4, 8, 54, 38)} and data.masks
+    assert all(len(entry['segmentation']) == 2 for entry in annotations_of(data).values())
+    assert '6 objects: parts, each is one object of several outlines' in data.notes
+
+
+def test_shapes_that_are_no_objects_are_named(tmp_path):
+    images(tmp_path)
+    labelme(tmp_path)
+    file = tmp_path / 'images/a.json'
+    content = json.loads(file.read_text())
+    content['shapes'] += [dict(label='car', points=[[1, 1]], shape_type='point')]
+    content['shapes'] += [dict(label='car', points=[[20, 20], [20, 26]], shape_type='circle')]
+    text(file, dict(content, flags=dict(blurred=True)))
+    data = read_boxes(tmp_path)
+    assert 'shapes that are no boxes or outlines are left out: 1 of kind point' in data.notes
+    assert 'not used of the images: flags blurred' in data.notes
+    assert ('a.jpg', 'car', 14, 14, 26, 26) in annotations_of(data)
+
+
+def test_regions_without_class_are_ignored_for_every_class(tmp_path):
+    images(tmp_path)
+    kitti(tmp_path, {name: [*items, ('DontCare', (1, 1, 9, 9))] for name, items in OBJECTS.items()})
+    data = read_boxes(tmp_path)
+    crowds = {key for key, entry in annotations_of(data).items() if entry['iscrowd']}
+    assert {key[1:] for key in crowds} == {(name, 1, 1, 9, 9) for name in ('bus', 'car')} and len(crowds) == 12
+    assert data.classes == ['bus', 'car'] and data.ignores
+
+
+def test_splits_that_files_name(tmp_path):
+    images(tmp_path)
+    cvat(tmp_path)
+    file = tmp_path / 'annotations.xml'
+    content = file.read_text()
+    for name, split in zip(OBJECTS, ('Train', 'Train', 'Train', 'Validation', 'Validation', 'Test')):
+        content = content.replace(f'name="{name}.jpg"', f'name="{name}.jpg" subset="{split}"')
+    text(file, content)
+    assert {split: len(paths) for split, paths in read_boxes(tmp_path).images.items()} == dict(train=3, val=2, test=1)
+
+
+def test_tasks_of_label_studio_without_annotation(tmp_path):
+    """An empty annotation says that nothing is there; none says nothing."""
+    images(tmp_path)
+    label_studio(tmp_path)
+    file = tmp_path / 'project-1.json'
+    tasks = json.loads(file.read_text())
+    tasks[0]['annotations'], tasks[1]['annotations'][0]['result'] = [], []
+    tasks[2]['annotations'].append(dict(result=[]))
+    data = read_boxes(text(file, tasks).parent)
+    assert '1 tasks without annotation are left out' in data.notes
+    assert '1 tasks have several annotations: the first is read' in data.notes
+    assert sum(map(len, data.images.values())) == 5
+
+
+def test_names_of_classes_are_texts(tmp_path):
+    """YAML would read them as booleans and numbers."""
+    images(tmp_path)
+    for name in OBJECTS:
+        text(tmp_path / 'labels' / f'{name}.txt', '\n'.join(f'{i} 0.5 0.5 0.2 0.2' for i in range(4)))
+    text(tmp_path / 'data.yaml', 'names: [yes, off, 1.0, null]')
+    assert read_boxes(tmp_path).classes == ['yes', 'off', '1.0', 'null']
+
+
+@pytest.mark.parametrize('write', [labelme, cvat, csv_retinanet, kitti], ids=lambda write: write.__name__)
+def test_the_last_images_of_a_class_stay_in_train(tmp_path, write):
+    """Two images of a class of 25: one trains, one validates; with one alone, it trains."""
+    names = [f'{i:02}' for i in range(25)]
+    images(tmp_path, names)
+    write_it = (
+        write
+        if write in (labelme, cvat, kitti)
+        else lambda root, objects: table(
+            root, (), lambda name, label, box: (f'images/{name}.jpg', *box, label), objects
+        )
+    )
+    rare = {'07': [CAR, BUS], '19': [BUS], '11': [CAR, ('van', (1, 1, 9, 9))]}
+    write_it(tmp_path, {name: rare.get(name, [CAR]) for name in names})
+    data = read_boxes(tmp_path)
+    seen = {split: [key[1] for key in annotations_of(data, split)] for split in ('train', 'val')}
+    assert seen['train'].count('bus') == seen['val'].count('bus') == 1 and 'van' in seen['train']
+    assert seen['val'].count('car') == 5
+    assert 'no image of van in val: not measured' in data.notes
+
+
+KITTI_LINE = 'Car 0 0 0 1 2 3 4 5 6 7 8 9 10 11'
+UNREAD = {
+    'via.json': ({'_via_img_metadata': {'a': {'regions': []}}}, 'VGG Image Annotator JSON', 'COCO JSON'),
+    'a.jpg.json': ({'objects': [{'classTitle': 'car', 'geometryType': 'rectangle'}]}, 'Supervisely JSON', 'COCO'),
+    'export.json': ([{'data_row': {'id': 1}, 'projects': {}}], 'Labelbox JSON', 'COCO JSON'),
+    'bdd.json': ([{'name': 'a.jpg', 'labels': [{'box2d': {'x1': 1}}]}], 'BDD100K JSON', 'to_coco'),
+    'create.json': ([{'image': 'a.jpg', 'annotations': [{'label': 'a', 'coordinates': {}}]}], 'CreateML JSON', 'VOC'),
+    'dm.json': ({'infos': {}, 'dm_format_version': '1', 'items': []}, 'Datumaro JSON', 'datum convert'),
+    'v7.json': ({'item': {'name': 'a'}, 'annotations': [{'bounding_box': {}}]}, 'Darwin JSON', 'COCO JSON'),
+    'panoptic.json': ({'images': [], 'annotations': [{'segments_info': []}]}, 'COCO panoptic JSON', 'instances_'),
+    'via.csv': ('filename,region_shape_attributes\na.jpg,"{}"', 'VGG Image Annotator CSV', 'COCO JSON'),
+    'labelTxt/a.txt': ('1 1 9 1 9 9 1 9 plane 0', 'DOTA text files', 'upright boxes'),
+    'gt.txt': ('1,1,10,20,30,40,1,-1,-1,-1', 'MOT text files', 'mot2coco'),
+    'annotations/a.txt': ('10,20,30,40,1,4,0,0', 'VisDrone text files', 'COCO JSON'),
+    'a.tfrecord': ('x', 'a TFRecord', 'convert it'),
+    'old.xml': ('<annotation><object><polygon><pt><x>1</x></pt></polygon></object></annotation>', 'LabelMe XML', 'VOC'),
+    'dlib.xml': ('<dataset><images><image file="a.jpg"><box top="1"/></image></images></dataset>', 'dlib XML', 'COCO'),
+}
+
+
+@pytest.mark.parametrize('name', UNREAD)
+def test_formats_that_are_not_read_are_named(tmp_path, name):
+    content, kind, remedy = UNREAD[name]
+    images(tmp_path)
+    text(tmp_path / name, content)
+    with pytest.raises(RunError, match='.') as error:
+        read_boxes(tmp_path)
+    said = str(error.value)
+    assert kind in said and remedy in said and name.rpartition('/')[2] in said and '\n' not in said
+
+
+@pytest.mark.parametrize(
+    'write, said',
+    [
+        (lambda root: text(root / 'a.xml', '<annotations><meta/><track id="0"/></annotations>'), 'CVAT XML for videos'),
+        (lambda root: label_studio(root, value=dict(rle=[1], format='rle')), 'has brush masks'),
+        (lambda root: label_studio(root, image_rotation=90), 'were turned in Label Studio'),
+        (lambda root: labelme(root, {'z': [CAR]}), "names the image 'z', which is in no folder"),
+        (lambda root: labelme(root, {'a': [('car', (1, 1, float('nan'), 9))]}), 'a.json cannot be read'),
+        (lambda root: text(root / 'b.csv', 'image,x,y,w,h,label\na.jpg,1,2,3,x,car'), 'has no box of four numbers'),
+        (lambda root: text(root / 'b.csv', 'image,x,y,w,h,label\na.jpg,1,2,3,4,'), 'has no class'),
+        (lambda root: text(root / 'label_2/a.txt', KITTI_LINE + '\nCar 0 0'), 'Car is not followed by the 14 numbers'),
+    ],
+)
+def test_files_of_labelling_tools_that_are_refused(tmp_path, write, said):
+    images(tmp_path)
+    write(tmp_path)
+    with pytest.raises(RunError, match='.') as error:
+        read_boxes(tmp_path)
+    assert said in str(error.value) and '\n' not in str(error.value)
+
+
+# -- a class an image -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'rows',
+    [
+        ['filename,label', *(f'{name}.jpg,{"car" if name < "d" else "bus"}' for name in OBJECTS)],
+        ['id\tbreed', *(f'{name}\t{"car" if name < "d" else "bus"}' for name in OBJECTS)],
+        ['image,bus,car', *(f'{name},{int(name >= "d")},{int(name < "d")}' for name in OBJECTS)],
+    ],
+    ids=['label', 'tabs without endings', 'a column a class'],
+)
+def test_tables_of_classes(tmp_path, rows):
+    images(tmp_path)
+    text(tmp_path / 'labels.csv', '\n'.join(rows))
+    data = folders.read_classes(tmp_path)
+    assert (data.kind, data.classes) == ('CSV of classes', ['bus', 'car'])
+    listed = dict(line.split() for text in data.annotations.values() for line in text.splitlines())
+    assert listed == {f'images/{name}.jpg': str(int(name < 'd')) for name in OBJECTS}
+    assert [len(data.images[split]) for split in ('train', 'val')] == [4, 2]
+
+
+def test_tables_of_classes_with_splits_and_numbers(tmp_path):
+    images(tmp_path)
+    rows = [f'{name}.jpg,{i % 2 * 8 + 2},{"val" if i > 3 else "train"},x' for i, name in enumerate(OBJECTS)]
+    text(tmp_path / 'labels.csv', '\n'.join(['image,class,split,photographer', *rows]))
+    data = folders.read_classes(tmp_path)
+    assert data.classes == ['2', '10'] and [len(data.images[split]) for split in ('train', 'val')] == [4, 2]
+    assert 'not used of labels.csv: columns photographer' in data.notes
+
+
+@pytest.mark.parametrize(
+    'rows, said',
+    [
+        (['image,a,b', 'a,1,1'], 'has 2 classes; one an image is learnt'),
+        (['image,label', 'a.jpg,'], 'has 0 classes'),
+        (['image,label', 'z.jpg,a'], "names the image 'z.jpg'"),
+        (['image,label', 'a.jpg,a', 'a.jpg,b'], "a.jpg is of ('a', None) and of ('b', None)"),
+    ],
+)
+def test_tables_of_classes_that_are_refused(tmp_path, rows, said):
+    images(tmp_path)
+    (tmp_path / 'images').rename(tmp_path / 'flat')
+    for path in (tmp_path / 'flat').iterdir():
+        path.rename(tmp_path / path.name)
+    text(tmp_path / 'labels.csv', '\n'.join(rows))
+    with pytest.raises(RunError, match='.') as error:
+        folders.read_classes(tmp_path)
+    assert said in str(error.value)
+
+
+def test_boxes_where_classes_were_asked_for(tmp_path):
+    images(tmp_path)
+    for path in sorted((tmp_path / 'images').iterdir()):
+        path.rename(tmp_path / path.name)
+    (tmp_path / 'images').rmdir()
+    cvat(tmp_path)
+    with pytest.raises(RunError, match='annotations.xml is CVAT XML, which this task does not take'):
+        folders.read_classes(tmp_path)
+
+
+def test_images_of_one_name_in_several_folders(tmp_path):
+    """The folders of the name decide, then those of the annotation file."""
+    for folder in ('', 'train/', 'val/'):
+        picture(tmp_path / f'{folder}a.jpg')
+    pictures = Pictures(tmp_path, sorted(tmp_path.rglob('*.jpg')))
+    assert pictures.find(tmp_path / 'all.csv', 'train/a.jpg') == tmp_path / 'train/a.jpg'
+    assert pictures.find(tmp_path / 'all.csv', r'C:\data\val\a.jpg') == tmp_path / 'val/a.jpg'
+    assert pictures.find(tmp_path / 'val/all.csv', 'a.jpg') == tmp_path / 'val/a.jpg'
+    with pytest.raises(RunError, match=r"'a.jpg' may be .*/train/a.jpg or .*/val/a.jpg; keep one"):
+        (tmp_path / 'a.jpg').unlink()
+        Pictures(tmp_path, sorted(tmp_path.rglob('*.jpg'))).find(tmp_path / 'all.csv', 'a.jpg')

@@ -1,0 +1,178 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Files of predictions, read as other programs read them."""
+
+import argparse
+import json
+import os
+from types import SimpleNamespace
+
+import mmcv
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.structures import BaseDataElement, InstanceData, PixelData
+
+from mmlinattn.tooling import predictions
+from mmlinattn.utils.errors import RunError
+
+BOXES = [[10.0, 20.0, 30.0, 60.0], [0.0, 0.0, 100.0, 50.0], [5.0, 5.0, 6.0, 6.0]]
+
+
+def detections(with_masks):
+    found = InstanceData(
+        bboxes=torch.tensor(BOXES), scores=torch.tensor([0.9, 0.5, 0.1]), labels=torch.tensor([1, 0, 1])
+    )
+    if with_masks:
+        masks = torch.zeros(3, 50, 100, dtype=torch.bool)
+        masks[0, 20:40, 10:30] = True
+        masks[1, :, :] = True
+        masks[1, 10:20, 10:20] = False  # a hole
+        masks[2, 5, 5] = True  # no area
+        found.masks = masks
+    return BaseDataElement(metainfo=dict(ori_shape=(50, 100), img_path='a.jpg', img_id=7), pred_instances=found)
+
+
+@pytest.mark.parametrize('with_masks', [True, False])
+def test_coco_reads_its_results(tmp_path, with_masks):
+    """Perfect boxes and masks have an AP of 1."""
+    mask_api, coco = pytest.importorskip('pycocotools.mask'), pytest.importorskip('pycocotools.coco')
+    from pycocotools.cocoeval import COCOeval
+
+    sample = detections(with_masks)
+    entries = predictions.coco_results(sample, 7, {0: 30, 1: 20})
+    assert [entry['category_id'] for entry in entries] == [20, 30, 20] and entries[0]['bbox'] == [10, 20, 20, 40]
+    truth = coco.COCO()
+    annotations = [
+        dict({key: value for key, value in entry.items() if key != 'score'}, id=i, iscrowd=0, area=1000.0)
+        for i, entry in enumerate(entries, start=1)
+    ]
+    truth.dataset = dict(
+        images=[dict(id=7, height=50, width=100)], annotations=annotations, categories=[dict(id=20), dict(id=30)]
+    )
+    truth.createIndex()
+    predictions.write_coco(str(tmp_path / 'a.json'), entries, {})
+    results = truth.loadRes(str(tmp_path / 'a.json'))
+    for kind in ('bbox', 'segm')[: 1 + with_masks]:
+        evaluator = COCOeval(truth, results, kind)
+        evaluator.evaluate()
+        evaluator.accumulate()
+        evaluator.summarize()
+        assert evaluator.stats[0] == pytest.approx(1)
+    if with_masks:
+        np.testing.assert_array_equal(mask_api.decode(entries[1]['segmentation']), sample.pred_instances.masks[1])
+
+
+def test_ids_that_no_file_gives_are_said(tmp_path, capsys):
+    entries = predictions.coco_results(detections(False), 'a')
+    assert [entry['category_id'] for entry in entries] == [2, 1, 2]
+    predictions.write_coco(str(tmp_path / 'a.json'), entries, None)
+    assert 'category_id is the label + 1' in capsys.readouterr().err
+
+
+def test_ids_of_the_annotation_file(tmp_path):
+    categories = [dict(id=9, name='cat'), dict(id=4, name='dog'), dict(id=5, name='cow')]
+    (tmp_path / 'a.json').write_text(json.dumps(dict(images=[], annotations=[], categories=categories)))
+    loader = dict(dataset=dict(type='CocoDataset', data_root=str(tmp_path), ann_file='a.json'))
+    ids = predictions.category_ids
+    assert ids(Config(dict(test_dataloader=loader)), ('dog', 'cat')) == {0: 4, 1: 9}
+    assert ids(Config(dict(test_dataloader=loader)), ('dog', 'bird')) is None
+    assert ids(Config(dict(test_dataloader=loader)), None) is None
+    loader['dataset']['ann_file'] = 'gone.json'
+    assert ids(Config(dict(test_dataloader=loader)), ('dog', 'cat')) is None
+
+
+def test_yolo_lines():
+    """Clipped to the image; of masks the outline of the largest part."""
+    lines = predictions.yolo_lines(detections(False), 0.4, True)
+    assert lines == ['1 0.200000 0.800000 0.200000 0.800000 0.900000', '0 0.500000 0.500000 1.000000 1.000000 0.500000']
+    first, second = (line.split() for line in predictions.yolo_lines(detections(True), 0.0))
+    points = np.array(first[1:], float).reshape(-1, 2) * (100, 50)
+    assert {tuple(point) for point in points.round().astype(int).tolist()} == {(10, 20), (10, 39), (29, 39), (29, 20)}
+    assert first[0] == '1' and second[0] == '0' and len(second) == 9
+
+
+@pytest.mark.parametrize(('largest', 'kind'), [(200, np.uint8), (300, np.uint16)])
+def test_label_images(tmp_path, largest, kind):
+    labels = torch.arange(12).reshape(1, 3, 4)
+    labels[0, 0, 0] = largest
+    sample = BaseDataElement(pred_sem_seg=PixelData(data=labels))
+    predictions.write_label_image(tmp_path / 'new' / 'a.png', sample)
+    image = mmcv.imread(str(tmp_path / 'new' / 'a.png'), 'unchanged')
+    assert image.dtype == kind
+    np.testing.assert_array_equal(image, labels[0])
+
+
+@pytest.mark.parametrize(
+    ('paths', 'suffix', 'names'),
+    [
+        (['v/a/1.jpg', 'v/b/1.jpg', 'v/1.jpg'], '', ['a/1.jpg', 'b/1.jpg', '1.jpg']),
+        (['v/a/1.jpg', 'v/b/2.tif'], '', ['1.jpg', '2.tif.png']),
+        (['v/a/1.jpg', 'v/b/1.jpg'], '.txt', ['a/1.txt', 'b/1.txt']),
+        (['v/1.jpg', 'v/1.png', 'v/2.png'], '.txt', ['1.jpg.txt', '1.png.txt', '2.txt']),
+        (['v/1.jpg', 'v/1.jpg'], '.txt', ['1.txt', '1.txt']),  # the same image twice
+        ([], '.txt', []),
+    ],
+)
+def test_names_of_files_of_images(paths, suffix, names):
+    assert predictions.names_below(paths, suffix) == names
+
+
+class Visualizer:
+    """Draws a picture, as MMDetection's and MMSegmentation's do."""
+
+    def add_datasample(self, name, image, out_file=None, **kwargs):
+        mmcv.imwrite(image[..., ::-1], out_file)
+
+
+class IdleVisualizer:
+    def add_datasample(self, *args, **kwargs):
+        pass
+
+
+class Data(list):
+    metainfo = dict(classes=('a', 'b'))
+
+    def get_data_info(self, index):
+        return dict(img_path=self[index])
+
+
+@pytest.fixture
+def tested(tmp_path):
+    """Run the hook over detections of three images, two of one name."""
+    paths = [str(tmp_path / name) for name in ('x/1.png', 'y/1.png', 'y/2.png')]
+    for path in paths:
+        mmcv.imwrite(np.zeros((50, 100, 3), np.uint8), path)
+
+    def run(visualizer=None, **options):
+        absent = dict.fromkeys(['show_dir', 'save_json', 'save_txt', 'save_labels', 'score_thr', 'show', 'save_conf'])
+        args = argparse.Namespace(**{**absent, 'interval': 1, 'wait_time': 0, **options})
+        cfg = Config(dict(default_hooks=dict(visualization=dict(score_thr=0.4))))
+        hook = predictions.PredictionFilesHook(args, cfg)
+        loader = SimpleNamespace(dataset=Data(paths))
+        runner = SimpleNamespace(test_dataloader=loader, visualizer=visualizer or Visualizer())
+        hook.before_test_epoch(runner)
+        for i, path in enumerate(paths):
+            sample = detections(False)
+            sample.set_metainfo(dict(img_path=path, img_id=i))
+            hook.after_test_iter(runner, i, None, [sample])
+        hook.after_test_epoch(runner)
+        return sorted(os.path.relpath(path, tmp_path / 'out') for path in (tmp_path / 'out').rglob('*.*'))
+
+    return run
+
+
+def test_files_of_a_test(tested, tmp_path):
+    """Folders are kept where names repeat; the threshold is that of the config."""
+    out = str(tmp_path / 'out')
+    assert tested(show_dir=out, interval=2) == ['x/1.png', 'y/2.png']
+    found = tested(save_txt=out, save_json=f'{out}/all.json')
+    assert found == ['all.json', 'x/1.png', 'x/1.txt', 'y/1.txt', 'y/2.png', 'y/2.txt']
+    assert len((tmp_path / 'out/y/1.txt').read_text().splitlines()) == 2
+    entries = json.loads((tmp_path / 'out/all.json').read_text())
+    assert [entry['image_id'] for entry in entries] == [0] * 3 + [1] * 3 + [2] * 3
+
+
+def test_a_visualizer_that_writes_nothing_is_an_error(tested, tmp_path):
+    with pytest.raises(RunError, match="visualizer.type='IdleVisualizer' of the config draws no file"):
+        tested(IdleVisualizer(), show_dir=str(tmp_path / 'out'))
