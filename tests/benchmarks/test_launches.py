@@ -98,7 +98,7 @@ def test_every_host_is_counted(host):
 
 
 def test_a_detector_in_parts():
-    """The backbone has the launches of one alone, and at most 8 for each branch with stochastic depth."""
+    """The backbone has the launches of one alone, and at most 10 for each branch with stochastic depth."""
     import count_traffic
     from mmdet.testing import demo_mm_inputs
 
@@ -107,5 +107,6 @@ def test_a_detector_in_parts():
     found = launches.detector_step(model, data)
     alone = step('RAVLT-T', 64)
     dropped = found['backbone'] - alone['forward'] - alone['backward']
-    assert 0 <= dropped <= 8 * 22
+    assert 0 <= dropped <= 10 * 22
+    assert found['backbone'] <= 1200
     assert 1200 < found['heads'] < 1800
