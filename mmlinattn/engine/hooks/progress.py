@@ -99,6 +99,7 @@ class ProgressHook(Hook):
 
     def _close(self, runner, stage: str, is_last: bool = False) -> None:
         if self._bar is not None and stage in self._tasks:
+            self._bar.refresh()  # the last state, also of short runs
             self._bar.remove_task(self._tasks.pop(stage))
         if self._bar is not None and is_last and not self._tasks:
             bar, self._bar = self._bar, None
