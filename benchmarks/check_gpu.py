@@ -6,9 +6,11 @@
 
 values: outputs and gradients of every host beside float64. steps: a forward pass and a training step of a backbone.
 detectors: whole Mask R-CNN steps, with one optimizer group a parameter (MMEngine) and with merged groups (ours).
-layouts: depth-wise convolutions in both memory formats. Each part is a process, so a part that fails or hangs leaves
-the others alone. DIR gets ``report.md`` and ``report.json``; the last lines say which form to take. Needs mmengine and
-mmcv-lite; without MMDetection its parts are skipped.
+layouts: backbones with the weights of convolutions in both memory formats.
+
+Each part is a process, so a part that fails or hangs leaves the others alone. DIR gets ``report.md`` and
+``report.json``; the last lines name the form to take. Needs mmengine and mmcv-lite; without MMDetection its parts are
+skipped.
 """
 
 import argparse
@@ -30,7 +32,6 @@ from types import SimpleNamespace
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
-import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / 'benchmarks'), str(ROOT)]
@@ -168,16 +169,18 @@ def steps(name: str, form: str):
     if form == 'compiled' and name != PEER:
         compile_blocks(model, **setup.compiler)
 
-    def step(x, trains: bool) -> None:
-        with torch.autocast(setup.device, half()), torch.set_grad_enabled(trains):
-            outs = call(x)
-        if trains:
-            model.zero_grad()
-            sum(out.float().mean() for out in outs).backward()
-
     for mode, images in itertools.product(setup.sides, setup.images):
         model.train(mode == 'train')
-        yield dict(step=f'{mode}, {images} images', **guarded(step, images, mode))
+        yield dict(step=f'{mode}, {images} images', **guarded(partial(step_of, model, call), images, mode))
+
+
+def step_of(model: Any, call: Callable, x: torch.Tensor, trains: bool) -> None:
+    """A forward pass, or a training step without optimizer."""
+    with torch.autocast(setup.device, half()), torch.set_grad_enabled(trains):
+        outs = call(x)
+    if trains:
+        model.zero_grad()
+        sum(out.float().mean() for out in outs).backward()
 
 
 def guarded(step: Callable, images: int, mode: str) -> dict:
@@ -222,23 +225,20 @@ def detectors(name: str, form: str, groups: str):
     yield dict(row, optimizer_ms=measured(optimizer.step)['ms'])
 
 
-def layouts():
-    """Times of depth-wise convolutions of RAVLT-T, forward and backward, from and to channels-last maps."""
-    shapes = zip((64, 128, 256, 512), (160, 80, 40, 20))
-    for (width, side), size in itertools.product(shapes, (3, 5)):
-        width, side = width // setup.shrink, side // setup.shrink
-        x = torch.randn(2, width, side, side, device=setup.device, dtype=half()).to(memory_format=torch.channels_last)
-        weight = torch.randn(width, 1, size, size, device=setup.device, dtype=half(), requires_grad=True)
-        x.requires_grad_()
-        row: dict = dict(case=f'{size}x{size}, {width} x {side} x {side}')
-        for name, layout in LAYOUTS.items():
+def layouts(name: str):
+    """Times and memory of a backbone with the weights of convolutions in both memory formats."""
+    if name == PEER:
+        require('mmdet.models', 'MMDetection')
+    import launches
 
-            def call(layout=layout, x=x, weight=weight, size=size, width=width):
-                out = F.conv2d(x.contiguous(memory_format=layout), weight, padding=size // 2, groups=width)
-                out.contiguous(memory_format=torch.channels_last).sum().backward()
-
-            row[name] = measured(call)['ms']
-        yield row
+    torch.manual_seed(0)
+    model = launches.build(name, shrink=setup.shrink).to(setup.device)
+    for layout, kind in LAYOUTS.items():
+        model.to(memory_format=kind)
+        for mode, images in itertools.product(setup.sides, setup.images):
+            model.train(mode == 'train')
+            step = partial(step_of, model, model)
+            yield dict(layout=layout, work=f'{mode}, {images} images', **guarded(step, images, mode))
 
 
 def measured(call: Callable[[], Any]) -> dict:
@@ -263,7 +263,7 @@ for name, form, groups in itertools.product(DETECTORS, FORMS, GROUPS):
     if name != PEER or form == 'eager':
         PARTS[f'detectors, {name}, {form}, {groups}'] = partial(detectors, name, form, groups)
 PARTS.update({f'steps, {name}, {form}': partial(steps, name, form) for name, form in itertools.product(TIMED, FORMS)})
-PARTS['layouts'] = layouts
+PARTS.update({f'layouts, {name}': partial(layouts, name) for name in TIMED})
 
 
 def run_here(name: str, file: Path) -> None:
@@ -286,7 +286,7 @@ def run_part(name: str, rehearse: bool, seconds: float) -> dict:
         file, log, error = Path(folder) / 'part.json', Path(folder) / 'log', ''
         command = [sys.executable, __file__, '--out', str(file), *['--rehearse'] * rehearse, '--part', name]
         try:
-            with log.open('w') as said:  # no pipe, which the compiler's processes may hold open
+            with log.open('w') as said:  # the compiler's processes may hold a pipe open
                 status = subprocess.run(command, stdout=said, stderr=said, timeout=seconds).returncode
             error = log.read_text().strip()[-3000:] or f'status {status}' if status else ''
         except subprocess.TimeoutExpired:
@@ -382,9 +382,13 @@ def report(parts: dict) -> list[str]:
         first = max((row.get('first_s', 0) for row in found.values()), default=0)
         rows += [(name, form, *cells, f'{first:.1f}')] if found else []
     lines += table(('', '', *titles, 'longest first step, s'), rows)
-    lines += ['', '## Depth-wise convolutions', '', 'Forward and backward, 2 images, copies between formats included.']
-    rows = [(row['case'], *(f'{row[name]:.3f} ms' for name in LAYOUTS)) for row in rows_of(parts, 'layouts')]
-    lines += table(('kernel, map', *LAYOUTS), rows)
+    lines += ['', '## Memory format of the weights of convolutions']
+    rows = []
+    for name in TIMED:
+        found = {(row['work'], row['layout']): row for row in rows_of(parts, f'layouts, {name}')}
+        for work in dict.fromkeys(work for work, _ in found):
+            rows.append((name, work, *(cell(found.get((work, layout), {}), None) for layout in LAYOUTS)))
+    lines += table(('', '', *LAYOUTS), rows)
     for name, part in parts.items():
         if part['status'] != 'done':
             lines += ['', f'{name}: {part["status"]}', *(['```', part['error'], '```'] if 'error' in part else [])]

@@ -7,7 +7,6 @@ models are narrow.
 """
 
 import contextlib
-import functools
 import math
 import sys
 import warnings
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmlinattn  # noqa: F401  registers the backbones
-from mmlinattn import inference, ops
+from mmlinattn import ops
 from mmlinattn.utils import private_apis
 
 HALF = (torch.bfloat16, torch.float16)
@@ -73,7 +72,7 @@ def _overloads(name: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def cuda_autocast():
-    """A context in which CPUs autocast by the lists of CUDA. By their own they run LayerNorm, softmax and sums in
+    """Autocast CPUs by the lists of CUDA within a context. Their own lists leave LayerNorm, softmax and sums in
     bfloat16."""
     rules = {_to_float32: TO_FLOAT32, _set_dtype: SETS_DTYPE, _promote: PROMOTES}
 
@@ -100,23 +99,15 @@ def autocast() -> torch.autocast:
 
 @contextlib.contextmanager
 def gpu_path(is_gpu: bool = True):
-    """A context in which tensors of the CPU take the path of CUDA tensors, also while a dispatch mode counts.
+    """Run CPU tensors on the path of CUDA tensors within a context, also under a dispatch mode.
 
     Args:
         is_gpu (bool): False for the path of the CPU.
     """
-    with contextlib.ExitStack() as stack:
-        # in place of what ``as_on_gpu`` does not answer by itself; built-in functions, which are no Python calls
-        for owner, name, value in (
-            (private_apis, 'num_modes', int),
-            (private_apis, 'has_bfloat16_units', functools.partial(bool, 1)),
-            (inference, '_caller', lambda backbone, *_: inference._plain(backbone)),
-        ):
-            if hasattr(owner, name):
-                stack.enter_context(mock.patch.object(owner, name, value))
-        if is_gpu:
-            stack.enter_context(ops.dispatch.as_on_gpu())
-        yield
+    # a built-in function adds no Python call
+    with mock.patch.object(private_apis, 'num_modes', int):
+        with ops.dispatch.as_on_gpu() if is_gpu else contextlib.nullcontext():
+            yield
 
 
 # --- counts -----------------------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ MIB = 2**20
 def interleaved_times(
     calls: dict[str, Callable], repeats: int, device: str = 'cpu', clock: Callable = time.perf_counter
 ) -> dict[str, float]:
-    """Median seconds of each call; one after the other in each round, so that a busy spell of
-    the machine hits all of them. ``clock=time.process_time`` leaves out what others use (for one thread)."""
+    """Return the median seconds of each call. The calls take turns, so that a busy spell hits all of them.
+    ``clock=time.process_time`` leaves out other processes (for one thread)."""
     seconds = defaultdict(list)
     for call in calls.values():
         call()  # warm-up: kernels chosen, memory mapped
@@ -45,11 +45,11 @@ def interleaved_times(
 def interleaved_minima(
     cases: dict[str, tuple[Callable, Callable]], repeats: int, max_seconds: float
 ) -> dict[str, float]:
-    """Shortest seconds of each call, for machines that others use too: what interrupts a call only makes it longer.
+    """Return the shortest seconds of each call, for shared machines: interruptions only make a call longer.
 
     Args:
-        cases: What makes the argument of a call, which is not timed, and the call.
-        repeats: Rounds in which the calls take turns, after one to warm up.
+        cases: By name, a function that makes the argument of the call, untimed, and the call.
+        repeats: Rounds, after one to warm up; the calls take turns.
         max_seconds: No further round of a case that has taken this long in all.
     """
     shortest, total = {}, dict.fromkeys(cases, 0.0)
@@ -73,7 +73,7 @@ def synchronise(device: str) -> None:
 
 
 def matmul_call(device: str, dtype: torch.dtype, size: Optional[int] = None):
-    """A large matrix product, and its multiply-adds: the yardstick for what the machine can do."""
+    """Return a large matrix product and its multiply-adds: the yardstick of the machine."""
     size = size or (8192 if device == 'cuda' else 1536)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return (lambda: a @ b), size**3
@@ -88,7 +88,7 @@ RETURN_MEMORY = dict(MALLOC_MMAP_THRESHOLD_=str(2**16), MALLOC_TRIM_THRESHOLD_=s
 
 @contextmanager
 def fresh_process(environment: Optional[dict] = None) -> Iterator[Callable]:
-    """A new process with more environment variables; yields what calls a module's function in it, and waits."""
+    """A new process with more environment variables. Yields a function that calls a module's function there."""
     # a fork would inherit our memory, and malloc as it was configured
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn')) as pool:
 
@@ -124,7 +124,7 @@ def _status(field: str) -> int:
 
 
 def _reset_high_water() -> bool:
-    """Forget the largest resident size so far (Linux); False where that is not allowed."""
+    """Forget the largest resident size so far (Linux). Return False if that is not allowed."""
     try:
         Path('/proc/self/clear_refs').write_text('5')
     except OSError:
@@ -150,15 +150,15 @@ def _rss_growth(prepare: Callable, arguments: tuple, threads: int) -> int:
 def peak_rss(prepare: Callable, arguments: tuple, threads: int) -> int:
     """Largest growth of the resident memory during a call, in bytes, measured in a fresh process.
 
-    Weights, inputs, code and thread stacks are there before and do not count; what the call allocates does:
-    outputs, temporaries, copies of weights, gradients. malloc is told to give freed memory back at once: what it would
-    keep for later varies by a fifth from run to run.
+    Weights, inputs, code and thread stacks are there before and do not count. Outputs, temporaries, copies of
+    weights and gradients do. malloc gives freed memory back at once: the amount it would keep varies by a fifth from
+    run to run.
 
     Args:
         prepare: A function of a module, called with ``arguments`` in the new process; returns a call of small size to
             warm up with, and the call to measure.
         arguments: Picklable.
-        threads: Of torch.
+        threads: Threads of PyTorch.
     """
     return in_fresh_process(_rss_growth, prepare, arguments, threads, environment=RETURN_MEMORY)
 

@@ -4,8 +4,8 @@
     python benchmarks/run_attentions.py --out attentions_cpu.md --plot attentions_cpu.png
     python benchmarks/run_attentions.py --only softmax rala --sides 14 56
 
-The mixers alone, from projected queries, keys and values to mixed values, with the convolutions that belong to them;
-what all hosts put around them (projections, gate) is left out. Cases that would take longer than ``--max-seconds`` by
+The mixers alone, from projected queries, keys and values to mixed values, with their convolutions.
+The projections and gates of hosts are left out. Cases that would take longer than ``--max-seconds`` by
 the growth of the sizes before are left out and shown as a dash.
 """
 
@@ -152,7 +152,7 @@ def parse(argv=None):
         default=1,
         help='CPU threads of torch; more than one wait for each other on a busy machine',
     )
-    parser.add_argument('--repeats', type=int, default=7, help='timed rounds, of which the fastest counts')
+    parser.add_argument('--repeats', type=int, default=7, help='timed rounds; the fastest counts')
     parser.add_argument('--max-seconds', type=float, default=20, help='longest call, and longest time for a size')
     parser.add_argument('--no-memory', action='store_true', help='times only')
     parser.add_argument('--out', type=Path, help='write the tables to this markdown file as well')

@@ -7,7 +7,7 @@ parallel regions.
 
 The models take turns in one process, so that other processes disturb all alike; ratios are of the medians. A
 parallel region is one call of OpenMP's ``GOMP_parallel`` with several threads: all are woken, and the last one is
-waited for, which costs a time slice whenever another process has its core. Regions are counted by a small library
+waited for: a time slice if another process has its core. Regions are counted by a small library
 that gcc builds and the process preloads; without gcc, or with another OpenMP, the column is left out.
 """
 
@@ -58,7 +58,7 @@ SIZES = dict(forward=(800, 1216), train=(640, 640), bfloat16=(800, 1216))
 
 
 def preload_counter() -> None:
-    """Start this process anew with the counter, where gcc can build it."""
+    """Restart this process with the counter if gcc can build it."""
     if 'MMLINATTN_REGIONS' in os.environ or shutil.which('gcc') is None:
         return
     folder = Path(tempfile.mkdtemp(prefix='regions'))
@@ -71,7 +71,7 @@ def preload_counter() -> None:
 
 
 class Regions:
-    """Number and median length of the parallel regions since :meth:`forget`; nothing where there is no counter."""
+    """Number and median length of the parallel regions since :meth:`forget`; empty without a counter."""
 
     def __init__(self) -> None:
         path = os.environ.get('MMLINATTN_REGIONS')

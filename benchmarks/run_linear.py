@@ -3,7 +3,7 @@
 
     python benchmarks/run_linear.py --out linear_cpu.md
     python benchmarks/run_linear.py --only attention --tokens 16384
-    python benchmarks/run_linear.py --only training hosts --threads 1 --clock cpu  # where others use the machine too
+    python benchmarks/run_linear.py --only training hosts --threads 1 --clock cpu  # on a shared machine
 
 Attentions against their equations written plainly (``literal_attention.py``), Swin with a linear attention against
 Swin with softmax in 7x7 windows, training steps against MMDetection's own Swin-T, and every host of the papers against
@@ -138,7 +138,7 @@ def model_call(name, size):
 def run_models(args, report):
     size = tuple(args.size)
     report.add('', f'### Swin-T at {size[0]}x{size[1]}, forward, batch 1')
-    report.table('', 'multiply-adds', 'time', 'against softmax (at least 1)', 'where the time goes')
+    report.table('', 'multiply-adds', 'time', 'against softmax (at least 1)', 'time by operator')
     runs = {name: model_call(name, size) for name in MODELS}
     times = measure.interleaved_times(runs, args.repeats)
     softmax = next(iter(times.values()))

@@ -6,9 +6,9 @@
 
 Two runs of one config in one process, one with the hooks of ``configs/_base_/default_runtime.py`` and one without any
 ``custom_hooks``, take turns iteration by iteration: same weights, same data, each with its own loader and log. The
-ratio is of the medians. Beside it, the share of an iteration that is spent inside the hooks. It misses what they make
-slower elsewhere (the loader's workers) and on a GPU has the wait for the loss in it, but hardly depends on other work
-on the machine.
+ratio is of the medians. Beside it, the share of an iteration that is spent inside the hooks. It misses their
+effect elsewhere (the loader's workers). On a GPU it includes the wait for the loss. Other work on the machine hardly
+changes it.
 """
 
 import argparse

@@ -189,7 +189,7 @@ def run_cpu(args, report: Report) -> None:
 
 
 def work(args, report: Report, cases: list[Case]) -> None:
-    """Which part of the machine's matrix-product rate is reached, and where the rest goes."""
+    """Report the reached share of the machine's matrix-product rate, and the share of each kind of operator."""
     device = cases[0].device
     product, product_work = measure.matmul_call(device, getattr(torch, cases[0].dtype))
     runs = {case.title(): calls(case)[1] for case in cases}
@@ -201,7 +201,7 @@ def work(args, report: Report, cases: list[Case]) -> None:
         f'Matrix products of {cases[0].dtype} run at {rate / 1e9:.0f} GFLOP/s in the same run. '
         f'Forward, batch {cases[0].batch}, {size[0]}x{size[1]}; a multiply-add is two operations.',
     )
-    report.table('model', 'multiply-adds', 'time', 'share of the rate', 'where the time goes')
+    report.table('model', 'multiply-adds', 'time', 'share of the rate', 'time by operator')
     for case in cases:
         build = partial(RAVLT, case.arch, stage_attns=ATTNS[case.attns])
         macs = measure.multiply_adds(build, case.batch, 3, *case.size)

@@ -5,8 +5,8 @@
     python benchmarks/run_resolution.py --only memory --models 'RAVLT-T, fully linear' --sides 4096
 
 Times are CPU seconds of the process: with one thread that is the latency on a quiet machine, and other programs add
-little to it. A size is left out where, by the growth from the sizes before, it would take more than ``--max-gib`` or
-``--max-seconds``, and so are all larger ones. With ``--results`` a run that was interrupted goes on where it was. See
+little to it. A size is left out if the growth so far predicts more than ``--max-gib`` or ``--max-seconds``, and so are
+all larger ones. With ``--results`` an interrupted run continues. See
 README.md in this folder.
 """
 
@@ -28,8 +28,8 @@ from run_ravlt import Report, machine, mib, ms  # noqa: E402
 from mmlinattn.backbones import RAVLT, LinearPVT, LinearSwin  # noqa: E402
 
 WARM_UP = 64
-# above so many seconds, time and memory are of one pass: malloc gives back only blocks that are large at such sizes, as
-# it does by default, which neither adds to the time nor leaves much out of the memory
+# Above so many seconds, time and memory are of one pass. There malloc gives back large blocks only, as by default: that
+# hardly changes either number.
 ONE_PASS = 4.0
 RETURN_BLOCKS = dict(MALLOC_MMAP_THRESHOLD_=str(2**23))
 
@@ -76,9 +76,9 @@ class Point(NamedTuple):
 
     Attributes:
         side: of the square image.
-        seconds: CPU time, the shortest of the repeats; None where not asked for.
-        bytes: largest growth of the resident memory, None where not asked for.
-        spent: CPU seconds of the pass whose memory was measured, which malloc slows down; says when to stop.
+        seconds: CPU time, the shortest of the repeats; None if not requested.
+        bytes: largest growth of the resident memory; None if not requested.
+        spent: CPU seconds of the pass that measured memory, slower by malloc; decides when to stop.
     """
 
     side: int
@@ -133,7 +133,7 @@ def bytes_of(name: str, side: int) -> tuple[int, float]:
 
 
 def available_gib() -> float:
-    """Memory that is free for new programs (Linux); without a word where the system does not say."""
+    """Memory that is free for new programs (Linux); empty on other systems."""
     info = Path('/proc/meminfo')
     if not info.exists():
         return float('inf')
@@ -142,7 +142,7 @@ def available_gib() -> float:
 
 
 def next_cost(points: list[Point], side: int, field: str) -> Optional[float]:
-    """The cost of a size by the growth so far; proportional to the pixels where a single size is known."""
+    """Predict the cost of a size from the growth so far; proportional to the pixels if a single size is known."""
     known = [(point.side**2, getattr(point, field)) for point in points if getattr(point, field)]
     if not known:
         return None
@@ -155,7 +155,7 @@ def next_cost(points: list[Point], side: int, field: str) -> Optional[float]:
 
 
 def too_much(points: list[Point], side: int, args) -> Optional[str]:
-    """Why a size is left out, None where it is not."""
+    """Return the reason to leave a size out, or None."""
     memory = next_cost(points, side, 'bytes')
     late = next_cost(points, side, 'seconds' if 'time' in args.only else 'spent')
     limit = min(args.max_gib, available_gib() - 2)
@@ -167,8 +167,8 @@ def too_much(points: list[Point], side: int, args) -> Optional[str]:
 
 
 def measured(name: str, point: Point, late: Optional[float], args, in_process: Callable) -> Point:
-    """The point with what is asked for and not known yet; memory is that of another process, which outlives the point:
-    its malloc gives back what is freed, and its largest size is forgotten before each pass."""
+    """Measure the missing numbers of a point. Memory is that of another process, which serves all points: its malloc
+    gives back freed memory, and its largest size is reset before each pass."""
     if len(args.only) == 2 and point == Point(point.side) and late is not None and late > ONE_PASS:
         size, seconds = measure.in_fresh_process(bytes_of, name, point.side, environment=RETURN_BLOCKS)
         return Point(point.side, seconds, size, seconds)
@@ -205,9 +205,9 @@ def save(path: Optional[Path], found: dict[str, list[Point]]) -> None:
 
 
 def run(args, in_process: Callable) -> tuple[dict[str, list[Point]], dict[str, tuple[int, str]]]:
-    """Points of each model, and the size at which it ends with the reason, where it ends early.
+    """Return the points of each model, and the size and reason of an early end.
 
-    All models at one size, then at the next: what is interrupted has something of every model.
+    All models at one size, then at the next: an interrupted run has points of every model.
     """
     found, ends = load(args.results), {}
     for side in sorted(args.sides):
@@ -306,9 +306,9 @@ def main(argv=None) -> None:
     parser.add_argument('--models', nargs='+', choices=list(MODELS), default=list(MODELS), metavar='NAME')
     parser.add_argument('--sides', nargs='+', type=int, default=[512, 1024, 2048, 4096], help='of square images')
     parser.add_argument('--only', nargs='+', choices=('time', 'memory'), default=['time', 'memory'])
-    parser.add_argument('--repeats', type=int, default=5, help='timed passes; fewer where a pass is slow [5]')
-    parser.add_argument('--max-gib', type=float, default=16, help='expected memory above which a size is left out [16]')
-    parser.add_argument('--max-seconds', type=float, default=120, help='expected time above which it is [120]')
+    parser.add_argument('--repeats', type=int, default=5, help='timed passes; fewer if a pass is slow [5]')
+    parser.add_argument('--max-gib', type=float, default=16, help='limit of the expected memory of a size [16]')
+    parser.add_argument('--max-seconds', type=float, default=120, help='limit of its expected time [120]')
     parser.add_argument('--results', type=Path, help='JSON file to keep every point in, and to go on from')
     parser.add_argument('--draw', action='store_true', help='measure nothing: table and plot of what --results holds')
     parser.add_argument('--out', type=Path, help='write the table to this markdown file as well')

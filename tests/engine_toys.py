@@ -60,7 +60,7 @@ class ToyModel(BaseModel):
 
 @MODELS.register_module(force=True)
 class SkippingModel(BaseModel):
-    """Like a detector whose neck skips the first map of its backbone."""
+    """Stand-in for a detector with a neck that skips the first map of its backbone."""
 
     def __init__(self, skips=True):
         super().__init__()

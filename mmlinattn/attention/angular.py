@@ -14,7 +14,7 @@ CONVS = ('grid', 'sequence', None)
 class AngularMixer(LocalMixer):
     """Linear angular attention of Castling-ViT (You et al. 2023, Eq. 4-6) plus a depth-wise convolution of the values.
 
-    The auxiliary softmax branch of the released training code, which builds N x N maps, is left out; so it is in the
+    The auxiliary softmax branch of the released training code builds N x N maps and is left out; so it is in the
     released inference code.
 
     Args:
@@ -41,9 +41,9 @@ class AngularMixer(LocalMixer):
     ) -> None:
         super().__init__(dim, num_heads, grid, init_cfg)
         if form not in ('released', 'paper'):
-            raise ValueError(f"form={form!r} has to be 'released' or 'paper'")
+            raise ValueError(f"form={form!r}: expected 'released' or 'paper'")
         if conv not in CONVS:
-            raise ValueError(f'conv={conv!r} has to be one of {CONVS}')
+            raise ValueError(f'conv={conv!r}: expected one of {CONVS}')
         self.form, self.conv, self.sequential = form, conv, conv == 'sequence'
         self.unit_output = form == 'released'  # each token's output has length 1 within the head
         self.dconv: Any = None

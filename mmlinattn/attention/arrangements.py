@@ -33,7 +33,7 @@ class ReducedAttention(ReducedKeysAttention):
         super().__init__(dim, num_heads, mixer, **kwargs)
         convolves = any(isinstance(part, (nn.Conv1d, nn.Conv2d)) for part in self.mixer.modules())
         if ratio > 1 and (self.local is not None or (convolves and isinstance(self.mixer, LocalMixer))):
-            raise ValueError(f'ratio={ratio}: {mixer!r} adds a convolution of the values, which has to keep their map')
+            raise ValueError(f'ratio={ratio}: {mixer!r} adds a convolution of the values and needs their whole map')
         self.ratio = ratio
         self.sr = PatchConv2d(dim, dim, ratio)
         self.norm = build_token_norm(norm_cfg, dim)
@@ -99,7 +99,7 @@ def check_order(mixer, spec) -> None:
     ValueError: For a mixer that reads tokens in an order that windows do not keep.
     """
     if mixer.sequential:
-        raise ValueError(f'attention {spec!r} goes over the sequence of all tokens, which windows and stripes cut')
+        raise ValueError(f'attention {spec!r} reads the sequence of all tokens; windows and stripes cut it')
 
 
 class WindowAttention(Attention):
@@ -132,7 +132,9 @@ class WindowAttention(Attention):
             check_order(self.mixer, mixer)
             window = (window[0], window[1])
         if shift and not self.mixer.bias:
-            raise ValueError(f'shift=True: {mixer!r} takes no bias, which hides the opposite border in shifted windows')
+            raise ValueError(
+                f'shift=True: {mixer!r} takes no bias, needed to hide the opposite border in shifted windows'
+            )
         self.window = window
         self.shift = shift
         self.relative_bias = None
@@ -189,7 +191,7 @@ class StripeAttention(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         if num_heads % 2:
-            raise ValueError(f'num_heads={num_heads} has to be even to be split over two directions of stripes')
+            raise ValueError(f'num_heads={num_heads}: expected an even number, for two directions of stripes')
         self.stripe = stripe
         self.branches = ModuleList(Mixing(dim // 2, num_heads // 2, mixer, None, local_kernel) for _ in range(2))
         mixer_module = self.branches[0].mixer
@@ -220,5 +222,5 @@ class StripeAttention(BaseModule):
 
 
 def windows_of(stage: StageContext, x: Tensor) -> MapWindows:
-    """The windows that the blocks of the stage share, those of ``x`` where the host makes none."""
+    """Return the windows that the blocks of the stage share, or those of ``x``."""
     return stage.windows or MapWindows(x)

@@ -96,7 +96,7 @@ class Attention(Mixing):
         own = type(self.mixer).gate is not None or 'gate' in vars(self.mixer)  # None of a mixer's own counts as well
         self.gate = self.mixer.gate if own else gate
         if self.gate not in GATES:
-            raise ValueError(f"gate={self.gate!r} has to be None, 'projection', 'identity' or 'tanh'")
+            raise ValueError(f"gate={self.gate!r}: expected None, 'projection', 'identity' or 'tanh'")
         if self.gate in ('identity', 'tanh') and self.mixer.widths[2] != dim:
             raise ValueError(f'gate={self.gate!r} multiplies by the input, {dim} wide, and {mixer!r} gives others')
         self.widths = (*self.mixer.widths, self.mixer.widths[2]) if self.gate == 'projection' else self.mixer.widths
@@ -137,7 +137,7 @@ class GlobalAttention(Attention):
 
 
 class ReducedKeysAttention(Attention):
-    """Attention over a whole map whose keys and values are of a smaller one, which subclasses make (:meth:`reduce`).
+    """Attention over a whole map, with keys and values of a smaller one (:meth:`reduce` of a subclass).
 
     Queries (and the gate) are projected by ``q``, keys and values by ``kv``. Checkpoints that hold both as ``qkv``
     load.
@@ -179,7 +179,7 @@ class ReducedKeysAttention(Attention):
 
 
 def source_tokens(x: Tensor, stage: StageContext) -> Tensor:
-    """Return the tokens (B, N, C) whose mean a mixer reads."""
+    """Return the tokens (B, N, C) for the mean that a mixer reads."""
     return x if stage.source is None else stage.source.flatten(1, -2)
 
 

@@ -46,7 +46,7 @@ class StageContext(NamedTuple):
         grid (Grid): Their grid.
         rotary (Tensor, optional): Rotary encoding, see :func:`mmlinattn.ops.rotary_table`.
         windows (MapWindows, optional): Windows of the map, for windowed arrangements.
-        source (Tensor, optional): Map or tokens whose mean the mixer reads; by default the input of the attention.
+        source (Tensor, optional): Map or tokens for the mean that the mixer reads; by default the attention's input.
     """
 
     grid: Grid

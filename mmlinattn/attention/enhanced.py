@@ -10,7 +10,7 @@ from .mixer import TOKEN_MIXERS, TokenMixer
 class EnhancedMixer(TokenMixer):
     """Enhanced linear attention of EfficientViT (Cai et al. 2022, Sec. 3.2): linear attention with the ReLU kernel.
 
-    What enhances it is the depth-wise 3x3 convolution in the feed-forward network, ``ffn='dwconv'`` in the arch.
+    The enhancement is the depth-wise 3x3 convolution in the feed-forward network, ``ffn='dwconv'`` in the arch.
     """
 
     def forward(self, q, k, v, grid, key_grid, mask=None, **_) -> Tensor:

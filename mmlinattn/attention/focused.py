@@ -35,7 +35,7 @@ class FocusedMixer(LocalMixer):
     ) -> None:
         super().__init__(dim, num_heads, grid, init_cfg)
         if not isinstance(power, (int, float)) or not 1 <= power <= 32:
-            raise ValueError(f'power={power} (focusing factor) has to lie in [1, 32]')
+            raise ValueError(f'power={power} (focusing factor): expected a value in [1, 32]')
         self.power = power
         self.focus = focus
         self.position = PositionTable(dim, grid) if grid is not None else None

@@ -25,8 +25,8 @@ class HallucinatedMixer(TokenMixer):
         num_heads (int): Heads of the host.
         grid (tuple[int, int], optional): Not used.
         steps (Sequence[str]): Steps of the hallucination in their order, of ``'ihh'`` and ``'chh'``: ``('ihh', 'chh')``
-            is the published form; ``('ihh',)``, ``('chh',)``, ``('chh', 'ihh')`` and ``()``, which copies the real
-            maps, are its ablations (Tab. 2, 3).
+            is the published form; ``('ihh',)``, ``('chh',)``, ``('chh', 'ihh')`` and ``()`` (copies of the real
+            maps) are its ablations (Tab. 2, 3).
 
     Raises:
         ValueError: For heads that cannot be halved, or other ``steps``.
@@ -42,13 +42,13 @@ class HallucinatedMixer(TokenMixer):
         super().__init__(dim, num_heads, grid, init_cfg)
         if self.head_dim % 2:
             raise ValueError(
-                f'num_heads={num_heads}: hallucinated attention halves the width of a head, {self.head_dim}, which '
-                f'has to be even'
+                f'num_heads={num_heads}: hallucinated attention halves the width of a head, {self.head_dim}: expected '
+                f'an even one'
             )
         self.num_heads, self.head_dim = 2 * num_heads, self.head_dim // 2
         known = isinstance(steps, (list, tuple)) and all(step in STEPS for step in steps)
         if not known or len(set(steps)) != len(steps):
-            raise ValueError(f"steps={steps!r} have to be some of 'ihh' and 'chh', each once at most, in any order")
+            raise ValueError(f"steps={steps!r}: expected some of 'ihh' and 'chh', each once at most, in any order")
         self.steps = tuple(steps)
         self.ihh = nn.Conv2d(num_heads, num_heads, 3, padding=1, groups=num_heads) if 'ihh' in steps else None
         # a bias before IHH would be convolved, and no longer be the same for all keys

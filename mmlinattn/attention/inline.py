@@ -16,13 +16,13 @@ class GroupedLinear(nn.Conv1d):
     def forward(self, x: Tensor) -> Tensor:
         weight = unflatten(self.weight.squeeze(-1), 0, (self.groups, -1))  # (groups, outputs, inputs)
         x = unflatten(x, -1, (self.groups, -1)).transpose(0, 1)
-        # not einsum: traces do not record what autocast does inside of it
+        # not einsum: traces do not record its casts under autocast
         out = torch.bmm(x, weight.transpose(1, 2)).transpose(0, 1).flatten(1)
         return out if self.bias is None else out + self.bias
 
 
 class PredictedConv(nn.Module):
-    """Depth-wise convolution whose kernel is predicted for each image from its mean token (InLine Eq. 6).
+    """Depth-wise convolution by kernels predicted for each image from its mean token (InLine Eq. 6).
 
     Two 1x1 convolutions, grouped by head, with GELU between, map the mean token (B, C) to a 3x3 kernel a channel.
     """

@@ -2,7 +2,7 @@
 """The interface between token mixers and hosts.
 
 A **mixer** turns projected tokens into mixed tokens. It never sees an image, a window or a host: it gets
-``(q, k, v)`` as ``(B, N, width)`` tensors, the grids the tokens live on, and which of them are real.
+``(q, k, v)`` as ``(B, N, width)`` tensors, the grids of the tokens, and the mask of real ones.
 """
 
 from typing import Optional, Union
@@ -26,7 +26,7 @@ class TokenMixer(BaseModule):
         grid (tuple[int, int], optional): The grid (height, width) that tables over token positions are stored for.
             Only mixers with ``position_table`` read it.
 
-    Class attributes describe what a mixer wants from its surroundings:
+    Class attributes describe the needs of a mixer:
 
     - ``quadratic``: the cost grows with N^2, so a windowed host gives it small windows and shifts them.
     - ``gate``: how the output is gated by the block's input: None, ``'projection'``, ``'identity'`` or ``'tanh'``
@@ -34,7 +34,7 @@ class TokenMixer(BaseModule):
     - ``rotary``: understands ``rotary``, the encoding of :func:`mmlinattn.layers.rotary_table`.
     - ``bias``: understands an additive ``bias`` on its attention map (relative position bias).
     - ``local_keys``: looks at the neighbours of a key, so that it needs ``regions`` of its grid.
-    - ``sequential``: reads the tokens in their order, which windows and stripes do not keep.
+    - ``sequential``: reads the tokens in their order; not for windows and stripes.
     - ``context``: wants the mean input token.
     - ``position_table``: needs ``grid`` at construction.
     - ``unit_output``: divides the output of each token by its norm within the head. The weights that the analysis
@@ -54,7 +54,7 @@ class TokenMixer(BaseModule):
     def __init__(self, dim: int, num_heads: int, grid: Optional[tuple[int, int]] = None, init_cfg=None) -> None:
         super().__init__(init_cfg)
         if num_heads < 1 or dim % num_heads:
-            raise ValueError(f'num_heads={num_heads} has to divide the width {dim}')
+            raise ValueError(f'num_heads={num_heads}: expected a divisor of the width {dim}')
         self.dim = dim
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
@@ -119,7 +119,7 @@ class LocalMixer(TokenMixer):
 
 
 class RepeatedConv2d(nn.Conv2d):
-    """Depth-wise convolution of (B, C, h, w) whose kernels several channels share.
+    """Depth-wise convolution of (B, C, h, w) with kernels shared by several channels.
 
     Args:
         channels (int): Kernels.
@@ -182,5 +182,5 @@ def check_local_kernel(size: Optional[int]) -> Optional[int]:
         ValueError: For another one.
     """
     if size is not None and (type(size) is not int or size < 1 or size % 2 == 0):
-        raise ValueError(f'local_kernel={size!r} has to be None or an odd int >= 1')
+        raise ValueError(f'local_kernel={size!r}: expected None or an odd int >= 1')
     return size

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The arch of a host: published sizes by name, a user's own as a dict, and what is checked of them."""
+"""The arch of a host: published sizes by name, a user's own as a dict, and their checks."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -19,7 +19,7 @@ def check_type(name: str, value, allowed):
     """
     types = allowed if isinstance(allowed, tuple) else (allowed,)
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise ValueError(f'{name}={value!r} has to be of type {" or ".join(t.__name__ for t in types)}')
+        raise ValueError(f'{name}={value!r}: expected type {" or ".join(t.__name__ for t in types)}')
     return value
 
 
@@ -30,7 +30,7 @@ def check_count(name: str, value: int) -> int:
         ValueError: If it is no int of at least 1.
     """
     if type(value) is not int or value < 1:
-        raise ValueError(f'{name}={value!r} has to be an int >= 1')
+        raise ValueError(f'{name}={value!r}: expected an int >= 1')
     return value
 
 
@@ -50,12 +50,12 @@ class Arch:
     @classmethod
     def resolve_arch(cls, arch: Spec) -> dict:
         """The arch as a dict with all keys: a zoo name's, or the given dict over :attr:`arch_defaults`; softmax
-        attention where neither names one."""
+        attention if neither names one."""
         defaults = {'ffn': None, 'stage_attns': None, **cls.arch_defaults}
         if isinstance(arch, str) and arch in cls.arch_zoo:
             arch = cls.arch_zoo[arch]
         if not isinstance(arch, dict):
-            raise ValueError(f'arch={arch!r} of {cls.__name__} has to be one of {list(cls.arch_zoo)} or a dict')
+            raise ValueError(f'arch={arch!r} of {cls.__name__}: expected one of {list(cls.arch_zoo)} or a dict')
         needed = {'embed_dims', 'depths', 'num_heads'}
         unknown = sorted(set(arch) - needed - set(defaults))
         missing = sorted(needed - set(arch))
@@ -79,17 +79,17 @@ class Arch:
         value = self.arch[key]
         values = tuple(value) if isinstance(value, (list, tuple)) else (value,) * len(self.depths)
         if len(values) != len(self.depths):
-            raise ValueError(f'arch: {key}={value} has to have one entry for each of the {len(self.depths)} stages')
+            raise ValueError(f'arch: {key}={value}: expected one entry for each of the {len(self.depths)} stages')
         return values
 
     @property
     def attn_blocks(self) -> list[list[bool]]:
-        """Which blocks of each stage have an attention: all, but in hosts that also have others."""
+        """Flags of the blocks of each stage with an attention: by default all."""
         return [[True] * depth for depth in self.depths]
 
     @property
     def attn_dims(self) -> tuple[int, ...]:
-        """Width of the attentions of each stage, which ``num_heads`` have to divide."""
+        """Width of the attentions of each stage, a multiple of ``num_heads``."""
         return self.embed_dims
 
     def _check_sizes(self) -> None:
@@ -99,30 +99,30 @@ class Arch:
             for value in self.per_stage(key):
                 if not (type(value) is int and value >= 1) and not (value is None and optional):
                     allowed = 'ints >= 1' + (' or None' if optional else '')
-                    raise ValueError(f'arch: {key}={self.arch[key]} has to consist of {allowed}')
+                    raise ValueError(f'arch: {key}={self.arch[key]}: expected {allowed}')
         for key in self.arch_ratios:
             for value in self.per_stage(key) if key in self.arch else ():
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float('inf'):
-                    raise ValueError(f'arch: {key}={self.arch[key]!r} has to consist of numbers above 0')
+                    raise ValueError(f'arch: {key}={self.arch[key]!r}: expected numbers above 0')
         for value in self.per_stage('layer_scales') if 'layer_scales' in self.arch else ():
             if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
-                raise ValueError(f'arch: layer_scales={self.arch["layer_scales"]!r} has to consist of numbers or None')
+                raise ValueError(f'arch: layer_scales={self.arch["layer_scales"]!r}: expected numbers or None')
 
     def _check_outputs(self, out_indices: Sequence[int], outputs: int) -> tuple[int, ...]:
-        """``out_indices`` of a host of so many stages or blocks, which may be frozen one by one."""
+        """Return ``out_indices`` and check ``frozen_stages`` against the number of stages or blocks."""
         indices = tuple(check_type('out_indices', out_indices, (list, tuple)))
         valid = indices and all(type(index) is int and 0 <= index < outputs for index in indices)
         if not valid or list(indices) != sorted(set(indices)):
-            raise ValueError(f'out_indices={indices} have to be ascending and lie in [0, {outputs - 1}]')
+            raise ValueError(f'out_indices={indices}: expected ascending values in [0, {outputs - 1}]')
         if not -1 <= self.frozen_stages <= outputs:
-            raise ValueError(f'frozen_stages={self.frozen_stages} has to lie in [-1, {outputs}]')
+            raise ValueError(f'frozen_stages={self.frozen_stages}: expected a value in [-1, {outputs}]')
         return indices
 
     def _block_attns(self, stage_attns: Sequence) -> list[list[Any]]:
         """One :data:`Spec` a block, None for those without an attention."""
         if isinstance(stage_attns, (str, dict)) or len(stage_attns) != len(self.depths):
             raise ValueError(
-                f'stage_attns={stage_attns!r} has to have one entry for each of the {len(self.depths)} stages'
+                f'stage_attns={stage_attns!r}: expected one entry for each of the {len(self.depths)} stages'
             )
         blocks = []
         for i, (entry, attends) in enumerate(zip(stage_attns, self.attn_blocks)):

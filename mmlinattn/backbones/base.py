@@ -22,8 +22,8 @@ from .arch import Arch, Spec, check_count, check_type
 
 
 def numbered(key: str) -> tuple[str, Optional[int]]:
-    """The part of a model that a key belongs to, and which of several: ``('stages', 2)`` of ``'stages.2.0.ffn'``, None
-    where the key does not say."""
+    """Return part and index of a key: ``('stages', 2)`` for ``'stages.2.0.ffn'``; the index is None if the key has
+    none."""
     part, _, rest = key.partition('.')
     number = rest.partition('.')[0]
     return part, int(number) if number.isdecimal() else None
@@ -32,7 +32,7 @@ def numbered(key: str) -> tuple[str, Optional[int]]:
 class Backbone(Arch, BaseModule):
     """Base class of pyramids and plain backbones.
 
-    Subclasses fill :attr:`arch_zoo` (published sizes) and :attr:`arch_defaults` (what sizes have in common). The
+    Subclasses fill :attr:`arch_zoo` (published sizes) and :attr:`arch_defaults` (shared by all sizes). The
     arch of every host may name a feed-forward network under ``ffn``, for all stages or for each, see
     :func:`~mmlinattn.layers.build_ffn`.
 
@@ -88,10 +88,10 @@ class Backbone(Arch, BaseModule):
         self.block_attns = self._block_attns(self.arch['stage_attns'] if stage_attns is None else stage_attns)
         for dim, heads in zip(self.attn_dims, self.arch['num_heads']):
             if type(heads) is not int or heads < 1 or dim % heads:
-                raise ValueError(f'num_heads={heads} has to divide the width {dim} (arch {self.arch})')
+                raise ValueError(f'num_heads={heads}: expected a divisor of the width {dim} (arch {self.arch})')
         rate = self.arch['drop_path_rate'] if drop_path_rate is None else drop_path_rate
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
-            raise ValueError(f'drop_path_rate={rate!r} has to be a number in [0, 1)')
+            raise ValueError(f'drop_path_rate={rate!r}: expected a number in [0, 1)')
         rates = iter(np.linspace(0, rate, sum(self.depths)).tolist())
         self.drop_paths: list[list[float]] = [list(islice(rates, depth)) for depth in self.depths]
 
@@ -113,7 +113,7 @@ class Backbone(Arch, BaseModule):
         """Asked by ``torch.jit.script`` before anything else.
 
         Raises:
-            NotImplementedError: Always; what scripting would complain of instead depends on the host.
+            NotImplementedError: Always, in place of a message that depends on the host.
         """
         raise NotImplementedError(
             f'torch.jit.script does not take {type(self).__name__}; torch.jit.trace and torch.export do, and their '
@@ -121,7 +121,7 @@ class Backbone(Arch, BaseModule):
         )
 
     def frozen_modules(self) -> list:
-        """The stem and the first ``frozen_stages`` stages, with what belongs to them."""
+        """The stem and the first ``frozen_stages`` stages, with their norms and tables."""
         raise NotImplementedError
 
     def stage_modules(self) -> list[list[nn.Module]]:
@@ -129,7 +129,7 @@ class Backbone(Arch, BaseModule):
         raise NotImplementedError
 
     def freeze(self) -> None:
-        """Freeze what ``frozen_stages`` names; subclasses call it at the end of ``__init__``."""
+        """Freeze the modules of ``frozen_stages``; subclasses call it at the end of ``__init__``."""
         if self.frozen_stages < 0:
             return
         for module in self.frozen_modules():
@@ -173,7 +173,7 @@ class Backbone(Arch, BaseModule):
         if self.is_init or not pretrained:
             super().init_weights()
             return
-        # what the checkpoint lacks starts as in training from scratch; MMEngine's own initialiser knows no released
+        # weights that the checkpoint lacks start as in training from scratch; MMEngine's initialiser knows no released
         # layouts
         others = [cfg for cfg in configs if not is_pretrained(cfg)]
         given, self.init_cfg = self.init_cfg, deepcopy(others or self.default_init_cfg)
@@ -201,7 +201,7 @@ class Backbone(Arch, BaseModule):
 
         Args:
             param_name (str): Name of the parameter.
-            prefix (str): What names of this backbone's parameters begin with, e.g. ``'backbone.'``.
+            prefix (str): Prefix of this backbone's parameters, e.g. ``'backbone.'``.
 
         Returns:
             tuple[int, int]: The depth, and the number of depths: blocks + 2.
@@ -214,7 +214,7 @@ class Backbone(Arch, BaseModule):
             return num_layers - 1, num_layers
         try:
             depth = self.depth_of(*param_name[len(prefix) :].split('.'))
-        except (IndexError, ValueError) as error:  # where the number of a stage or block would be
+        except (IndexError, ValueError) as error:  # no number of a stage or block
             name = type(self).__name__
             raise ValueError(f'param_name={param_name!r} is no parameter of a stage of {name}') from error
         return (num_layers - 1 if depth is None else depth), num_layers
@@ -247,14 +247,14 @@ def build_output_norm(norm_cfg: dict, dim: int) -> nn.Module:
 class PyramidBackbone(Backbone):
     """Base class of the four-stage hosts.
 
-    A host says what leads into a stage (:meth:`build_embed`: from the (B, H, W, C) image, or map before, to the stage's
-    map) and what its blocks are (:meth:`build_block`). Its ``__init__`` calls :meth:`build_stages` last; one that fills
+    A host defines the input layer of a stage (:meth:`build_embed`: from the (B, H, W, C) image, or map before, to the
+    stage's map) and its blocks (:meth:`build_block`). Its ``__init__`` calls :meth:`build_stages` last; one that fills
     ``self.patch_embeds`` and ``self.stages`` itself calls :meth:`finish_init`.
 
     Args:
         arch, in_channels, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy, init_cfg: See
             :class:`Backbone`.
-        out_indices (Sequence[int]): Stages whose maps are returned, ascending. Stages after the last one are not built.
+        out_indices (Sequence[int]): Stages to return, ascending. Stages after the last one are not built.
         out_norm (bool): A LayerNorm on each output; False returns raw stage outputs.
 
     Raises:
@@ -267,8 +267,8 @@ class PyramidBackbone(Backbone):
     """
 
     num_extra_tokens = 0  # beside those of the map, for tools that ask as of MMPretrain's ViT
-    norms_feed_on = False  # whether a stage's norm is part of the network, feeding the next stage
-    stage_inputs: tuple[str, ...] = ('patch_embeds',)  # lists with what leads into each stage
+    norms_feed_on = False  # True if a stage's norm feeds the next stage
+    stage_inputs: tuple[str, ...] = ('patch_embeds',)  # lists of the input layers of stages
 
     def __init__(
         self, arch: Spec, *, out_indices: Sequence[int] = (0, 1, 2, 3), out_norm: bool = True, **kwargs
@@ -357,7 +357,7 @@ class PyramidBackbone(Backbone):
         return before
 
     def ignorable_keys(self, key: str) -> bool:
-        """Whether a checkpoint's key belongs to a part this model was configured not to have (stages after the last
+        """Return True for a checkpoint's key of a part that this model was configured without (stages after the last
         output, norms of other outputs)."""
         part, number = numbered(key)
         if number is None or number >= len(self.depths):  # no stage of this architecture

@@ -17,7 +17,7 @@ class LinearCSWin(PyramidBackbone):
     """CSWin Transformer with any attention (Dong et al. 2022; InLine Tab. 18, FLatten supplement).
 
     Blocks with a quadratic attention look at cross-shaped windows, half of the heads in vertical and half in horizontal
-    stripes whose length follows the map; those of the last stage and blocks with a linear attention at the whole map.
+    stripes as long as the map; those of the last stage and blocks with a linear attention at the whole map.
     Each branch adds a locally-enhanced position encoding (LePE, depth-wise 3x3 convolution of the values).
 
     Args:

@@ -29,7 +29,7 @@ class LinearDeiT(Backbone):
             ``{hydra,efficient,angular,enhanced}-tiny``, ``softmax-{tiny,small,base}``, or a dict with ``embed_dims``,
             ``depths``, ``num_heads`` (sequences of length one) and optionally ``mlp_ratios``, ``ffn``, ``grid``
             (patches a side in training), ``stage_attns``, ``drop_path_rate``.
-        out_indices (Sequence[int] | int): Blocks whose tokens are returned; negative ones count from the last.
+        out_indices (Sequence[int] | int): Blocks to return the tokens of; negative ones count from the last.
         out_type (str): As MMPretrain's ``VisionTransformer``: ``'cls_token'`` (B, C), ``'featmap'`` (B, C, ceil(H /
             16), ceil(W / 16)), ``'avg_featmap'`` (B, C), the mean of the patch tokens, ``'raw'`` (B, 1 + N, C).
         out_norm (bool): The final LayerNorm on each output.
@@ -89,9 +89,9 @@ class LinearDeiT(Backbone):
     ) -> None:
         super().__init__(arch, **kwargs)
         if out_type not in OUT_TYPES:
-            raise ValueError(f'out_type={out_type!r} has to be one of {OUT_TYPES}')
+            raise ValueError(f'out_type={out_type!r}: expected one of {OUT_TYPES}')
         if len(self.depths) != 1:
-            raise ValueError(f'arch: depths={self.depths} of {type(self).__name__} has to have one entry, the blocks')
+            raise ValueError(f'arch: depths={self.depths} of {type(self).__name__}: expected one entry, the blocks')
         self.out_type = out_type
         depth, dim, side = self.depths[0], self.embed_dims[0], self.per_stage('grid')[0]
         indices = [out_indices] if type(out_indices) is int else check_type('out_indices', out_indices, (list, tuple))
@@ -116,7 +116,7 @@ class LinearDeiT(Backbone):
         kind = TokenBlock if hasattr(ffn, 'dwconv') else Block
         if kind is TokenBlock and any(isinstance(layer, FactorisedLinear) for layer in ffn.children()):
             # class tokens go through it apart, and their statistics are others
-            raise ValueError("arch: ffn of type 'compact' has batch norms, which do not go with a convolution here")
+            raise ValueError("arch: ffn of type 'compact' has batch norms: not with a convolution here")
         return kind(dim, attn, ffn, norm_cfg=NORM, drop_path=drop_path)
 
     @property

@@ -41,9 +41,9 @@ class LinearNextViT(PyramidBackbone):
             blocks (None, or any) have no effect.
         key_reduction (str, optional): How quadratic attentions average keys: ``'grid'`` or ``'sequence'``, see
             :class:`AveragedKeysAttention`. None takes the arch's: the release's ``'sequence'`` for ``softmax-*``, else
-            ``'grid'``, and ``'grid'`` where an attention looks at the neighbours of keys (``'hallucinated'``).
-        stage_norms (bool, optional): Whether each stage ends in a batch norm that feeds the next one too, as in the
-            released segmentation backbones. None: where several outputs are normalised. Without it, norms act on the
+            ``'grid'``, and ``'grid'`` for an attention with neighbours of keys (``'hallucinated'``).
+        stage_norms (bool, optional): End each stage in a batch norm that feeds the next one too, as in the
+            released segmentation backbones. None: if several outputs are normalised. Without it, norms act on the
             outputs alone: the classifier has one, on the last stage.
         norm_cfg (dict, optional): All norms, batch norms with eps 1e-5 by default.
         in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, deploy, init_cfg:
@@ -106,12 +106,12 @@ class LinearNextViT(PyramidBackbone):
         self.key_reduction = key_reduction
         for reduction in (self.arch['key_reduction'], *([] if key_reduction is None else [key_reduction])):
             if reduction not in REDUCTIONS:
-                raise ValueError(f'key_reduction={reduction!r} has to be one of {REDUCTIONS}')
+                raise ValueError(f'key_reduction={reduction!r}: expected one of {REDUCTIONS}')
         self.build_stages()
         norm: Any
         for norm in self.out_norms.values():
             if getattr(norm, 'running_var', None) is not None:
-                # the identity, to the last digit: a classifier's file, which lacks them, gives its own features
+                # the identity, to the last digit: a classifier's file lacks them and gives its own features
                 norm.running_var.fill_(1 - norm.eps)
 
     def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
@@ -139,8 +139,8 @@ class LinearNextViT(PyramidBackbone):
         reduction = self.key_reduction
         if mixer.local_keys and reduction == 'sequence':
             raise ValueError(
-                f"key_reduction='sequence' leaves the keys without a grid, which the attention {spec!r} of stage "
-                f"{stage} needs; allowed is 'grid'"
+                f"key_reduction='sequence' leaves the keys without a grid, needed by the attention {spec!r} of stage "
+                f"{stage}; allowed is 'grid'"
             )
         if reduction is None:
             reduction = 'grid' if mixer.local_keys else self.arch['key_reduction']
@@ -164,7 +164,7 @@ class LinearNextViT(PyramidBackbone):
 
     @property
     def attn_dims(self) -> tuple[int, ...]:
-        """Also the widths of the convolution blocks: three quarters, in whole groups, where there are attentions."""
+        """Also the widths of the convolution blocks: three quarters, in whole groups, in stages with attentions."""
         group = self.arch['group_dim']
         return tuple(
             int(SHARE * dim / group + 0.5) * group if any(blocks) else dim
@@ -177,15 +177,15 @@ class LinearNextViT(PyramidBackbone):
         for key, least in dict(attn_every=0, stem_dims=1).items():
             values = self.arch[key] if isinstance(self.arch[key], (list, tuple)) else [self.arch[key]]
             if not all(type(value) is int and value >= least for value in values):
-                raise ValueError(f'arch: {key}={self.arch[key]} has to consist of ints >= {least}')
+                raise ValueError(f'arch: {key}={self.arch[key]}: expected ints >= {least}')
         if isinstance(self.arch['stem_dims'], int) or len(self.arch['stem_dims']) != 3:
-            raise ValueError(f'arch: stem_dims={self.arch["stem_dims"]} has to have three entries')
+            raise ValueError(f'arch: stem_dims={self.arch["stem_dims"]}: expected three entries')
         group = self.arch['group_dim']
         for dim, attn_dim, blocks in zip(self.embed_dims, self.attn_dims, self.attn_blocks):
             if dim % group or (any(blocks) and not 0 < attn_dim < dim):
                 raise ValueError(
-                    f'arch: embed_dims={self.embed_dims} have to be multiples of group_dim={group}, and at least three '
-                    'times that where a stage has attentions'
+                    f'arch: embed_dims={self.embed_dims}: expected multiples of group_dim={group}, and at least three '
+                    'times that in a stage with attentions'
                 )
 
     def ignorable_keys(self, key: str) -> bool:

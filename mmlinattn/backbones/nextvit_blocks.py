@@ -108,14 +108,14 @@ class ReLUMLP(MLP):
 
 
 class AveragedKeysAttention(ReducedKeysAttention):
-    """Global attention whose keys and values are those of averaged tokens, after a batch norm (Next-ViT Eq. 5).
+    """Global attention with keys and values of averaged tokens, after a batch norm (Next-ViT Eq. 5).
 
     Args:
         dim, num_heads, mixer, kwargs: See :class:`~mmlinattn.attention.Attention`.
         ratio (int): Reduction r of height and width.
         reduction (str): ``'grid'`` averages patches of r x r tokens, those at the border over the tokens they have.
-            ``'sequence'`` is what the released code does: it averages r^2 tokens that follow each other in the
-            flattened map, which mixes rows and leaves the keys without a grid, and drops the tokens that are left over;
+            ``'sequence'``, as in the released code, averages r^2 consecutive tokens of the flattened map: this mixes
+            rows, leaves the keys without a grid and drops the remaining tokens;
             a map has to have r^2 tokens.
         norm_cfg (dict): Norm of the averages.
     """
@@ -138,7 +138,7 @@ class ConvBlock(BaseModule):
 
     Args:
         in_dim (int): Width of the map that enters.
-        dim (int): Width C; a 1x1 convolution leads to it where it differs.
+        dim (int): Width C; a 1x1 convolution leads to it if it differs.
         group_dim (int): See :class:`ConvAttention`.
         ffn (nn.Module): Takes and gives maps of width C.
         norm_cfg (dict): All norms.
@@ -168,7 +168,7 @@ class TransformerBlock(BaseModule):
     Args:
         in_dim (int): Width of the map that enters.
         attn (nn.Module): Attention on maps of width ``attn_dim``.
-        attn_dim (int): Its width; a 1x1 convolution leads to it where it differs from ``in_dim``.
+        attn_dim (int): Its width; a 1x1 convolution leads to it if it differs from ``in_dim``.
         dim (int): Width of the result, above ``attn_dim``.
         group_dim, ffn, norm_cfg, drop_path: See :class:`ConvBlock`.
     """

@@ -15,7 +15,7 @@ INNER_NORM = dict(type='LN', eps=1e-5)  # of patch embeddings and reduced keys
 
 
 def spatial_attention(host: PyramidBackbone, stage: int, spec: Any) -> Attention:
-    """Attention over the whole map; one whose cost is quadratic gets its keys from a map reduced by ``sr_ratios``."""
+    """Attention over the whole map; a quadratic one gets its keys from a map reduced by ``sr_ratios``."""
     dim, heads, ratio = host.embed_dims[stage], host.arch['num_heads'][stage], host.per_stage('sr_ratios')[stage]
     grid = (host.per_stage('grids')[stage],) * 2
     if ratio > 1 and get_mixer(spec)[0].quadratic:

@@ -34,8 +34,8 @@ HYBRID = ('rala', 'rala', 'softmax', 'softmax')
 class RAVLT(PyramidBackbone):
     """Rank-Augmented Vision Linear Transformer (RALA, Tab. 1 and the released code).
 
-    The released models are hybrid: RALA in stages 1-2, softmax attention in stages 3-4, which ``stage_attns`` defaults
-    to. ``stage_attns=('rala',) * 4`` is the fully linear model that the paper describes; ``rotary=False,
+    The released models are hybrid: RALA in stages 1-2, softmax attention in stages 3-4, the default of
+    ``stage_attns``. ``stage_attns=('rala',) * 4`` is the fully linear model that the paper describes; ``rotary=False,
     local_kernel=None`` is the paper's plain form of the attention.
 
     Args:
@@ -125,7 +125,7 @@ class RAVLT(PyramidBackbone):
         grid = Grid(x.shape[1], x.shape[2])
         if not self.rotary:
             return StageContext(grid)
-        # angles in float32 even where the map is half: indices above 256 are not exact in bfloat16
+        # angles in float32 even for a map in half precision: indices above 256 are not exact in bfloat16
         return StageContext(grid, rotary_table(*grid[:2], self.head_dims[stage], x.device, accumulation_dtype(x)))
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class RAVLT(PyramidBackbone):
         embeds = [embed for embed in self.patch_embeds if isinstance(embed, (ConvStem, ConvDownsample))]
         for embed in embeds:
             if is_altered(embed.layers):
-                raise ValueError('switch_to_deploy: the layers of a stem have a hook, which folding them would lose')
+                raise ValueError('switch_to_deploy: the layers of a stem have a hook, and folding would lose it')
             for conv, norm in zip(embed.layers, list(embed.layers)[1:]):
                 is_pair = type(conv) in (nn.Conv2d, ConvOfGELU) and not is_altered(conv) and is_foldable(norm)
                 is_pair = is_pair and all(owners[parameter] == 1 for parameter in conv.parameters())
@@ -164,7 +164,7 @@ class RAVLT(PyramidBackbone):
         uses = Counter(module for _, module in self.named_modules(remove_duplicate=False))
         for block, layer, name in scaled:
             gamma, parts = getattr(block, name), list(layer.modules())
-            # beside an adapter, which has factors of its own, and in a layer of several blocks the scale stays
+            # beside an adapter with factors of its own, and in a layer of several blocks, the scale stays
             is_plain = all(type(part) in (nn.Linear, FactorisedLinear) and uses[part] == 1 for part in parts)
             if gamma is None or not is_plain or is_altered(*parts):
                 continue
@@ -178,7 +178,7 @@ class RAVLT(PyramidBackbone):
 
 
 def ends_in_products(block: Any) -> bool:
-    """Whether both branches of a block end in the products that layer scales can be part of."""
+    """Return True if both branches of a block end in products that can hold the layer scales."""
     if type(block) not in (Block, SourceBlock) or is_altered(block, block.attn, block.ffn):
         return False
     return type(block.attn) is GlobalAttention and type(block.ffn).forward is MLP.forward

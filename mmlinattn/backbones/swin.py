@@ -98,7 +98,7 @@ class LinearSwin(PyramidBackbone):
         mixer = get_mixer(spec)[0]
         quadratic = mixer.quadratic
         window = self.arch['window'] if quadratic else self.per_stage('linear_windows')[stage]
-        grid = window  # of position tables: the trained window, also where the block is made global
+        grid = window  # of position tables: the trained window, also in a global block
         if isinstance(given, int):
             window = grid = given
         elif given is None and not quadratic:
@@ -120,7 +120,7 @@ class LinearSwin(PyramidBackbone):
         valid = all(size in ('trained', None) or (type(size) is int and size >= 1) for size in sizes)
         if len(sizes) != num or not valid:
             raise ValueError(
-                f"window_size={window_size!r} has to be 'trained', None, an int >= 1, or a sequence of {num} of these"
+                f"window_size={window_size!r}: expected 'trained', None, an int >= 1, or a sequence of {num} of these"
             )
         return sizes
 

@@ -64,7 +64,7 @@ def load_pretrained(
             + (f'; of another shape or kind: {other[0]}' if other else '')
         )
     backbone.load_state_dict(fit.weights, strict=False)
-    if hasattr(backbone, '_params_init_info'):  # MMEngine's log of where each weight comes from
+    if hasattr(backbone, '_params_init_info'):  # MMEngine's log of the source of each weight
         update_init_info(backbone, f'load_pretrained: from {checkpoint}')
     problems = {
         'missing in the file': fit.missing,

@@ -23,7 +23,7 @@ from .snapshot import dtype_of, is_known, snapshot_of
 
 __all__ = ['CPUForward', 'run']
 
-# what forward passes of modules call, and fused forms may not: somebody may replace it
+# functions that forward passes of modules call and fused ones may not: users may replace them
 _OWN = methods_of(KNOWN)
 _METHODS = [
     *_OWN,
@@ -83,8 +83,7 @@ def plain_caller(backbone):
 
 
 def _code_is_changed() -> bool:
-    """Whether somebody replaced a function of PyTorch, or a method of a class that has a fused form or whose weights
-    one takes."""
+    """Return True if a function of PyTorch or a method of a class with a fused form was replaced."""
     for holder, name, function in _METHODS:
         if holder.__dict__.get(name) is not function:
             return True

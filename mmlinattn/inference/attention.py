@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Fused forms of attentions: what follows a mixer is added or multiplied in place."""
+"""Fused forms of attentions: convolution and gate are applied in place to the mixer's result."""
 
 import itertools
 from typing import Any
@@ -113,7 +113,7 @@ def windows(cpu: CPUForward, self: WindowAttention, x: Tensor, stage) -> Tensor:
     """Windows of a linear attention are large, and padding may be most of the last ones: see :mod:`.regions`."""
     made: Any = windows_of(stage, x).get(self.window, self.shift)
     windows, real, hidden = made
-    # one pass over what lies side by side; values that are convolved get memory of their own
+    # one pass over adjacent slices; values for a convolution get memory of their own
     convolves = self.local is not None or isinstance(self.mixer, LocalMixer)
     groups = [self.widths[:2], self.widths[2:3]] if convolves else [self.widths[:3]]
     projected = list(cpu.linear(self.qkv, x).split([*map(sum, groups), *self.widths[3:]], dim=-1))

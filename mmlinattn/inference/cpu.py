@@ -38,7 +38,7 @@ STRIP_NUMEL = 2**22  # of the hidden map of a feed-forward network: 16 MiB in fl
 # class -> form(cpu, module, *args)
 FORMS: dict[type, Callable] = {}
 CALLS_PARTS: set[Callable] = set()  # forms that use no weights of their parts, but ask for the parts' own forms
-# classes whose weights say all that they compute
+# classes that are computed from their weights alone
 KNOWN: set[type] = {
     nn.Linear,
     nn.Conv1d,
@@ -70,7 +70,7 @@ def form_of(*kinds: type) -> Callable:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether the class of a module, in eval mode, and its weights say what it computes: no subclass, adapter or
+    """Return True for a module in eval mode that its class and weights define: no subclass, adapter or
     parametrisation."""
     if type(module) not in KNOWN or module.training:
         return False
@@ -86,12 +86,12 @@ def is_known(module: nn.Module) -> bool:
 
 
 def is_ordinary(conv: nn.Conv2d) -> bool:
-    """Whether a convolution pads with zeros and is not dilated."""
+    """Return True if a convolution pads with zeros and is not dilated."""
     return conv.padding_mode == 'zeros' and not isinstance(conv.padding, str) and conv.dilation == (1, 1)
 
 
 def added(x: Tensor, y: Tensor) -> Tensor:
-    """``x + y``, in place of ``x`` where both are of one type."""
+    """``x + y``, in place of ``x`` if both are of one type."""
     return x.add_(y) if x.dtype == y.dtype else x + y
 
 
@@ -99,7 +99,7 @@ class CPUForward:
     """One forward pass on a CPU without gradients.
 
     Args:
-        dtype (torch.dtype): The type of products, that of autocast where it is on.
+        dtype (torch.dtype): The type of products; under autocast, its type.
         stream_dtype (torch.dtype): The type of the residual stream.
     """
 
@@ -109,8 +109,8 @@ class CPUForward:
         self.onednn = dispatch.onednn_takes(dtype)
 
     def form(self, module: nn.Module) -> Optional[Callable]:
-        """The fused form of a module, None where the module itself has to be called: where it, or any part whose
-        weights the form would use, is of another class, or altered, as by a hook."""
+        """Return the fused form of a module, or None if the module, or a part with weights that the form uses, is of
+        another class or altered, as by a hook."""
         form = FORMS.get(type(module))
         if form is None:
             return None
@@ -125,7 +125,7 @@ class CPUForward:
     # --- linear layers, convolutions, norms ---------------------------------------------------------------------------
 
     def linear(self, layer: Any, x: Tensor, gelu: bool = False) -> Tensor:
-        """``layer(x)`` of ``nn.Linear``, or of another module, which is called; perhaps its GELU."""
+        """``layer(x)``, fused for ``nn.Linear``, and with ``gelu`` its GELU."""
         if type(layer) is nn.Linear:
             return self.product(x, layer.weight, layer.bias, gelu)
         out = self.call(layer, x)

@@ -58,7 +58,7 @@ class WeightGroup:
         self.spans: dict[nn.Module, dict[str, slice]] = {}
         for module in modules:
             parts = list(module.modules())
-            # the norm of a patch embedding gives the residual stream, which keeps its precision
+            # the norm of a patch embedding gives the residual stream, kept in its precision
             stream = () if isinstance(module, PatchEmbed) else (nn.LayerNorm, Block)
             self.spans[module] = {}
             for kind, classes in zip(KINDS, (PRODUCTS, stream)):

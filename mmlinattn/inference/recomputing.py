@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Blocks whose backward pass computes them again, which saves memory in training (``with_cp``)."""
+"""Recompute blocks in the backward pass, to save memory in training (``with_cp``)."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Windows without padding: rows and columns of a map whose windows are of one size, each a group of its own."""
+"""Windows without padding: a map is cut into regions of equal windows."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,12 +12,12 @@ from ..ops.windows import Windows
 
 # Rows and columns of a map, and the windows without a shift that they are cut into.
 Region = tuple[slice, slice, Windows]
-SMALL_NUMEL = 2**22  # of a map whose windows pad: there padding takes less time than the parallel regions of a group
+SMALL_NUMEL = 2**22  # of a padded map: up to it, padding is cheaper than the parallel regions of a group
 
 
 def regions_of(x: Tensor, windows: Windows) -> list[Region]:
-    """The regions that ``x`` (B, H, W, C) is cut in, none of which pads: the whole windows, and what is left of windows
-    at the right and at the bottom. None where nothing pads, or little of a small map."""
+    """Return the unpadded regions of ``x`` (B, H, W, C): whole windows, and the partial ones at the right and bottom.
+    The list is empty if nothing pads, or little of a small map."""
     pads_little = 2 * math.prod(windows.padded) <= 3 * windows.height * windows.width
     if windows.padded == (windows.height, windows.width) or (pads_little and x.numel() <= SMALL_NUMEL):
         return []
@@ -29,7 +29,7 @@ def regions_of(x: Tensor, windows: Windows) -> list[Region]:
 
 
 def _spans(size: int, window: int) -> list[tuple[int, int, int]]:
-    """First and last position and window of the whole windows of an axis, and of what is left."""
+    """First and last position and window of the whole windows of an axis, and of the remainder."""
     whole = size - size % window
     return [(0, whole, window)] + [(whole, size, size - whole)] * (whole < size)
 

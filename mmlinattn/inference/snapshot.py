@@ -28,7 +28,7 @@ class Snapshot:
     """Modules below a backbone as they were, and the weights that are cast together.
 
     Args:
-        backbone (nn.Module): The backbone, of which no reference is kept.
+        backbone (nn.Module): The backbone; no reference to it is kept.
 
     Attributes:
         is_plain (bool): All modules are of known classes, without hooks, and have weights of their own.

@@ -15,7 +15,7 @@ from .patch_embed import build_token_norm, norm_tokens
 
 
 class Block(BaseModule):
-    """Pre-norm transformer block with what any host may want of it.
+    """Pre-norm transformer block of all hosts.
 
     ``x = position(x); x = x + gamma1 * attn(norm1(x)); x = x + gamma2 * ffn(norm2(x))``, each branch under stochastic
     depth.
@@ -74,14 +74,14 @@ class Block(BaseModule):
 
 
 class SourceBlock(Block):
-    """:class:`Block` whose attention reads the mean token of the input of ``norm1``, which is that of the block."""
+    """:class:`Block` with an attention that reads the mean token of the block's input."""
 
     def forward(self, x: Tensor, stage) -> Tensor:
         return super().forward(x, stage._replace(source=x))
 
 
 class TokenBlock(Block):
-    """:class:`Block` of tokens (B, N, C) with class tokens, whose feed-forward network takes maps."""
+    """:class:`Block` of tokens (B, N, C) with class tokens and a feed-forward network of maps."""
 
     def feed_forward(self, x: Tensor, stage) -> Tensor:
         tokens, (height, width, prefix) = self.norm2(x), stage.grid[:3]
@@ -123,7 +123,7 @@ class ResidualDWConv(nn.Conv2d):
     Args:
         dim (int): Channels C.
         kernel_size (int): Odd size of the depth-wise convolution.
-        of_gelu (bool): ``y = gelu(x)``, of which the backward pass keeps ``x`` alone; else ``y = x``.
+        of_gelu (bool): ``y = gelu(x)``, with only ``x`` kept for the backward pass; else ``y = x``.
     """
 
     def __init__(self, dim: int, kernel_size: int = 3, of_gelu: bool = False) -> None:

@@ -18,7 +18,7 @@ MATRICES = {'M1': 'fc1', 'M2': 'fc2'}
 
 
 def merges(layer: nn.Module, norm: nn.Module) -> bool:
-    """Whether a linear layer and a batch norm are one matrix in eval mode."""
+    """Return True if a linear layer and a batch norm are one matrix in eval mode."""
     return type(layer) is nn.Linear and not is_altered(layer) and is_foldable(norm)
 
 
@@ -40,7 +40,7 @@ class BranchedLinear(BaseModule):
         self.linears = ModuleList(nn.Linear(in_features, out_features, bias=False) for _ in range(branches))
         self.norms = ModuleList(build_norm_layer(norm_cfg, out_features)[1] for _ in range(branches))
         if not isinstance(self.norms[0], (nn.BatchNorm1d, nn.SyncBatchNorm)):
-            raise ValueError(f"norm_cfg={norm_cfg} of a compact FFN has to be of type 'BN1d' or 'SyncBN'")
+            raise ValueError(f"norm_cfg={norm_cfg} of a compact FFN: expected type 'BN1d' or 'SyncBN'")
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
@@ -48,7 +48,7 @@ class BranchedLinear(BaseModule):
         return unflatten(out, 0, x.shape[:-1])
 
     def merged_weights(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of the one layer that the branches are where their batch norms are fixed."""
+        """Weight and bias of the linear layer that equals the branches in eval mode."""
         weight: Any = 0
         bias: Any = 0
         for layer, norm in zip(self.linears, self.norms):
@@ -85,7 +85,7 @@ class FactorisedLinear(BaseModule):
         rank (int): Width k of the middle.
         branches (int): Branches r of each factor.
         norm_cfg (dict, optional): Batch norm of the branches, ``dict(type='BN1d')`` by default.
-        gain (float): What ``init_weights`` sets the gains of the last batch norms to.
+        gain (float): Initial gain of the last batch norms.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ def compact(
     """Compact feed-forward network, cFFN (Xu et al. 2023, Sec. 3.3): one matrix of ``ffn`` is factorised, in place.
 
     Its rank ``k = t m C / (m + 1)``, m the ratio of hidden width and width C, leaves the share t of its parameters.
-    The paper does not say how it starts. With batch norms' usual gains of one, the branch drowns the residual stream,
-    and small models learned far less. So M2, which ends the residual branch, starts at zero, as the
+    The paper does not give its initialisation. With the usual gains of one, the branch drowns the residual stream,
+    and small models learned far less. So M2, the end of the residual branch, starts at zero, as the
     last batch norms of ResNet's blocks do (Goyal et al. 2017, Sec. 5.1), and M1 with the variance of the linear layer
     in its place, of weights of deviation 0.02, for tokens of unit variance.
 
@@ -146,11 +146,11 @@ def compact(
         ValueError: For values out of range.
     """
     if not 0 < t <= 1:
-        raise ValueError(f't={t} of a compact FFN has to lie in (0, 1]')
+        raise ValueError(f't={t} of a compact FFN: expected a value in (0, 1]')
     if type(r) is not int or r < 1:
-        raise ValueError(f'r={r} of a compact FFN has to be an int >= 1')
+        raise ValueError(f'r={r} of a compact FFN: expected an int >= 1')
     if matrix not in MATRICES:
-        raise ValueError(f"matrix={matrix!r} of a compact FFN has to be 'M1' or 'M2'")
+        raise ValueError(f"matrix={matrix!r} of a compact FFN: expected 'M1' or 'M2'")
     layer = getattr(ffn, MATRICES[matrix])
     widths = layer.in_features, layer.out_features
     rank = max(int(t * widths[0] * widths[1] / sum(widths) + 1e-6), 1)
@@ -178,5 +178,5 @@ def build_ffn(spec: Union[None, str, dict], default: type, dim: int, hidden_dim:
     if spec is None:
         return default(dim, hidden_dim)
     if not isinstance(spec, str) or spec not in FFNS:
-        raise ValueError(f"arch: ffn={spec!r} has to be None, one of {list(FFNS)}, or dict(type='compact', ...)")
+        raise ValueError(f"arch: ffn={spec!r}: expected None, one of {list(FFNS)}, or dict(type='compact', ...)")
     return FFNS[spec](dim, hidden_dim)

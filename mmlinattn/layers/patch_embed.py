@@ -27,7 +27,7 @@ def build_map_norm(norm_cfg: dict, dim: int) -> nn.Module:
     """
     norm = build_norm_layer(norm_cfg, dim)[1]
     if type(norm) is nn.LayerNorm:
-        raise ValueError(f"norm_cfg={norm_cfg} has to be a norm of (B, C, H, W) maps, as 'BN', 'SyncBN' or 'GN'")
+        raise ValueError(f"norm_cfg={norm_cfg}: expected a norm of (B, C, H, W) maps, as 'BN', 'SyncBN' or 'GN'")
     return norm
 
 
@@ -35,11 +35,11 @@ def build_token_norm(norm_cfg: dict, dim: int) -> nn.Module:
     """A norm over the last axis, of (B, N, C) tokens or (B, H, W, C) maps.
 
     Raises:
-        ValueError: For one of (B, C, ...) maps, which would take rows or tokens for channels.
+        ValueError: For a norm of (B, C, ...) maps: it would take rows or tokens for channels.
     """
     norm = build_norm_layer(norm_cfg, dim)[1]
     if isinstance(norm, (_NormBase, nn.GroupNorm)):
-        raise ValueError(f"norm_cfg={norm_cfg} has to be a norm over the last axis, as 'LN'")
+        raise ValueError(f"norm_cfg={norm_cfg}: expected a norm over the last axis, as 'LN'")
     return norm
 
 
@@ -50,14 +50,14 @@ def norm_tokens(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class MapLayerNorm(nn.LayerNorm):
-    """LayerNorm over the channels of (B, C, H, W), the layout in which tools read a backbone's last norm."""
+    """LayerNorm over the channels of (B, C, H, W), the layout that tools expect of a backbone's last norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class ConvOfGELU(nn.Conv2d):
-    """Convolution of ``gelu(x)``, whose backward pass keeps ``x`` alone where it pads with zeros."""
+    """Convolution of ``gelu(x)``; with zero padding, only ``x`` is kept for the backward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.padding_mode != 'zeros':
@@ -79,7 +79,7 @@ class ConvStem(BaseModule):
     def __init__(self, in_channels: int, dim: int, norm_cfg: dict, init_cfg=None) -> None:
         super().__init__(init_cfg)
         widths = (in_channels, dim // 2, dim // 2, dim // 2, dim)
-        layers: OrderedDict = OrderedDict()  # by the numbers of the release, whose GELUs are layers of their own
+        layers: OrderedDict = OrderedDict()  # numbered as in the release: its GELUs are layers
         for i, stride in enumerate((2, 1, 1, 2)):
             kind = nn.Conv2d if i == 0 else ConvOfGELU
             layers[str(3 * i)] = kind(widths[i], widths[i + 1], 3, stride, 1)
@@ -106,8 +106,8 @@ class PatchConv2d(nn.Conv2d):
     """Convolution of patches that do not overlap, (B, C, H, W) of whole patches -> (B, C', H / k, W / k): a product of
     matrices.
 
-    oneDNN's own convolutions of such kernels give wrong numbers in bfloat16 on CPUs with AMX, in silence, where the map
-    has 8 to 24 channels (PyTorch 2.11).
+    oneDNN's convolutions of such kernels are wrong in bfloat16 on CPUs with AMX, for maps of 8 to 24 channels
+    (PyTorch 2.11).
 
     Args:
         in_channels, out_channels (int): C and C'.
@@ -183,12 +183,12 @@ class PatchMerging(BaseModule):
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a layer is a batch norm; MMCV's own synchronised one (``MMSyncBN``) is no ``_BatchNorm`` of PyTorch's."""
+    """Return True for a batch norm, also for MMCV's ``MMSyncBN``, no subclass of PyTorch's ``_BatchNorm``."""
     return isinstance(module, _BatchNorm) or type(module).__name__ == 'SyncBatchNorm'
 
 
 def is_foldable(norm: Optional[nn.Module]) -> TypeGuard[_BatchNorm]:
-    """Whether ``norm`` is a batch norm, and statistics and weights say all that it does in eval mode."""
+    """Return True for an unaltered batch norm with running statistics and weights."""
     if not isinstance(norm, _BatchNorm) or is_altered(norm):
         return False
     if norm.running_var is None or norm.weight is None or norm.bias is None:
@@ -197,7 +197,7 @@ def is_foldable(norm: Optional[nn.Module]) -> TypeGuard[_BatchNorm]:
 
 
 def fold_batch_norm(conv: nn.Conv2d, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the convolution that gives what ``conv`` and then ``norm``, in eval mode, give."""
+    """Return weight and bias of ``conv`` with ``norm``, in eval mode, folded into it."""
     wide = accumulation_dtype(conv.weight)
     assert norm.running_mean is not None and norm.running_var is not None  # see is_foldable
     scale = (norm.weight.to(wide) / (norm.running_var.to(wide) + norm.eps).sqrt()).to(wide)

@@ -12,7 +12,7 @@ class PositionTable(nn.Module):
     Args:
         dim (int): Width C.
         grid (tuple[int, int]): Height and width of the stored table.
-        prefix (int): Class tokens in front, whose vectors are never resized.
+        prefix (int): Leading class tokens; their vectors are never resized.
 
     At the stored grid the table is added as it is.
     """

@@ -13,9 +13,9 @@ from ..ops.tensors import round_up
 
 @MODELS.register_module()
 class MapAdapter(BaseModule):
-    """Converts maps to the widths and strides that the next part expects, where it takes no others.
+    """Convert maps to the widths and strides that the next part expects.
 
-    Each output is a 1x1 convolution of one input, resized (bilinear) where the strides differ.
+    Each output is a 1x1 convolution of one input, resized (bilinear) if the strides differ.
 
     Args:
         in_channels (Sequence[int]): Widths of the inputs.
@@ -56,13 +56,13 @@ class MapAdapter(BaseModule):
         scales = [1.0] * num if scales is None else scales
         if not len(sources) == len(scales) == num or not all(i is None or 0 <= i < len(in_channels) for i in sources):
             raise ValueError(
-                f'sources={tuple(sources)} and scales={tuple(scales)} have to have one entry for each of the {num} '
-                f'out_channels, and sources have to lie in [0, {len(in_channels) - 1}]'
+                f'sources={tuple(sources)} and scales={tuple(scales)}: expected one entry for each of the {num} '
+                f'out_channels, and sources in in [0, {len(in_channels) - 1}]'
             )
         if not all(isinstance(scale, (int, float)) and 0 < scale < float('inf') for scale in scales):
-            raise ValueError(f'scales={tuple(scales)} have to be numbers above 0')
+            raise ValueError(f'scales={tuple(scales)}: expected numbers above 0')
         if inference_output is not None and not 0 <= inference_output < num:
-            raise ValueError(f'inference_output={inference_output} has to lie in [0, {num - 1}]')
+            raise ValueError(f'inference_output={inference_output}: expected a value in [0, {num - 1}]')
         self.in_channels = tuple(in_channels)
         self.inference_output = inference_output
         self.sources = tuple(sources)
@@ -88,7 +88,7 @@ class MapAdapter(BaseModule):
                 continue
             out = conv(feats[i])
             if scale != 1:
-                # rounded up, as strided convolutions round; in integers, which graphs of open sizes hold as well
+                # rounded up, as strided convolutions round; in integers, also in graphs of dynamic sizes
                 rows, per = Fraction(scale).limit_denominator(10**6).as_integer_ratio()
                 size = [round_up(side * rows, per) // per for side in out.shape[2:]]
                 out = F.interpolate(out, size=size, mode='bilinear', align_corners=False)

@@ -62,9 +62,9 @@ class SimpleFeaturePyramid(BaseModule):
     ) -> None:
         super().__init__(init_cfg or dict(type='Xavier', layer='Conv2d', distribution='uniform'))
         if num_outs not in (4, 5):
-            raise ValueError(f'num_outs={num_outs} has to be 4 or 5')
+            raise ValueError(f'num_outs={num_outs}: expected 4 or 5')
         if type(in_channels) is not int or in_channels < 4 or in_channels % 4:
-            raise ValueError(f'in_channels={in_channels} has to be a multiple of 4')
+            raise ValueError(f'in_channels={in_channels}: expected a multiple of 4')
         self.in_channels = in_channels
         self.num_outs = num_outs
         self.levels = ModuleList()
@@ -88,8 +88,8 @@ class SimpleFeaturePyramid(BaseModule):
         Args:
             feats (Tensor | Sequence[Tensor]): See above.
             image_size (tuple[int, int], optional): Height and width of the image in pixels. Given, a level of stride s
-                has exactly ceil(size / s) rows and columns, also where the image is no multiple of 16 (the preprocessor
-                of MMDetection's configs pads to one of 32, which needs nothing).
+                has exactly ceil(size / s) rows and columns, also if the image is no multiple of 16 (the preprocessor
+                of MMDetection's configs pads to one of 32, where this changes nothing).
 
         Raises:
             ValueError: For a map of another width, and an ``image_size`` that does not have 16x16 patches of its size.

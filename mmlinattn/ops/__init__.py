@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The equations, one file each: the public function, its reference in plain PyTorch, its form with own gradient.
-:mod:`.dispatch` says which runs."""
+"""The equations, one file each: public function, reference in plain PyTorch, implementation with its own gradient.
+:mod:`.dispatch` chooses between the last two."""
 
 from .angular import angular_attention
 from .convolution import conv_of_gelu, dynamic_depthwise_conv2d

@@ -24,8 +24,7 @@ def conv_of_gelu(
     groups: int = 1,
     residual: bool = False,
 ) -> Tensor:
-    """Convolution of ``gelu(x)``, plus ``gelu(x)`` itself where ``residual``, that keeps only ``x`` for the backward
-    pass.
+    """Convolution of ``gelu(x)``, plus ``gelu(x)`` if ``residual``. Only ``x`` is kept for the backward pass.
 
     GELU is cheap to compute a second time, and its results on stems and hidden layers are among the largest tensors
     that autograd would keep.
@@ -94,7 +93,7 @@ def dynamic_depthwise_conv2d(x: Tensor, kernels: Tensor) -> Tensor:
         return sum_of_shifts(x, kernels)
     # all images as channels of one, in channels-last memory
     (batch, dim, height, width), size = x.shape, kernels.shape[-1]
-    if x.numel() == 0:  # no groups, which PyTorch refuses
+    if x.numel() == 0:  # PyTorch refuses a convolution without groups
         return x
     image = x.permute(2, 3, 0, 1).reshape(1, height, width, batch * dim).permute(0, 3, 1, 2)
     out = F.conv2d(image, kernels.reshape(-1, 1, size, size), padding=size // 2, groups=batch * dim)

@@ -1,10 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Which backend runs an op. Ops and ``inference`` ask here for device, grad mode, autocast and
-tracing; mixers, layers and hosts never do.
+"""Choice of an op's implementation. Ops and ``inference`` ask here for device, grad mode, autocast and tracing; mixers,
+layers and hosts never do.
 
-Every op is one file with its equation in plain PyTorch and, where that keeps or copies much, a form with a gradient
-written by hand for every device. What only CPUs gain from is chosen inside (:func:`on_cpu`). The public function of the
-file asks once and calls one of them.
+Each op has its equation in plain PyTorch. If autograd keeps or copies much of it, the op also has a gradient of its
+own, for every device. CPU-specific steps are chosen inside (:func:`on_cpu`).
 """
 
 import contextlib
@@ -72,13 +71,13 @@ def backend(first: Tensor, *others: Optional[Tensor]) -> str:
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Whether what is faster on CPUs alone runs: blocks that fit the cache, oneDNN, other orders of memory."""
+    """Return True if the CPU-specific path (cache blocking, oneDNN, channels-last) should run."""
     return x.is_cpu and not _as_on_gpu
 
 
 @contextlib.contextmanager
 def as_on_gpu():
-    """A context in which a CPU runs what other devices do; for tests, and for counting."""
+    """Run the path of other devices on a CPU, within a context: for tests and for counting launches."""
     global _as_on_gpu
     _as_on_gpu = True
     try:
@@ -88,10 +87,10 @@ def as_on_gpu():
 
 
 def needs_reference(*tensors: Optional[Tensor]) -> bool:
-    """Whether the call has to stay with plain differentiable operations on the given tensors.
+    """Return True if a call needs plain differentiable operations.
 
-    So it is where something watches or transforms them: a recorded graph, meta and fake tensors, other subclasses,
-    ``torch.func`` transforms, forward-mode derivatives, dispatch modes that count or record.
+    The reasons are a recorded graph, meta and fake tensors, other subclasses of tensors, ``torch.func`` transforms,
+    forward-mode derivatives and dispatch modes.
     """
     if state.settled:
         return False
@@ -107,7 +106,7 @@ def needs_reference(*tensors: Optional[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def settle():
-    """A context in which :func:`needs_reference` and the questions about open sizes are answered: no."""
+    """Answer :func:`needs_reference` and questions about dynamic sizes with False, within a context."""
     state.settled = True
     try:
         yield
@@ -116,15 +115,15 @@ def settle():
 
 
 def is_transformed() -> bool:
-    """Whether ``torch.func`` transforms the call or forward-mode derivatives are taken; False in ``torch.compile``,
-    whose tracer answers such questions about itself."""
+    """Return True under a ``torch.func`` transform or forward-mode differentiation. In ``torch.compile`` the tracer
+    would answer for itself, so the result is False."""
     if state.settled or torch.compiler.is_dynamo_compiling():
         return False
     return private_apis.innermost_transform() is not None or private_apis.forward_mode._current_level >= 0
 
 
 def is_traced() -> bool:
-    """Whether a graph is being recorded (``torch.compile``, ``torch.export``, ``torch.jit.trace``).
+    """Return True while a graph is recorded (``torch.compile``, ``torch.export``, ``torch.jit.trace``).
 
     Graphs hold the reference: compilers fuse it, and it is right at sizes other than the traced one.
     """
@@ -132,29 +131,28 @@ def is_traced() -> bool:
 
 
 def is_exported() -> bool:
-    """Whether ``torch.export`` runs the model's Python code itself. Under ``strict=True`` it does not, nor does
-    ``torch.compile``: both read it."""
+    """Return True if ``torch.export`` runs the model's Python code. ``strict=True`` and ``torch.compile`` read it
+    instead."""
     return private_apis.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def size_oblivious():
-    """A context in which ``torch.export`` records what holds for sizes of 1 as for others.
+    """Record operations that hold for sizes of 1 too, within a context.
 
-    Export asks of every size that is left open whether it is 1, and writes the answer into the graph: the number of
-    windows of a small map, or of its rows, would have to stay above 1 (or be 1) for ever. ``torch.onnx.export``
-    switches that off by itself. ``torch.compile`` makes one more graph for such a size instead.
+    ``torch.export`` guards each dynamic size against 1: the number of windows of a small map would have to stay above
+    1, or be 1. ``torch.onnx.export`` disables these guards. ``torch.compile`` makes one more graph instead.
     """
     applies = private_apis.CAN_BE_SIZE_OBLIVIOUS and is_exported()
     return private_apis.size_oblivious() if applies else contextlib.nullcontext()
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on for the device of ``x``; the meta device has none and PyTorch raises when asked for it."""
+    """Return True if autocast is on for the device of ``x``. PyTorch raises for the meta device, which has none."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def without_autocast(x: Tensor):
-    """A context in which operations on the device of ``x`` keep the types they are given."""
+    """Disable autocast for the device of ``x``, within a context."""
     return torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext()
 
 
@@ -164,7 +162,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 def onednn_takes(dtype: torch.dtype) -> bool:
-    """float32, and bfloat16 where the CPU has units for it."""
+    """Return True for float32, and for bfloat16 on a CPU with units for it."""
     if not (private_apis.HAS_ONEDNN and torch.backends.mkldnn.enabled):
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and private_apis.has_bfloat16_units())

@@ -51,8 +51,8 @@ def _softmax_(x: Tensor) -> Tensor:
     return x.copy_(_softmax(x.to(torch.promote_types(x.dtype, torch.float32))))
 
 
-# The map of (..., B, heads, N, d) in place; the gradient of what was mapped, from the mapped y and in place of the
-# gradient of y.
+# The map of (..., B, heads, N, d) in place; the gradient of its input, from the output y and in place of the gradient
+# of y.
 IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     'identity': (lambda x: x, lambda y, d_y: d_y),
     'relu': (F.relu_, lambda y, d_y: private_apis.RELU_BACKWARD(d_y, y, 0, grad_input=d_y)),
@@ -70,7 +70,7 @@ def check_kernel(kernel: str, allowed: Collection[str]) -> str:
         ValueError: If it is not one of ``allowed``.
     """
     if kernel not in allowed:
-        raise ValueError(f'kernel={kernel!r} has to be one of {list(allowed)}')
+        raise ValueError(f'kernel={kernel!r}: expected one of {list(allowed)}')
     return kernel
 
 

@@ -27,7 +27,7 @@ def focused_attention(
     """Focused linear attention (FLatten Eq. 4-8), O(N d^2) for each head.
 
     :func:`~mmlinattn.ops.linear_attention` of ``phi_p(q)`` and ``phi_p(k + offset)``, with the focused map
-    ``phi_p(x) = |r| / |r^p| r^p``, ``r = (ReLU(x) + eps) * inverse_scale``, whose norms are over all channels, before
+    ``phi_p(x) = |r| / |r^p| r^p``, ``r = (ReLU(x) + eps) * inverse_scale``. Its norms are over all channels, before
     the split into heads. The maths runs in float32 or better: ``r^3`` overflows float16, and gradients grow with the
     inverse cube of small entries.
 
@@ -40,7 +40,7 @@ def focused_attention(
         power (float): Focusing factor p, in [1, 32].
         offset (Tensor, optional): Positions added to the keys before the map, broadcastable to (B, M, C).
         mask (Tensor, optional): (B, M) bool, True for real tokens.
-        eps (float): Of the map, where it keeps the direction of dead tokens defined, and of the normaliser.
+        eps (float): Of the map, to define the direction of dead tokens, and of the normaliser.
 
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.
@@ -65,18 +65,18 @@ def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-
     r = (F.relu(x).to(wide) + eps) * inverse_scale.to(wide)
     # Homogeneous of degree one: a token may be scaled at will, and its largest component becomes 1.
     part = r / r.amax(dim=-1, keepdim=True).detach()
-    # F.threshold, which exporters do not all know
+    # F.threshold; not every exporter knows it
     powered = part.masked_fill(part <= smallest_base(wide, power), 0.0) ** power
     lengths = [torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (r, powered)]
     return powered * (lengths[0] / lengths[1])
 
 
 def smallest_base(dtype: torch.dtype, power: float) -> float:
-    """Which part of its largest component a component of a token has to exceed; the power of smaller ones counts as 0.
+    """Return the least ratio of a component to the largest of its token; the power of smaller ones counts as 0.
 
-    That power is 1e-15 in float32 (1e-75 in float64), far below what rounding leaves of a sum with 1. Without the bound
-    the powers, their squares, or their products with each other and with gradients would come to lie where numbers lose
-    digits (denormal ones), with which many CPUs compute a hundred times more slowly.
+    That power is 1e-15 in float32 (1e-75 in float64), far below the rounding of a sum with 1. Without the bound the
+    powers, their squares, and their products with gradients would be denormal. Many CPUs compute with denormal numbers
+    a hundred times more slowly.
     """
     return 10 ** ((-75.0 if dtype == torch.float64 else -15.0) / power)
 
@@ -98,7 +98,7 @@ def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
 
 
 def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float, keeps_base: bool = False) -> tuple[Tensor, ...]:
-    """The map of (B, N, C) but for its length, that factor (B, N, 1), r (of use where ``keeps_base``) and |r|."""
+    """Return the map of (B, N, C) without its length, the length (B, N, 1), r (if ``keeps_base``) and |r|."""
     r = x.to(inverse_scale.dtype).relu()
     r = torch.addcmul(inverse_scale * eps, r, inverse_scale, out=r)
     norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
@@ -156,8 +156,7 @@ def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
     floor = scale.new_zeros(batch, 1, 1, 1) + padded_eps(eps, mask, wide)
     out = torch.empty(*q.shape[:2], v.shape[-1], dtype=v.dtype, device=v.device)
     for images, rows in blocks(q, *q.shape[:2]):
-        # The length of a query is a factor of numerator and denominator, so it is left out of both; what is
-        # added to the denominator is divided by it instead.
+        # The length of a query is a factor of numerator and denominator and is left out of both; eps is divided by it.
         queries, factor, _, _ = _powers(q[images, rows], scale, power, eps)
         normaliser = _normaliser(queries, key_mean[images], floor[images] / factor.unsqueeze(-1))
         mixed = (split_heads(queries, num_heads) @ state[images]).transpose(1, 2)

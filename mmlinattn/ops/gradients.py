@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Gradients written by hand, which keep less than autograd does."""
+"""Gradients written by hand: they keep less memory than autograd."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
@@ -12,13 +12,13 @@ from . import dispatch
 
 
 class GradientRule(NamedTuple):
-    """Three forms of an op; ``options`` are the non-tensors.
+    """Equation, forward and backward pass of an op; ``options`` are the non-tensors.
 
     Attributes:
         equation: ``(*tensors, **options)`` -> result, in operations that autograd records.
         forward: The same -> result, and the tensors that ``backward`` needs besides the inputs.
-        backward: ``(gradients of the results, inputs, kept tensors, which inputs want one, **options)`` -> those of the
-            inputs.
+        backward: ``(gradients of the results, inputs, kept tensors, flags of inputs that need one, **options)`` ->
+            gradients of the inputs.
     """
 
     equation: Callable
@@ -43,7 +43,7 @@ class _RuleFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads):
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
         inputs, kept = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
-        with dispatch.without_autocast(grads[0]):  # of which a backward pass knows nothing, unless it runs inside
+        with dispatch.without_autocast(grads[0]):  # on if the backward pass runs inside of it
             transformed = any(private_apis.is_batched(grad) for grad in grads) or dispatch.needs_reference(
                 *grads, *inputs
             )
@@ -54,15 +54,16 @@ class _RuleFunction(torch.autograd.Function):
         return None, None, *(grad if want else None for grad, want in zip(found, wanted))
 
 
-# (rule, options, *tensors) -> the result of ``rule.forward``, with the gradients of ``rule.backward``. Gradients to be
-# differentiated (``create_graph=True``) or batched (``is_grads_batched=True``) are those of the equation. No result may be an input or a view of one.
+# (rule, options, *tensors) -> the result of ``rule.forward``, with the gradients of ``rule.backward``. Gradients
+# to differentiate (``create_graph=True``) or batched ones (``is_grads_batched=True``) are those of the equation. No
+# result may be an input or a view of one.
 apply_rule = _RuleFunction.apply
 
 
 def _gradients_of(equation, inputs, wanted, grads, options) -> Sequence[Optional[Tensor]]:
     twice = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views: each input gets its own share, also where it is another one, or made of it.
+        # Views: each input gets its own share, even if two inputs are one tensor or share memory.
         leaves = [
             t if not want else t.view_as(t) if twice else t.detach().requires_grad_() for t, want in zip(inputs, wanted)
         ]

@@ -12,9 +12,9 @@ from .tensors import to_image, unflatten
 class Grid(NamedTuple):
     """A sequence of tokens: ``prefix`` class tokens, then ``height * width`` patch tokens, row by row.
 
-    ``within``: height and width of the window whose top left part this grid is. Windows at the right and lower border
-    of a map end where the map does; position tables are those of the whole window. In graphs that leave
-    sizes open, it is the grid that goes beyond, with padding; ``within`` is what tables are resized to either way.
+    ``within``: height and width of the window that this grid is the top left part of. Windows at the right and lower
+    border are cropped to the map, but use the position table of a whole window. In graphs of dynamic sizes the grid is
+    the larger one, with padding. Tables are resized to ``within`` either way.
     ``regions``: (windows, N), below 4, for the windows of a rolled map: tokens of different regions are no neighbours.
     """
 
@@ -40,7 +40,7 @@ def to_tokens(x: Tensor) -> Tensor:
 
 
 def on_grid(conv, x: Tensor, grid: Grid) -> Tensor:
-    """``conv``, a convolution of (B, C, h, w) maps, on the patch tokens of (B, N, C); zero at class tokens, which have
-    no neighbours."""
+    """``conv``, a convolution of (B, C, h, w) maps, on the patch tokens of (B, N, C); zero at class tokens, without
+    neighbours."""
     local = to_tokens(conv(to_map(x, grid)))
     return F.pad(local, (0, 0, grid.prefix, 0)) if grid.prefix else local

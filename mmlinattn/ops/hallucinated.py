@@ -15,7 +15,7 @@ from .tensors import is_known, merge_heads, split_heads, to_image, unflatten
 Step = Union[None, Tensor, nn.Module]
 
 _BLOCK_NUMEL = 2**18  # elements of the maps of a block, for each thread
-_MIN_ROWS = 32  # queries of a block, which reads all keys
+_MIN_ROWS = 32  # queries of a block; each block reads all keys
 
 
 def hallucinated_attention(
@@ -32,8 +32,8 @@ def hallucinated_attention(
 ) -> Tensor:
     """Softmax attention that computes half of its maps and derives ("hallucinates") the others from them.
 
-    ``A_i = q_i k_i^T / sqrt(d)``, i = 1..h/2, are the real maps. Each row of ``A_i`` lies on the grid of the keys, on
-    which IHH convolves it, ``B_i = w_i * A_i`` (3x3, depth-wise), and CHH mixes the heads, ``H_m = sum_i c_mi B_i``.
+    ``A_i = q_i k_i^T / sqrt(d)``, i = 1..h/2, are the real maps. Each row of ``A_i`` lies on the grid of the keys.
+    IHH convolves it there, ``B_i = w_i * A_i`` (3x3, depth-wise), and CHH mixes the heads, ``H_m = sum_i c_mi B_i``.
     Then ``out = softmax([A, H] + bias) v``, head by head.
 
     Both are linear in the keys and move there: ``H_m = [c_m1 q_1 | ... | c_m(h/2) q_(h/2)] [w_1*k_1 | ... ]^T``. So
@@ -119,7 +119,7 @@ def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: i
         k (Tensor): (B, M, C/2).
         grid (Grid): Of the keys.
         intra (Tensor): (h/2, 3, 3).
-        mask (Tensor, optional): (B, M); what others hold does not matter.
+        mask (Tensor, optional): (B, M); other tokens are ignored.
         copies (int): 1, or h/2: each head's kernel on all keys, side by side.
 
     Returns:
@@ -127,7 +127,7 @@ def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: i
     """
     k = k if mask is None else k * mask.unsqueeze(-1).to(k.dtype)
     k = k.repeat(1, 1, copies) if copies > 1 else k
-    width = int(k.shape[-1]) // len(intra)  # a number also where torch.jit.trace hands out sizes as tensors
+    width = int(k.shape[-1]) // len(intra)  # a number: torch.jit.trace hands out sizes as tensors
     weight = intra[:, None].expand(-1, width, -1, -1).reshape(-1, 1, *intra.shape[1:])
     if grid.regions is None:
         return _convolved(k, grid, weight)
@@ -237,7 +237,7 @@ def _blocks(batch: int, queries: int, numel: int):
     """Images and queries of each block; ``numel`` logits a query."""
     budget = _BLOCK_NUMEL * torch.get_num_threads()
     rows = max(min(queries, max(budget // max(numel, 1), _MIN_ROWS)), 1)
-    images = max(budget // max(numel * queries, 1), 1)  # several where their maps are small
+    images = max(budget // max(numel * queries, 1), 1)  # several if their maps are small
     for first in range(0, batch, images):
         for top in range(0, queries, rows):
             yield slice(first, first + images), slice(top, top + rows)

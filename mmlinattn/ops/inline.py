@@ -69,7 +69,7 @@ def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
     count = count_tokens(k, mask)
     key_mean, value_mean = token_mean(k, mask, count), token_mean(v, mask, count)
     root = inverse_sqrt(count)
-    # centred before the product: the difference of two rounded products would lose what half precision has left.
+    # centred before the product: the difference of two rounded products would lose the last digits of half precision.
     # Padded keys do not matter, their values are zero.
     covariance = ((k - key_mean) * root).to(q.dtype).transpose(-1, -2) @ (v * (root * scale)).to(q.dtype)
     return tokens_of((q @ covariance + value_mean.to(q.dtype)).to(dtype))
@@ -95,7 +95,7 @@ def _forward(q, k, v, mask, num_heads, scale, kernel):
     batch, heads, tokens, _ = k.shape
 
     def covary(images=slice(None), rows=slice(None)) -> Tensor:
-        # centred before the product: the difference of two rounded products would lose what rounding has left
+        # centred before the product: the difference of two rounded products would lose the digits that rounding left
         centred = subtract(k[images, :, rows], key_mean[images], products)
         return centred.transpose(-1, -2) @ v[images, :, rows]
 
@@ -127,7 +127,7 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
     each = grad.sum(dim=2, keepdim=True, dtype=wide) / count  # mean(v) is part of every token's output
     inner = ((q.transpose(-1, -2) @ grad) * (scale / count)).to(products)
     inner_t, back = inner.transpose(-1, -2), matrix.transpose(-1, -2)
-    # centred before the product where that rounds; after it, in the pass that writes, where it does not
+    # a product that rounds gets centred operands; another one is centred after it, in the pass that writes
     rounds = products == torch.bfloat16
     if not rounds:
         key_shift, value_shift = value_mean @ inner_t, each - key_mean @ inner
@@ -150,7 +150,7 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
 
 
 def _write(place: Tensor, grad: Tensor, shift, mapped: Tensor, kernel: str) -> None:
-    """The gradient of what was mapped, from that of ``mapped`` plus ``shift``."""
+    """Write the gradient of the argument of the feature map, from that of its result ``mapped`` plus ``shift``."""
     if kernel == 'identity' and isinstance(shift, Tensor):
         torch.sub(grad, shift, out=place)
     elif kernel == 'identity':

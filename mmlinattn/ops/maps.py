@@ -13,8 +13,7 @@ def pad_by(x: Tensor, beyond: int) -> Tensor:
     """Zero-pad (B, H, W, C) at the bottom and right so that a convolution gives ceil(H / stride) x ceil(W / stride):
     ``beyond`` is its kernel size less twice its padding less 1.
 
-    By the same number at every size: where whole strides need fewer, the convolution does not read the rest. So graphs
-    hold for sizes other than their own.
+    The padding is the same at every size, so graphs hold for other sizes: the convolution does not read surplus rows.
     """
     return F.pad(x, (0, 0, 0, beyond, 0, beyond)) if beyond else x
 
@@ -38,22 +37,21 @@ def mean_pool(x: Tensor, size: int, dim: int) -> Tensor:
     image = to_image(x)
     if is_known(*x.shape[1:3]):
         return F.avg_pool2d(image, size, ceil_mode=True, count_include_pad=False)
-    # whether the last patch is a whole one, a graph that leaves the size open cannot ask
+    # a graph of dynamic size cannot test for a partial last patch
     beyond = [0, size - 1, 0, size - 1]
     shares = _conv_mean(F.pad(torch.ones_like(image[:1, :1]), beyond), (size, size), 1)
     return _conv_mean(F.pad(image, beyond), (size, size), dim) / shares
 
 
 def sequence_mean(x: Tensor, length: int, dim: int) -> Tensor:
-    """Means of ``length`` tokens that follow each other in the flattened map; what is left over is dropped: (B, H, W,
+    """Means of ``length`` consecutive tokens of the flattened map, without the remainder: (B, H, W,
     dim) -> (B, dim, 1, H W // length)."""
     sequence, size = to_image(x.flatten(1, 2)[:, None]), (1, length)
     return F.avg_pool2d(sequence, size) if is_known(*x.shape[1:3]) else _conv_mean(sequence, size, dim)
 
 
 def _conv_mean(image: Tensor, size: tuple[int, int], dim: int) -> Tensor:
-    """``F.avg_pool2d(image, size)`` by a convolution: of the pool, ``torch.export`` asks whether the size divides the
-    map."""
+    """``F.avg_pool2d(image, size)`` by a convolution: for the pool, ``torch.export`` guards on divisible sizes."""
     weight = image.new_full((dim, 1, *size), 1 / (size[0] * size[1]))
     return F.conv2d(image, weight, stride=size, groups=dim)
 
@@ -67,8 +65,8 @@ def table_on(table: Tensor, stored: tuple[int, int], grid: Grid, prefix: int = 0
     Args:
         table (Tensor): (1, prefix + height * width, C) of the stored grid.
         stored (tuple[int, int]): Its height and width; at that size the table stays as it is.
-        grid (Grid): The grid wanted, within its window where it has one.
-        prefix (int): Class tokens in front, whose vectors are never resized.
+        grid (Grid): The requested grid.
+        prefix (int): Leading class tokens; their vectors are never resized.
 
     Returns:
         Tensor: (1, grid.num_tokens, C); zero for class tokens that the table has no vectors for.
@@ -94,8 +92,7 @@ def resize_table(table: Tensor, stored: tuple[int, int], size: tuple[int, int], 
 
 
 def resize_table_in_graph(table: Tensor, stored: tuple[int, int], grid: Grid, prefix: int = 0) -> Tensor:
-    """:func:`resize_table` for a grid of open size: resized at every size, also at that of the table, where nothing
-    changes."""
+    """:func:`resize_table` for a grid of dynamic size: resized at every size, with no change at that of the table."""
     sizes = grid.within or grid[:2]
     rows, columns = (_bilinear_weights(*axis, table) for axis in zip(stored, grid[:2], sizes))
     image = unflatten(table[0, prefix:], 0, stored).to(rows.dtype)
@@ -106,7 +103,7 @@ def resize_table_in_graph(table: Tensor, stored: tuple[int, int], grid: Grid, pr
 def _bilinear_weights(length: int, count, size, like: Tensor) -> Tensor:
     """Matrix (count, length) that resizes ``length`` values to ``size``, as :func:`resize_table` does along an axis.
 
-    Positions from ``size`` on, where ``count`` is larger, get the last value.
+    Positions from ``size`` to ``count`` get the last value.
     """
     wide = accumulation_dtype(like)
     centres = torch.arange(count, dtype=wide, device=like.device) + 0.5

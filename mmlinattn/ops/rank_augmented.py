@@ -113,7 +113,7 @@ def _equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Te
 def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
     """Softmax over the real tokens of (B, heads, N, 1); none of the weights is a denormal number."""
     hidden = None if mask is None else ~mask[:, None, :, None]
-    # not minus infinity: where all tokens are padding, the weights and their gradients would be NaN
+    # not minus infinity: with padding alone, the weights and their gradients would be NaN
     lowest = torch.finfo(logits.dtype).min
     if hidden is not None:
         logits = logits.masked_fill(hidden, lowest)
@@ -129,7 +129,7 @@ def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
 
 
 def forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
-    """The result, and g, 1 / m, w, z, S. Where ``weight_scale`` is None (linear attention, too), g and w are None."""
+    """Return the result, and g, 1 / m, w, z, S. Without ``weight_scale`` (linear attention too), g and w are None."""
     wide = torch.promote_types(accumulation_dtype(q), v.dtype)
     both, values = copies_by_head(q, k, num_heads, wide), split_heads(v, num_heads)
     out, *kept = _mix(both, values, product_dtype(q, v), kernel, rotary, mask, weight_scale, eps)
@@ -137,7 +137,7 @@ def forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
 
 
 def rala_in_place(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps=1e-6) -> Tensor:
-    """:func:`rala` on a CPU without gradients, in place: ``q`` and ``k``, which share no memory, are overwritten."""
+    """:func:`rala` on a CPU without gradients, in place: ``q`` and ``k`` share no memory and are overwritten."""
     # without units for it, half precision is cheaper to widen once than to compute with, operation by operation
     native = q.dtype == v.dtype == torch.bfloat16 and private_apis.has_bfloat16_units()
     dtype = q.dtype if native else torch.promote_types(accumulation_dtype(q), v.dtype)
@@ -150,7 +150,7 @@ def rala_in_place(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps=1e
 
 
 def _mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, weight_scale, eps):
-    """The result (B, N, heads * e) and g, 1 / m, w, z, S of (B, heads, N, d) tensors; overwrites ``both``.
+    """Return the result (B, N, heads * e) and g, 1 / m, w, z, S of (B, heads, N, d) tensors; overwrites ``both``.
 
     Args:
         products (torch.dtype): Of the products with values and state. The rest is of the type of ``both``.
@@ -187,7 +187,7 @@ def _mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, wei
 
 
 def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
-    """``d_x``: gradient of x."""
+    """Return the gradients of the inputs; ``d_x`` is that of x."""
     (q, k, v, rotary, mask), (mean_query, inverse, weight, key_mean, state) = inputs, kept
     wide, products = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v)
     made, places = gradients_by_head(q, k, num_heads)

@@ -35,7 +35,7 @@ def rotary_table(
     """
     if head_dim % 4:
         raise ValueError(
-            f'rotary encoding: head_dim={head_dim} has to be a multiple of 4 (change num_heads or rotary=False)'
+            f'head_dim={head_dim} of the rotary encoding: expected a multiple of 4 (change num_heads or rotary=False)'
         )
     longest, cached = (height, width), device is not None and is_known(height, width) and not dispatch.needs_reference()
     if cached:

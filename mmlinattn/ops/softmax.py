@@ -17,7 +17,7 @@ def masked_logit(dtype: torch.dtype) -> float:
 
 
 def masked_bias(bias: Optional[Tensor], mask: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
-    """``bias`` in the type of ``like``, plus what hides the keys that ``mask`` (B, M) leaves out."""
+    """``bias`` in the type of ``like``, plus the large negative logits of keys outside of ``mask`` (B, M)."""
     if mask is not None:
         hidden = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
         hidden = hidden.masked_fill(~mask, masked_logit(like.dtype))[:, None, None, :]
@@ -72,6 +72,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:
 
 
 def equation(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:
-    """:func:`attend` with its map of all pairs, which can be differentiated as often and in any way."""
+    """:func:`attend` with a materialised map: differentiable any number of times, in both modes."""
     logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     return (logits if bias is None else logits + bias).softmax(dim=-1) @ v

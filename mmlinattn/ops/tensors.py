@@ -13,14 +13,14 @@ from ..utils import private_apis
 from . import dispatch
 from .dispatch import accumulation_dtype
 
-Both = Union[Tensor, tuple[Tensor, Tensor]]  # queries and keys (B, heads, N, d): in one tensor (2, ...) where they fit
-# Elements of the intermediate results of an op on CPUs that are made at once, which bounds its memory. Smaller blocks
-# mean more parallel regions, each of which waits for its last thread.
+Both = Union[Tensor, tuple[Tensor, Tensor]]  # queries and keys (B, heads, N, d), of equal shapes in one (2, ...)
+# Elements of the intermediate results that an op makes at once on CPUs: a bound of its memory. Smaller blocks mean more
+# parallel regions, and each waits for its last thread.
 BLOCK_NUMEL = 2**21
 
 
 def unflatten(x: Tensor, dim: int, sizes) -> Tensor:
-    """``x.unflatten(dim, sizes)``, of which ``torch.onnx.export(..., dynamo=False)`` makes constants. One size may be
+    """``x.unflatten(dim, sizes)``; ``torch.onnx.export(..., dynamo=False)`` would make the sizes constants. One may be
     -1."""
     if dispatch.state.settled:
         return torch.unflatten(x, dim, sizes)
@@ -43,7 +43,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 def pair_by_head(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
     """Queries and keys (B, N, heads * d) as one (2, B, heads, N, d), a view: an operation on both is one pass over the
-    memory then. None where they do not lie side by side, as slices of one projection do."""
+    memory then. None unless they are adjacent slices of one projection."""
     width = q.shape[-1]
     side_by_side = (
         q.shape == k.shape
@@ -61,9 +61,10 @@ def pair_by_head(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
 
 
 def copies_by_head(q: Tensor, k: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
-    """Queries and keys (B, N, heads * d) by head in new memory, (2, B, heads, N, d), or two tensors where there are
-    other keys than queries. On CPUs the heads of a token stay side by side; elsewhere the tokens of a head do, which
-    matrix products need not copy."""
+    """Copy queries and keys (B, N, heads * d) by head: (2, B, heads, N, d), or two tensors of different shapes.
+
+    On CPUs the heads of a token are contiguous, elsewhere the tokens of a head: GPU products need no further copy.
+    """
     if q.shape != k.shape:
         return copy_by_head(q, num_heads, dtype), copy_by_head(k, num_heads, dtype)
     (batch, tokens, _), width = q.shape, q.shape[-1] // num_heads
@@ -87,7 +88,7 @@ def copy_by_head(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def gradients_by_head(q: Tensor, k: Tensor, num_heads: int) -> tuple[Sequence[Tensor], Both]:
-    """Memory for the gradients of queries and keys, and the same by head; in one tensor where they fit."""
+    """Allocate the gradients of queries and keys; also return them by head, in one tensor if of equal shapes."""
     if q.shape != k.shape or q.dtype != k.dtype:
         made = torch.empty_like(q), torch.empty_like(k)
         return made, (split_heads(made[0], num_heads), split_heads(made[1], num_heads))
@@ -96,7 +97,7 @@ def gradients_by_head(q: Tensor, k: Tensor, num_heads: int) -> tuple[Sequence[Te
 
 
 def are_attended(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bool:
-    """Whether these are queries, keys and values of so many heads. The reference broadcasts others, or raises."""
+    """Return True for queries, keys and values of ``num_heads`` heads. The reference broadcasts others, or raises."""
     for t in (q, k, v):
         if t.dim() != 3 or not t.numel() or not t.is_floating_point():
             return False
@@ -109,27 +110,26 @@ def are_attended(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bool:
 
 
 def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
-    """The type of matrix products: bfloat16 where GPUs have units for it. CPUs take float32 for half precision, and
-    quotients leave the range of float16."""
+    """Return the type of matrix products: bfloat16 on GPUs, float32 for half precision elsewhere. Quotients leave the
+    range of float16."""
     if q.dtype == v.dtype == torch.bfloat16 and not dispatch.on_cpu(q):
         return torch.bfloat16
     return torch.promote_types(accumulation_dtype(q), v.dtype)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """(B, heads, N, d) -> (B, N, heads * d); a view where the heads of a token lie side by side."""
+    """(B, heads, N, d) -> (B, N, heads * d); a view if the heads of a token are adjacent."""
     x = x.transpose(1, 2)
     return (x if dispatch.state.settled else clone_if_open(x)).flatten(2)
 
 
 def heads_of(x: Tensor, num_heads: int) -> Tensor:
-    """(B, N, heads * d) -> (1, B, heads, N, d), a view: :func:`split_heads` for the references of linear attention,
-    which compilers get.
+    """(B, N, heads * d) -> (1, B, heads, N, d), a view: :func:`split_heads` for the references of linear attention.
 
     Of five axes, since Inductor keeps every tensor of four channels-last in models with convolutions: heads come to lie
-    innermost. That copies each map, and its C++ code for sums in that order writes past the end of their memory where
+    innermost. That copies each map, and its C++ code for sums in that order writes past the end of their memory if
     the number of heads is no multiple of the vector's length (PyTorch 2.11, pytorch/pytorch#196681). Not by
-    einops, which leaves out axes of one until the others are in order: Inductor would see four.
+    einops: it drops axes of one until the others are in order, so that Inductor would see four.
     """
     batch, tokens, channels = x.shape
     return x.reshape(1, batch, tokens, num_heads, channels // num_heads).transpose(2, 3)
@@ -142,7 +142,7 @@ def tokens_of(x: Tensor) -> Tensor:
 
 
 def clone_if_open(x: Tensor) -> Tensor:
-    """``x`` itself; in a graph where one of its open sizes may be 1, a contiguous clone.
+    """Return ``x``, or in a graph with a dynamic size that may be 1, a contiguous clone.
 
     For another layout PyTorch compares the size with 1, and export would add that as a guard.
     """
@@ -154,7 +154,7 @@ def clone_if_open(x: Tensor) -> Tensor:
 
 
 def to_image(x: Tensor) -> Tensor:
-    """(B, H, W, C) -> (B, C, H, W), a view in channels-last memory where :func:`clone_if_open` leaves it one."""
+    """(B, H, W, C) -> (B, C, H, W), a view in channels-last memory unless :func:`clone_if_open` copies it."""
     x = x.permute(0, 3, 1, 2)
     return x if dispatch.state.settled else clone_if_open(x)
 
@@ -182,7 +182,7 @@ def subtract(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 def blocks(x: Tensor, batch: int, tokens: int) -> Iterator[tuple[slice, slice]]:
     """Slices of images and of tokens that cut ``x`` into blocks of :data:`BLOCK_NUMEL`; one block on other devices than
-    CPUs. Small images go several to a block; where one image spans several blocks, a block is part of one image."""
+    CPUs. A block holds several small images, or part of one."""
     width = x.numel() // max(batch * tokens, 1)
     whole = not dispatch.on_cpu(x)
     rows = tokens if whole else max(1, min(tokens, BLOCK_NUMEL // max(width, 1)))
@@ -193,8 +193,8 @@ def blocks(x: Tensor, batch: int, tokens: int) -> Iterator[tuple[slice, slice]]:
 
 
 def widened(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the tokens of (..., B, heads, N, d) in half precision, and a float32 copy of each
-    slice, which is written back after it was modified in place."""
+    """Slices of the tokens of (..., B, heads, N, d) in half precision, and a float32 copy of each; the copy is written
+    back after it was modified in place."""
     for images, rows in blocks(x, x.shape[-4], x.shape[-2]):
         part = x[..., images, :, rows, :]
         wide = part.to(accumulation_dtype(x))
@@ -202,7 +202,7 @@ def widened(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         part.copy_(wide)
 
 
-# --- counts, means and guards of tokens of which some are padding -----------------------------------------------------
+# --- counts, means and guards of padded tokens ------------------------------------------------------------------------
 
 # Sizes enter as numbers and never as tensors made from them, so that a recorded graph keeps them free.
 TokenCount = Union[int, Tensor]
@@ -230,7 +230,7 @@ def _count(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.sum(dim=1)[:, None, None, None].clamp(min=1).to(dtype)
 
 
-# of the last mask, which the blocks of a stage share
+# of the last mask: the blocks of a stage share one
 _last_count: tuple[Callable, Any, Any] = (lambda: None, None, None)
 
 
@@ -253,7 +253,7 @@ def padded_eps(eps: float, mask: Optional[Tensor], dtype: torch.dtype) -> Union[
     """``eps``, or (B, 1, 1, 1) with 1 more for items that consist of padding alone.
 
     Their sum of keys is zero. So are their values, and the result is zero for every divisor; 1 keeps queries and
-    gradients in range, which a division by ``eps`` alone would not.
+    gradients in range; a division by ``eps`` alone would not.
     """
     return eps if mask is None else eps + (~mask.any(dim=1))[:, None, None, None].to(dtype)
 
@@ -266,7 +266,7 @@ def padded_eps(eps: float, mask: Optional[Tensor], dtype: torch.dtype) -> Union[
 
 
 def is_known(*sizes) -> bool:
-    """Whether all sizes are numbers now, rather than something that a graph leaves open."""
+    """Return True if all sizes are numbers, not symbols or tensors of a graph."""
     if dispatch.state.settled:
         return True
     if any(isinstance(size, Tensor) for size in sizes):

@@ -32,8 +32,8 @@ class Windows(NamedTuple):
     def fit(
         cls, height: int, width: int, window: Optional[tuple[Optional[int], Optional[int]]], shift: bool = False
     ) -> Union['Windows', 'DynamicWindows']:
-        """Windows of at most ``window`` (the whole map, or axis, where None), clipped to the map; no shift along an
-        axis that holds a single window."""
+        """Windows of at most ``window``, clipped to the map; None is the whole map or axis. Single windows are not
+        shifted."""
         window = window or (None, None)
         if not is_known(height, width):
             return DynamicWindows(height, width, window, shift)
@@ -86,15 +86,15 @@ class Windows(NamedTuple):
         return x[:, : self.height, : self.width]
 
     def token_mask(self, x: Tensor) -> Optional[Tensor]:
-        """Which tokens of which window of ``x`` (B, H, W, C) are no padding: (B * windows, h * w) bool, None if all
-        are real."""
+        """Mask of the real tokens of each window of ``x`` (B, H, W, C): (B * windows, h * w) bool, None without
+        padding."""
         if self.padded == (self.height, self.width):
             return None
         real = torch.ones(1, self.height, self.width, 1, dtype=torch.bool, device=x.device)
         return self.partition(real)[..., 0].repeat(x.shape[0], 1)
 
     def regions_of_tokens(self, x: Tensor) -> Optional[Tensor]:
-        """Which part of the map each token of a shifted window comes from, (windows, N) int64 below 4; None without a
+        """Region of the map that each token of a shifted window comes from, (windows, N) int64 below 4; None without a
         shift.
 
         A rolled map brings the opposite borders together in the last windows of an axis; attention has to keep them
@@ -151,7 +151,7 @@ class DynamicWindows:
         for dim, axis in enumerate(self.axes, 1):
             if axis.shifts:
                 x = x.index_select(dim, axis.shifted(1, x))
-        # not einops, which permutes and flattens in one go: `clone_if_open` goes in between
+        # not einops: `clone_if_open` has to run between its permutation and its reshape
         x = unflatten(unflatten(x, 2, (columns.count, columns.window)), 1, (rows.count, rows.window))
         return clone_if_open(x.transpose(2, 3)).flatten(0, 2).flatten(1, 2)
 
@@ -168,8 +168,8 @@ class DynamicWindows:
         return x
 
     def token_mask(self, x: Tensor) -> Optional[Tensor]:
-        """Which tokens of which window of ``x`` (B, H, W, C) are no padding: (B * windows, h * w) bool, None where no
-        size pads."""
+        """Mask of the real tokens of each window of ``x`` (B, H, W, C): (B * windows, h * w) bool, None if no size
+        pads."""
         if not self.has_windows:
             return None
         rows, columns = ((axis.shifted(1, x, by_window=True) < axis.size) for axis in self.axes)
@@ -177,7 +177,7 @@ class DynamicWindows:
         return real.flatten(2).flatten(0, 1).repeat(x.shape[0], 1)
 
     def regions_of_tokens(self, x: Tensor) -> Optional[Tensor]:
-        """As :meth:`Windows.regions_of_tokens`; None where nothing shifts at any size."""
+        """As :meth:`Windows.regions_of_tokens`; None if nothing shifts at any size."""
         if not any(axis.shifts for axis in self.axes):
             return None
         rows, columns = (axis.region(x) for axis in self.axes)
@@ -196,7 +196,7 @@ class Axis:
         self.count = 1 if window is None else self.padded // window
 
     def clipped(self, x: Tensor):
-        """The window, or what it has of a map that is smaller."""
+        """The window, cropped to a smaller map."""
         return as_tensor(self.size, x, torch.long).clamp(max=self.window) if self.has_windows else self.size
 
     def shift(self, x: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class Axis:
         return moved + self.padded * ((moved < 0).long() - (moved >= self.padded).long())  # not every exporter knows %
 
     def region(self, x: Tensor) -> Tensor:
-        """Which padded positions were at the other end before the shift, 1 there and 0 elsewhere, as positions."""
+        """1 for padded positions that the shift brought from the other end, else 0."""
         position = self.positions(x)
         return (position >= self.padded - self.shift(x)).long() if self.shifts else position * 0
 
@@ -231,7 +231,7 @@ def relative_index(height, width, largest: tuple[int, int], like: Tensor) -> Ten
 
     Args:
         height, width: The window.
-        largest (tuple[int, int]): Window of the table, which has ``(2 h - 1) (2 w - 1)`` rows.
+        largest (tuple[int, int]): Window of the table of ``(2 h - 1) (2 w - 1)`` rows.
         like (Tensor): A tensor on the device of the result.
 
     Returns:

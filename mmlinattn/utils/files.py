@@ -41,7 +41,7 @@ def atomic_write(path: Union[str, 'os.PathLike[str]']) -> Iterator[BinaryIO]:
     """Open a file for writing that replaces ``path`` when it is complete and on the disk.
 
     The bytes go to ``NAME.part``. On an error it is removed, and an earlier file stays. A process killed while writing
-    leaves ``NAME.part``, which the next write overwrites.
+    leaves ``NAME.part`` for the next write.
 
     Yields:
         BinaryIO: The open file.

@@ -34,7 +34,7 @@ CAN_BE_SIZE_OBLIVIOUS = hasattr(_config, 'backed_size_oblivious')  # since torch
 
 # True if oneDNN multiplies bfloat16 natively on this CPU (AVX-512 BF16, AMX)
 has_bfloat16_units: Any = getattr(_mkldnn, '_is_mkldnn_bf16_supported', bool)
-# number of active dispatch modes, which count or record operations; the innermost torch.func transform
+# number of active dispatch modes (counters, recorders); the innermost torch.func transform
 num_modes: Any = torch._C._len_torch_dispatch_stack
 innermost_transform: Any = torch._C._functorch.peek_interpreter_stack
 forward_mode: Any = forward_ad  # its level is 0 or more in forward-mode differentiation
@@ -121,8 +121,7 @@ def before_loading(model: nn.Module, hook: Callable) -> Iterator[None]:
 
 
 def call_compiled(module: nn.Module, call: Callable) -> None:
-    """PyTorch 2.11: set the attribute of ``nn.Module.compile``, which compiles each module by itself. Here modules of a
-    kind share one graph."""
+    """PyTorch 2.11: set the attribute of ``nn.Module.compile``. Modules of a kind share one graph, not one each."""
     module._compiled_call_impl = call
 
 

@@ -78,8 +78,8 @@ def test_reduced_keys(name, height, width, ratio):
     assert_same(attention(x, StageContext.of(x)), expected, leaves_of(attention, x), rtol=1e-6)
 
 
-def test_what_arrangements_refuse():
-    """What would be wrong at some places of the map, or at most sizes."""
+def test_refusals_of_arrangements():
+    """Refuse arrangements that are wrong at some positions or sizes."""
     with pytest.raises(ValueError, match=r"shift=True: 'inline' takes no bias"):
         WindowAttention(DIM, HEADS, 'inline', (4, 4), shift=True)
     for spec, options in (('inline', {}), ('softmax', dict(local_kernel=3))):
@@ -174,8 +174,8 @@ def test_softmax_in_shifted_windows_equals_a_loop_over_pairs(height, width, wind
 
 @pytest.mark.parametrize('height, width', [(7, 9), (8, 8)])
 def test_windows_of_a_rolled_map_have_no_neighbours_from_its_other_side(height, width):
-    """Four regions in the last window, two in others: neither attention nor IHH crosses their borders. Where windows
-    pad, the padding lies between the two sides; where they do not, only the regions keep the 3x3 of IHH apart."""
+    """Four regions in the last window, two in others: neither attention nor IHH crosses their borders. In windows with
+    padding, it lies between the two sides; in others, only the regions keep the 3x3 of IHH apart."""
     attention = filled(WindowAttention(DIM, HEADS, 'hallucinated', (4, 4), shift=True, relative_bias=True))
     x = feature_map(height, width)
     out = attention(x, StageContext.of(x))
@@ -217,7 +217,7 @@ def test_stripes_are_two_halves_of_windows(name, height, width, stripe):
     torch.testing.assert_close(attention(x, StageContext(Grid(height, width), source=x)), slow)
 
 
-def test_what_arrangements_have_by_default():
+def test_defaults_of_arrangements():
     """A position bias have those that ask for one, of an attention that takes one, in windows: of whole maps it would
     not be bounded."""
     for branch in StripeAttention(DIM, HEADS, 'softmax', 2).branches:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What every attention promises, each beside its equation with N x N maps (:mod:`twins`)."""
+"""Every attention beside its equation with N x N maps (:mod:`twins`)."""
 
 from unittest import mock
 
@@ -220,7 +220,7 @@ def test_a_new_attention_is_one_class(gate, local_kernel):
 
 GATES = ["gate='{}'", "None, 'projection', 'identity' or 'tanh'"]
 SEQUENCE = dict(type='angular', conv='sequence')
-REFUSED = [  # class, its arguments, words of the error: argument and value, what is allowed
+REFUSED = [  # class, its arguments, words of the error: argument, value, allowed values
     (get_mixer, ('ralla',), ["'ralla'", "'rala'", "'softmax'"]),
     (get_mixer, (dict(kernel='elu'),), ['stage_attns', 'None', "'rala'"]),
     (get_mixer, (dict(type=nn.Linear),), ['Linear', "'rala'"]),
@@ -257,7 +257,7 @@ def case(value):
 
 
 @pytest.mark.parametrize(('build', 'arguments', 'words'), REFUSED, ids=case)
-def test_what_is_refused(build, arguments, words):
+def test_refusals(build, arguments, words):
     with pytest.raises(ValueError) as error:
         build(*arguments)
     assert all(word in str(error.value) for word in words) and '\n' not in str(error.value)

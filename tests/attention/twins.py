@@ -66,7 +66,7 @@ def tokens(batch, count, learns=True):
     return torch.randn(batch, count, DIM, dtype=torch.float64, requires_grad=learns)
 
 
-FORMS = ['auto', 'elsewhere', 'reference']  # elsewhere: what a GPU runs, on this CPU
+FORMS = ['auto', 'elsewhere', 'reference']  # elsewhere: the path of a GPU, on this CPU
 
 
 @contextlib.contextmanager
@@ -292,7 +292,7 @@ def twin(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=None,
 
 
 def attend(attention, x, grid, kv=None, key_grid=None, source=None, mask=None, rotary=None, bias=None):
-    """What arrangements do around the mixer, on tokens (B, N, C)."""
+    """Projections, convolution and gate around the mixer, on tokens (B, N, C)."""
     if hasattr(attention, 'qkv'):
         q, k, v, *gate = attention.qkv(x).split(attention.widths, dim=-1)
         if kv is not None:
@@ -309,7 +309,7 @@ def attend(attention, x, grid, kv=None, key_grid=None, source=None, mask=None, r
 
 
 def gradients(out, leaves, probe):
-    """Of a generic function of ``out``; zeros for what it does not depend on."""
+    """Gradients of a generic function of ``out``; zeros for leaves that it does not depend on."""
     found = torch.autograd.grad((out * probe).sum(), leaves, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found)]
 

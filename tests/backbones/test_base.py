@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What all hosts share: outputs, freezing and modes, initial weights, parts of checkpoints, names of attentions."""
+"""The base class of all hosts: outputs, freezing, modes, initial weights, parts of checkpoints, names of attentions."""
 
 import copy
 
@@ -166,7 +166,7 @@ def test_init_weights_starts_as_documented(host):
 
 @every_host
 @pytest.mark.parametrize('options', [{}, dict(out_indices=(0,)), dict(out_norm=False)], ids=str)
-def test_what_a_file_has_too_many_of_is_left_out_in_silence(host, options):
+def test_keys_of_parts_that_are_not_built_are_ignored(host, options):
     """Stages, blocks and norms that the model was configured not to have; what its architecture does not have, or what
     only looks like such a part, is reported."""
     shared = dict(arch=dict(ARCHS[host], depths=(12,) if host == DEIT else (1,) * 4))

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Merging for inference what is several layers for training: branches, batch norms, layer scales."""
+"""Merged layers for deployment: branches, batch norms, layer scales."""
 
 import copy
 
@@ -31,7 +31,7 @@ def assert_near(outs, expected):
 
 @pytest.mark.parametrize(('host', 'options'), cases())
 def test_the_merged_model_computes_the_same_and_its_weights_load(host, options, tmp_path):
-    """Strictly, and through ``init_cfg``; merged once more it stays what it is. Norms without statistics stay."""
+    """Strictly, and through ``init_cfg``; merging twice changes nothing. Norms without statistics stay."""
     model, x = build(host, 'rala', **options).eval(), image(2, 70, 99)
     with ops.use('reference'):  # the fast backend of stems folds by itself
         expected, exact = model(x), copy.deepcopy(model).double()(x.double())
@@ -113,7 +113,7 @@ def gated(module, args, out):
 
 
 @pytest.mark.parametrize('place', ['attn', 'ffn', 'add'])
-def test_layer_scales_stay_where_something_comes_between(place):
+def test_layer_scales_before_a_change_stay(place):
     model, x = build('RAVLT').eval(), image(2, 70, 99)
     block = model.stages[0][0]
     if place == 'add':
@@ -132,7 +132,7 @@ def test_a_hook_on_a_stem_is_not_lost():
 
 
 def test_an_own_stem_and_own_blocks_stay():
-    """What a block does to its attention's output, a scale inside the attention's projection would not undergo."""
+    """A block may change its attention's output; a layer scale merged into the projection would skip that."""
     model, x = build('RAVLT').eval(), image(2, 70, 99)
     model.patch_embeds[0] = PatchEmbed(3, model.embed_dims[0], 4, 4)
     model.stages[0][0].__class__ = Sharpened

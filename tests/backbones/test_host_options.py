@@ -24,7 +24,7 @@ def test_window_size():
     assert built((9, None, 'trained', 2)) == built([9, None, 'trained', 2]) == expected
 
 
-def test_blocks_of_swin_shift_in_turn_where_windows_are_small():
+def test_small_windows_of_swin_shift_in_every_second_block():
     arch = dict(ARCHS['LinearSwin'], depths=(2, 3, 2, 1))
     attns = ('softmax', 'hallucinated', ['inline', 'rala'], 'rala')
     model = build('LinearSwin', arch=arch, stage_attns=attns)

@@ -128,7 +128,7 @@ def test_keys_are_those_of_averaged_tokens(size, reduction, open_sizes, monkeypa
     torch.testing.assert_close(attn(x, StageContext.of(x)), expected.unflatten(1, size))
 
 
-def test_which_keys_are_averaged_how():
+def test_averages_of_keys():
     """Those of quadratic attentions, where the stage reduces; hallucinated attention convolves over the keys' grid.
     Blocks without an attention may be named None."""
 

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What a published size has that no count of parameters shows: heads, stochastic depth, windows, attentions, as printed
-or released. Norms: test_hosts_parity.py."""
+"""Properties of published sizes beside parameter counts: heads, stochastic depth, windows, attentions, as printed or
+released. Norms: test_hosts_parity.py."""
 
 import json
 

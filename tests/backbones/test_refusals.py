@@ -18,13 +18,13 @@ def arch(host, **changes):
     return {key: value for key, value in changed.items() if value is not ...}
 
 
-# What all hosts refuse, of one of them: changes of its small arch, and arguments, with words of the error
+# Refusals of all hosts, tested with one: changes of its small arch, and arguments, with words of the error
 OF_ARCHS = [
     (dict(widths=3, depths=...), ["['depths', 'embed_dims', 'num_heads']", "unknown: ['widths']", "['depths']"]),
     (dict(embed_dims='4444'), ["arch: embed_dims='4444'", 'list or tuple']),
     (dict(depths=(4,) * 7), ['embed_dims, depths and num_heads', "'depths': 7"]),
     *((dict(depths=(value, 1, 2, 1)), ['arch: depths=', 'ints >= 1']) for value in (0, 1.5, True)),
-    *((dict(num_heads=(n, 2, 3, 4)), [f'num_heads={n}', 'divide the width 8']) for n in (5, 0, 1.0)),
+    *((dict(num_heads=(n, 2, 3, 4)), [f'num_heads={n}', 'divisor of the width 8']) for n in (5, 0, 1.0)),
     *(
         (dict(mlp_ratios=value), [f'arch: mlp_ratios={value!r}', 'numbers above 0'])
         for value in (0, '4', None, True, float('nan'), float('inf'), (0,) * 4)
@@ -106,7 +106,7 @@ SPECIAL = [
 ]
 
 
-def test_what_every_host_refuses():
+def test_refusals_of_every_host():
     for changes, words in OF_ARCHS:
         assert_refused(SWIN, dict(arch=arch(SWIN, **changes), stage_attns=('softmax',) * 4), words)
     for options, words in OF_ARGUMENTS:
@@ -119,7 +119,7 @@ def test_what_every_host_refuses():
 
 
 @pytest.mark.parametrize(('host', 'options', 'words'), SPECIAL, ids=str)
-def test_what_a_host_refuses(host, options, words):
+def test_refusals_of_a_host(host, options, words):
     assert_refused(host, options, words)
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The benchmarks measure what they say; what they find is for a quiet machine."""
+"""Multiply-adds, tables and kept memory of the benchmarks; their times need a quiet machine."""
 
 import count_traffic
 import measure

@@ -65,7 +65,7 @@ def test_rehearsal(tmp_path):
     *_, last = done.stdout.splitlines()
     assert 'A rehearsal: its times mean nothing.' in done.stdout and last == 'Hosts right: yes.'
     assert all(f'- {line}' in text for line in report['take'])
-    assert f'{check_gpu.PEER} | compiled' in text and '5x5, ' in text
+    assert f'{check_gpu.PEER} | compiled' in text and '| channels last | contiguous |' in text
 
 
 def test_stand_in_of_a_rehearsal_is_of_pytorch():

@@ -57,7 +57,7 @@ def test_a_complete_fit_loads_strictly():
 
 
 def test_modules_rename_weights():
-    """As MMDetection's semi-supervised detectors, which share a detector's weights out to student and teacher."""
+    """MMDetection's semi-supervised detectors share a detector's weights out to student and teacher."""
 
     class Renames(nn.Sequential):
         def _load_from_state_dict(self, state_dict, prefix, *args):

@@ -15,7 +15,7 @@ def test_names_of_backbones_and_files(monkeypatch, tmp_path):
     assert len({entry.file_name.lower() for entry in table.values()}) == 45
     assert table['ravlt_b'].path == tmp_path / 'hub' / 'checkpoints' / 'mmlinattn' / 'RAVLT_B.pth'
     assert table['ravlt_b_cascade_3x'].path.name == 'Casmaskrcnn_b_3x_36_epoch.pth'
-    assert table['inline_deit_t'].path.name == 'inline_deit_t.pth'  # whose link ends in /?dl=1
+    assert table['inline_deit_t'].path.name == 'inline_deit_t.pth'  # its link ends in /?dl=1
 
 
 def test_an_unknown_name_lists_the_known_ones_closest_first():

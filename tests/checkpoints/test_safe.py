@@ -91,7 +91,7 @@ def test_plain_data(save):
 
 
 def renamed(path, *names: bytes) -> Path:
-    """A file whose pickle asks for the last of the names in place of the others."""
+    """Replace all other names in the pickle of a file by the last one."""
     with zipfile.ZipFile(path) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, 'w') as archive:
@@ -157,7 +157,7 @@ def zipped(content: bytes, *names: str) -> bytes:
 
 
 CONTAINERS = {
-    'a zip in which there is no pickle': (lambda content: zipped(content, 'a/weights.pth'), 'zip archive, but not'),
+    'a zip without a pickle': (lambda content: zipped(content, 'a/weights.pth'), 'zip archive, but not'),
     'TorchScript': (lambda content: zipped(content, 'a/data.pkl', 'a/constants.pkl'), 'TorchScript program'),
     'a page': (lambda content: b'\n<!DOCTYPE html><script>', 'is a web page'),
     'a pointer': (lambda content: b'version https://git-lfs.github.com/spec/v1\noid sha256:0', 'git lfs pull'),

@@ -106,7 +106,7 @@ def test_hostile_downloads_are_neither_run_nor_kept(server, tmp_path, monkeypatc
 
 def test_the_zoos_of_mmengine(server, monkeypatch, tmp_path):
     (tmp_path / 'open_mmlab.json').write_text(json.dumps({'mine': f'{server.root}/mine.pth'}))
-    monkeypatch.setenv('MMENGINE_HOME', str(tmp_path))  # where users name models of their own
+    monkeypatch.setenv('MMENGINE_HOME', str(tmp_path))  # for models of users
     server.replies['/mine.pth'] = (200, saved({'state_dict': {'backbone.w': torch.ones(2), 'head.w': torch.ones(1)}}))
     assert set(LOAD('open-mmlab://mine')['state_dict']) == {'backbone.w', 'head.w'}
     monkeypatch.setitem(schemes._ZOOS, 'openmmlab', lambda: {'detectron/resnet50_caffe': f'{server.root}/mine.pth'})

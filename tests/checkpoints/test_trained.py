@@ -100,7 +100,7 @@ def test_frozen_weights_come_from_init_cfg(adapter, saved):
     image = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(found.eval()(image), model(image))
-        # as it is exported: folded where nothing is adapted
+        # as for export: folded but for adapted layers
         found.backbone.module.switch_to_deploy()
         torch.testing.assert_close(found(image), model(image))
     assert meta['epoch'] == 3

@@ -33,7 +33,7 @@ from mmlinattn.attention import TOKEN_MIXERS
 from mmlinattn.checkpoints.released import find_released
 
 PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'benchmarks').glob('*.md'), *(ROOT / 'docs').rglob('*.md')])
-NEEDS = {'data', 'weights', 'GPU', 'network', 'minutes', 'several machines'}
+NEEDS = {'data', 'weights', 'GPU', 'network', 'minutes', 'several machines', 'TensorRT'}
 # what is no code: a tree of folders, an equation, a diagram
 PROSE = {'text', 'mermaid'}
 
@@ -216,26 +216,48 @@ def test_configs_load_and_build(block, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_page_on_deployment(tmp_path, monkeypatch, capsys):
-    """Its Python with a small model in place of RAVLT-T: the application, and graphs of one's own."""
-    for package in ('mmpretrain', 'onnx', 'onnxscript', 'onnxruntime'):
+    """Its Python with small models: a photograph to boxes and masks as MMDetection's, and graphs of one's own."""
+    for package in ('mmdet', 'onnx', 'onnxscript', 'onnxruntime'):
         pytest.importorskip(package)
+    import cv2
+    from mmdet.apis import inference_detector
+
     from mmlinattn.backbones import RAVLT
-    from mmlinattn.tooling.datasets import IMAGENET_CLASSES
     from mmlinattn.tooling.export.cli import main
 
-    application, graphs = (block.text for block in PYTHON if block.note.endswith('::test_page_on_deployment'))
+    photo, paste, graphs = (block.text for block in PYTHON if block.note.endswith('::test_page_on_deployment'))
     monkeypatch.chdir(tmp_path)
-    quickstart = ROOT / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py'
-    main([str(quickstart), *'none --format onnx --out ravlt_t.onnx --shape 64 80 --dynamic'.split()])
+    quickstart = ROOT / 'configs' / 'mmdet' / 'ravlt_shapes_quickstart.py'
+    cfg = Config.fromfile(quickstart)
+    model = build_model(cfg).eval()
+    for weight in (model.rpn_head.rpn_cls.weight, model.roi_head.bbox_head.fc_cls.weight):
+        torch.nn.init.normal_(weight, std=0.2)  # boxes in noise
+    model.cfg, classes = cfg, cfg.metainfo['classes']
+    torch.save(dict(state_dict=model.state_dict(), meta=dict(dataset_meta=dict(classes=classes))), 'mine.pth')
+    main([str(quickstart), *'mine.pth --format onnx --out mine.onnx --shape 96 128 --dynamic'.split()])
+    pixels = torch.randint(0, 256, (40, 60, 3), dtype=torch.uint8).numpy()
+    cv2.imwrite('photo.jpg', cv2.resize(pixels, (240, 150)))
+    names: dict = {}
     capsys.readouterr()
-    exec(application, {'pixels': torch.randint(0, 256, (64, 80, 3), dtype=torch.uint8).numpy()})
-    assert capsys.readouterr().out.strip() in IMAGENET_CLASSES
+    exec(photo, names)
+    assert len(capsys.readouterr().out.splitlines()) == (names['scores'] > 0.3).sum()
+    truth = inference_detector(model, 'photo.jpg').pred_instances
+    number = len(truth)
+    assert number > 5 and (names['scores'] > 0).sum() == number
+    torch.testing.assert_close(torch.from_numpy(names['boxes'][:number]).float(), truth.bboxes, rtol=0, atol=0.01)
+    torch.testing.assert_close(torch.from_numpy(names['scores'][:number]), truth.scores, rtol=0, atol=1e-4)
+    assert names['labels'][:number].tolist() == truth.labels.tolist()
+    boxes = names['boxes']
+    i = ((boxes[:, 2:] - boxes[:, :2]).min(1) > 20).argmax()
+    names['i'] = i
+    exec(paste, names)
+    assert (names['mask'] == truth.masks[i].numpy()).mean() > 0.98
 
-    # two stages, one with each attention: exporters take seconds for a block
+    # one block a stage: exporters take seconds for each
     small = dict(
         embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1,) * 4, stage_attns=('rala', *['softmax'] * 3)
     )
-    names = {'torch': torch, 'model': RAVLT(arch=small, out_indices=(0, 1)).eval()}
+    names = {'torch': torch, 'model': RAVLT(arch=small).eval()}
     exec(graphs, names)
     image = torch.rand(1, 3, 96, 130)
     with torch.no_grad():

@@ -26,7 +26,7 @@ from mmlinattn.attention import GlobalAttention
 from mmlinattn.backbones import RAVLT, LinearPVT
 from mmlinattn.layers import ConvFFN, PositionTable
 
-WIDE, FACTOR = torch.float64, 1.25
+WIDE, FACTOR = torch.float64, 1.1
 # convolutions of y = gelu(x), and y + conv(y): their weights alone do not say their results
 COMPOSED = ('ConvOfGELU', 'ResidualDWConv')
 NORMS = nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d
@@ -130,7 +130,7 @@ def pruned(model, twin, path, layer, plain):
             mask = (torch.arange(getattr(layer, name).numel()) % 3 > 0).view_as(getattr(layer, name))
             prune.custom_from_mask(layer, name, mask)
             getattr(layer, f'{name}_orig').data *= FACTOR
-            getattr(plain, name).data *= FACTOR * mask
+            getattr(plain, name).data *= mask.to(WIDE) * FACTOR
 
 
 class Adapter(nn.Module):
@@ -279,17 +279,24 @@ def kind_of(model, path, layer):
 
 
 @functools.cache
-def mixed_changes():
-    """A change, or none, for each layer of all models: layers of a kind take their changes in turn."""
-    turns, plan = defaultdict(int), defaultdict(dict)
+def layers_by_kind():
+    """Layers of all models as (host, mix), path and layer, grouped by kind."""
+    kinds = defaultdict(list)
     for case in CASES:
         model = build(*case)
         for path, layer in layers_of(model).items():
-            kind, options = kind_of(model, path, layer), changes_of(layer)
-            turn = turns[kind] % (len(options) + 1)
-            turns[kind] += 1
-            if turn < len(options):
-                plan[case][path] = options[turn]
+            kinds[kind_of(model, path, layer)].append((case, path, layer))
+    return kinds.values()
+
+
+def mixed_changes(case):
+    """A change, or none, for each layer of a model: layers of a kind take their changes in turn."""
+    plan = {}
+    for places in layers_by_kind():
+        options = [*changes_of(places[0][2]), None]
+        for turn, (place, path, _) in enumerate(places):
+            if place == case and options[turn % len(options)]:
+                plan[path] = options[turn % len(options)]
     return plan
 
 
@@ -303,7 +310,7 @@ def changed(model, changes):
     return model.eval(), twin.eval()
 
 
-def image(height=70, width=52):
+def image(height=46, width=39):
     return torch.randn(2, 3, height, width, dtype=WIDE)
 
 
@@ -316,7 +323,7 @@ def with_gradient(model, x):
     outs = model(x)
     probes = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out) for out in outs]
     loss = sum((out * probe).sum() for out, probe in zip(outs, probes))
-    return [out.detach() for out in outs], torch.autograd.grad(loss, x)[0]
+    return [*(out.detach() for out in outs), torch.autograd.grad(loss, x)[0]]
 
 
 def without_gradient(model, x):
@@ -345,25 +352,29 @@ def narrowed(model):
     return model
 
 
+def error(found, wanted):
+    assert [t.shape for t in found] == [t.shape for t in wanted]
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted))
+
+
 def assert_near(found, wanted, tolerance=1e-6):
-    for a, b in zip(found, wanted, strict=True):
-        assert a.shape == b.shape and (a - b).norm() <= tolerance * b.norm(), ((a - b).norm() / b.norm()).item()
-
-
-def assert_near_with_gradient(found, wanted):
-    assert_near(found[0], wanted[0])
-    assert_near(found[1:], wanted[1:], 1e-3)  # a query that meets no key has gradients divided by 1e-6
+    assert error(found, wanted) < tolerance
 
 
 def check_forms(model, twin, x):
-    """With gradients, without (fused on CPUs, which have operators of their own for float32), on GPUs, in training."""
+    """With gradients, without (fused on CPUs, which have operators of their own for float32), on GPUs, in training.
+    Errors may be of the size of those of the equations in the same type."""
     with ops.use('reference'):
         in_eval, in_training = with_gradient(twin, x), training(twin, x)
-    assert_near_with_gradient(with_gradient(model, x), in_eval)
-    assert_near_with_gradient(on_gpu(model, x), in_eval)
-    assert_near_with_gradient(training(model, x), in_training)
-    assert_near(without_gradient(model, x), in_eval[0])
-    assert_near(without_gradient(narrowed(model), x.float()), in_eval[0], 1e-3)
+        twin, small = narrowed(twin), x.float()
+        narrow = error(with_gradient(twin, small), in_eval), error(training(twin, small), in_training)
+    outs = in_eval[:-1]
+    wide = [1e-8 + 1e-5 * usual for usual in narrow]
+    assert_near(with_gradient(model, x), in_eval, wide[0])
+    assert_near(on_gpu(model, x), in_eval, wide[0])
+    assert_near(training(model, x), in_training, wide[1])
+    assert_near(without_gradient(model, x), outs, wide[0])
+    assert_near(without_gradient(narrowed(model), x.float()), outs, 1e-4 + 30 * narrow[0])
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
@@ -372,7 +383,7 @@ def check_forms(model, twin, x):
 @every_model
 def test_changed_layers_act_in_every_form(host, mix):
     """Changed and plain layers beside each other, of each kind of layer all changes in some model."""
-    check_forms(*changed(build(host, mix), mixed_changes()[host, mix]), image())
+    check_forms(*changed(build(host, mix), mixed_changes((host, mix))), image())
 
 
 @pytest.mark.slow
@@ -386,10 +397,10 @@ def test_one_change_of_all_layers_acts_in_every_form(host, mix, change):
 @pytest.mark.slow
 @every_model
 def test_each_change_of_each_layer_acts_alone(host, mix):
-    """Without gradients, where the layers around it are fused."""
-    plain, x = build(host, mix), image(44, 38)
-    for path, layer in layers_of(plain).items():
-        for change in changes_of(layer):
+    """Without gradients, where the layers around it are fused. One layer of each kind."""
+    plain, x = build(host, mix), image()
+    for case, path, layer in (places[0] for places in layers_by_kind()):
+        for change in changes_of(layer) if case == (host, mix) else ():
             model, twin = changed(plain, {path: change})
             with ops.use('reference'), torch.no_grad():
                 wanted = twin(x)
@@ -427,14 +438,14 @@ def merged_model():
 
 def check_merging(changes, is_refused):
     model, twin = changed(merged_model(), changes)
-    x = image(44, 38)
+    x = image()
     with ops.use('reference'), torch.no_grad():
         wanted = twin(x)
     try:
         model.switch_to_deploy()
     except ValueError as error:
         assert str(error).startswith('switch_to_deploy: ') and is_refused
-    assert_near(with_gradient(model, x)[0], wanted)
+    assert_near(with_gradient(model, x)[:-1], wanted)
     assert_near(without_gradient(model, x), wanted)
 
 
@@ -455,18 +466,15 @@ def test_changed_layers_are_folded_right_or_refused(change):
             check_merging({path: change}, change not in (with_buffers, with_tensors))
 
 
-GRAPHS = [('LinearDeiT', 0), ('LinearDeiT', 2)]
-
-
 def graph_cases():
-    return [pytest.param(*case, marks=() if case in GRAPHS else pytest.mark.slow) for case in CASES]
+    return [pytest.param(*case, marks=() if case == ('LinearDeiT', 0) else pytest.mark.slow) for case in CASES]
 
 
 @pytest.mark.parametrize('record', ['trace', 'export'])
 @pytest.mark.parametrize(('host', 'mix'), graph_cases())
 def test_graphs_hold_changed_layers(host, mix, record):
-    model, twin = changed(build(host, mix), mixed_changes()[host, mix])
-    x = image(44, 38)
+    model, twin = changed(build(host, mix), mixed_changes((host, mix)))
+    x = image()
     with torch.no_grad():
         with ops.use('reference'):
             wanted = twin(x)
@@ -605,7 +613,7 @@ REPLACED = {
 
 @pytest.mark.parametrize('change', REPLACED.values(), ids=REPLACED)
 @torch.no_grad()
-def test_what_acts_with_gradients_acts_without(change):
+def test_replaced_parts_act_without_gradients(change):
     model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(2, 3, 70, 52, dtype=torch.float64)
     before = model(x)
     change(model)
@@ -724,4 +732,4 @@ def test_a_device_as_a_context_replaces_nothing():
 def test_convolutions_of_pvt_may_be_something_else():
     model, x = copy.deepcopy(build('LinearPVTv2', 2)), image()
     model.stages[0][0].ffn.dwconv = nn.Identity()
-    assert_near(without_gradient(model, x), with_gradient(model, x)[0])
+    assert_near(without_gradient(model, x), with_gradient(model, x)[:-1])

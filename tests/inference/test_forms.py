@@ -133,7 +133,7 @@ def test_an_attention_of_users_gets_the_source():
     torch.testing.assert_close(ROOM.call(block, x, StageContext.of(x)), block(x, StageContext.of(x)))
 
 
-def test_a_mean_token_where_no_key_is_left_out():
+def test_a_mean_token_of_all_keys():
     module = filled(ReducedAttention(DIM, HEADS, 'inline', 1, LN)).eval()
     x = torch.randn(2, 7, 9, DIM, dtype=torch.float64)
     torch.testing.assert_close(ROOM.call(module, x, StageContext.of(x)), module(x, StageContext.of(x)))
@@ -149,7 +149,7 @@ def test_autocast_leaves_float64_alone():
 @pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'without weights', 'GN'])
 @pytest.mark.parametrize('kind', [ConvStem, ConvDownsample])
 def test_batch_norms_are_folded(kind, norm, monkeypatch):
-    """Where their weights and statistics say all that they do."""
+    """If weights and statistics define them fully."""
     cfg = dict(type='BN', affine=False) if norm == 'without weights' else dict(type=norm)
     module = kind(4, 8, dict(cfg, num_groups=2) if norm == 'GN' else cfg)
     for buffer in module.buffers():
@@ -166,7 +166,7 @@ def test_batch_norms_are_folded(kind, norm, monkeypatch):
     'options', [dict(padding='same'), dict(padding_mode='reflect', padding=1), dict(dilation=2, padding=2)], ids=str
 )
 def test_another_convolution_is_called(options):
-    """Its weight alone does not say what it computes."""
+    """Its weight alone does not define the result."""
     module = DWConvFFN(DIM, 40)
     module.dwconv = nn.Conv2d(40, 40, 3, groups=40, **options)
     module, x = filled(module).eval(), torch.randn(2, 9, 12, DIM, dtype=torch.float64)
@@ -190,7 +190,7 @@ def test_products(dtype, onednn, monkeypatch):
         assert cpu.linear(layer, x[:0]).shape == (0, 11, 10)
 
 
-def test_sums_are_in_place_where_types_allow():
+def test_sums_of_one_type_are_in_place():
     x, half = torch.rand(3), torch.rand(3).bfloat16()
     assert cpu.added(x, torch.ones(3)) is x
     before = half.clone()

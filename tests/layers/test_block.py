@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The residual branches of a block: layer scale and stochastic depth in all their forms. What feed-forward networks
-compute: tests/backbones/test_hosts_parity.py and test_ravlt.py."""
+"""The residual branches of a block: layer scale and stochastic depth in all their forms. Feed-forward networks:
+tests/backbones/test_hosts_parity.py and test_ravlt.py."""
 
 import pytest
 import torch
@@ -103,11 +103,11 @@ def test_small_layer_scales_under_float16(learns):
 )
 def test_norms_that_would_take_rows_for_channels_are_refused(build, norm):
     """Of a map with as many rows as channels they would compute something."""
-    with pytest.raises(ValueError, match=f"^norm_cfg=.*'{norm}'.* has to be a norm over the last axis, as 'LN'"):
+    with pytest.raises(ValueError, match=f"^norm_cfg=.*'{norm}'.*: expected a norm over the last axis, as 'LN'"):
         build(dict(type=norm, **(dict(num_groups=2) if norm == 'GN' else {})))
 
 
-def test_what_hooks_a_norm_sees_tokens():
+def test_hooks_of_a_norm_see_tokens():
     """Tools that show activations take four dimensions for (B, C, H, W)."""
     model, seen = block(None), []
     for norm in (model.norm1, model.norm2):

@@ -102,7 +102,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(('spec', 'words'), REFUSED)
-def test_what_is_refused(spec, words):
+def test_refusals(spec, words):
     with pytest.raises(ValueError) as error:
         build_ffn(spec, MLP, 8, 32)
     assert not [word for word in words if word not in str(error.value)]

@@ -88,5 +88,5 @@ def test_rala_in_place(given, dtype, native):
 @pytest.mark.parametrize('name', ['rala, elu', 'linear, elu', 'inline, exp'])
 def test_a_kernel_that_is_none(name):
     q = torch.randn(1, 4, 8)
-    with pytest.raises(ValueError, match=r"kernel='gelu' has to be one of \['"):
+    with pytest.raises(ValueError, match=r"kernel='gelu': expected one of \['"):
         ATTENTIONS[name](q, q, q, 2, kernel='gelu')

@@ -47,7 +47,7 @@ def inputs():
 
 def steps(op, which, monkeypatch):
     """Forward and backward pass of training, and inference, of one form, under the count."""
-    if which != 'reference':  # what counts operations gets the reference otherwise
+    if which != 'reference':  # dispatch modes get the reference otherwise
         monkeypatch.setattr(dispatch, 'needs_reference', lambda *tensors: False)
     leaves = inputs()
     with form(which), Denormals() as denormals:

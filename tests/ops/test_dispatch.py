@@ -57,7 +57,7 @@ def test_the_backend_is_that_of_the_device_unless_another_is_asked_for():
 
 
 @pytest.mark.parametrize('value', ['reference', '', 'auto', 'eager', 'triton'])
-def test_the_environment_says_which_backend_runs(value, monkeypatch):
+def test_backend_of_the_environment(value, monkeypatch):
     """It is read once, at import: here by a second copy of the module."""
     monkeypatch.setenv('MMLINATTN_OPS', value)
     spec = importlib.util.spec_from_file_location('mmlinattn.ops.dispatch_again', dispatch.__file__)
@@ -70,7 +70,7 @@ def test_the_environment_says_which_backend_runs(value, monkeypatch):
         assert again.backend(torch.zeros(2)) == ('reference' if value == 'reference' else 'cpu')
 
 
-def test_what_only_stands_for_a_tensor_gets_the_reference():
+def test_tensor_subclasses_get_the_reference():
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))

@@ -170,7 +170,7 @@ def kept(function, *leaves) -> int:
 @by_hand
 @pytest.mark.parametrize('dtype', [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize('name', LINEAR)
-def test_what_is_kept_besides_queries_keys_and_values(name, dtype, which):
+def test_tensors_kept_besides_queries_keys_and_values(name, dtype, which):
     """In tensors of their size, whatever the device."""
     leaves = [torch.randn(1, 4096, 128).to(dtype).requires_grad_() for _ in range(3)]
     with form(which):

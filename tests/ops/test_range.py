@@ -58,7 +58,7 @@ def test_gradients_of_a_detection_map(name, dtype, size, which):
 @every_form
 @every_attention
 def test_results_have_the_type_of_the_values(name, which):
-    """Where queries and keys have another one, and under autocast: sums over tokens are no products that it may
+    """Also for queries and keys of another type, and under autocast: sums over tokens are no products that it may
     round."""
     q, k, v = (torch.rand(2, 9, 8) + 0.5 for _ in range(3))
     with form(which):
@@ -130,7 +130,7 @@ def test_elu_plus_one_keeps_the_digits_of_small_numbers(name, dtype, which):
 @pytest.mark.parametrize('learns', [True, False])
 @pytest.mark.parametrize('eps', [dict(eps=0.5), {}], ids=['large', 'default'])
 @pytest.mark.parametrize('name', ['rala, elu', 'rala, relu', 'rala, softmax', 'rala without weights', 'linear, elu'])
-def test_what_is_added_to_the_normaliser(name, eps, learns, which):
+def test_the_addend_of_the_normaliser(name, eps, learns, which):
     """No rounding guard here: as large as the normaliser itself; 1e-6 unless told otherwise, with as small products.
     The last two tokens of the mask are padding."""
     options, floor = LINEAR[name].keywords, eps.get('eps', 1e-6)

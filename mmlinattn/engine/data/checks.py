@@ -257,7 +257,8 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
     rest = [name for label, name in enumerate(classes) if label not in samples.labels]
     all_are_read = bool(heads.keys() & {'bbox_head', 'head'}) and samples.num and samples.num == len(dataset)
     if all_are_read and samples.labels and rest and not hasattr(dataset, 'cat2label'):
-        yield Finding(f'{key}: none of its {samples.num} images has an object of {written(rest)}.', False)
+        has = 'has an object' if 'bbox_head' in heads else 'is'
+        yield Finding(f'{key}: none of its {samples.num} images {has} of {written(rest)}.', False)
     if all_are_read and not samples.labels and 'instances' in dataset.get_data_info(0):
         yield Finding(
             f'{key}: no image of {getattr(dataset, "ann_file", "")} has an object of metainfo.classes = '

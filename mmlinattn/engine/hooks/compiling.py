@@ -128,8 +128,8 @@ class CompileHook(Hook):
 
     Args:
         cache (str, optional): File that carries compiled code to another machine with the same PyTorch and kind of GPU.
-            It is read before the run if it exists, and written after the first training epoch, validation and test that
-            compiled.
+            It is read before the run if it exists, and written after each epoch, validation or test that compiled. It
+            holds code: take files of your own only.
 
     Raises:
         RunError: No backbone of this package in the model, a ``cache`` that cannot be read, or a PyTorch without

@@ -128,12 +128,17 @@ class Onnx(Format):
         program.model.metadata_props.update(properties)
         program.save(str(path))
 
-    def _trace(self, model: nn.Module, example: Tensor, path: Path, is_open: bool, named: dict, properties: dict) -> None:
+    def _trace(
+        self, model: nn.Module, example: Tensor, path: Path, is_open: bool, named: dict, properties: dict
+    ) -> None:
         """Write detectors by tracing: ``torch.export`` makes guards of their coarse levels, which may have one pixel."""
         import onnx
 
         register_onnx_symbolic(OPSET)
-        axes = {'image': {0: 'batch', 2: 'height', 3: 'width'}, **{name: {0: 'batch'} for name in named['output_names']}}
+        axes = {
+            'image': {0: 'batch', 2: 'height', 3: 'width'},
+            **{name: {0: 'batch'} for name in named['output_names']},
+        }
         named.update(dynamic_axes=axes if is_open else None, opset_version=OPSET)
         torch.onnx.export(model, (example,), str(path), dynamo=False, **named)
         graph = onnx.load(str(path))

@@ -86,7 +86,8 @@ def _object(item: dict, name: str) -> Object:
 
 
 def _name_of(image: dict) -> str:
-    return str(image.get('file_name')).replace('\\', '/').removeprefix('./')
+    name = image.get('file_name') or str(image.get('coco_url')).rpartition('/')[2]  # of LVIS
+    return str(name).replace('\\', '/').removeprefix('./')
 
 
 def _folder(path: Path, coco: dict, root: Path, here: set, split: Optional[str]) -> Path:

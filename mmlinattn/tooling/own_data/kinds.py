@@ -83,7 +83,9 @@ class Kinds(NamedTuple):
                 return f'DATA {str(root)!r}: {files[0].name} is {kind}, which is not read here: {remedy}.'
         for kind, files in self.files.items():
             return f'DATA {str(root)!r}: {files[0].name} is {kind}, which this task does not take; it takes {read}.'
-        return f'DATA {str(root)!r}: no annotations in it. It takes {read}.'
+        there = [path for path in find(root, '.json', '.xml', '.csv', '.txt', '.yaml') if path.is_file()]
+        said = f' ({len(there)} files as {there[0].name} are of no known format)' if there else ''
+        return f'DATA {str(root)!r}: no annotations in it{said}. It takes {read}.'
 
 
 _REMEDIES = {kind: remedy for rows in _PATTERNS.values() for kind, _, remedy in rows if remedy}

@@ -143,9 +143,13 @@ class _Pair(NamedTuple):
 def _all_pairs(root: Path, notes: list[str]) -> list[_Pair]:
     """Find folders of images beside folders of label images, else both in one folder."""
     pairs: list[_Pair] = []
+    alone: tuple[list[Path], list[Path]] = ([], [])  # folders of images, of label images
     for top, inner, _ in sorted(os.walk(root, followlinks=True)):
         if any(map(is_hidden, Path(top).relative_to(root).parts)):
             continue
+        for name in inner:
+            for found, known in zip(alone, (_IMAGES, _MASKS)):
+                found += [Path(top, name)] * (name.lower() in known)
         here = {name.lower(): name for name in sorted(inner)}
         images, masks = (next((here[name] for name in known if name in here), '') for known in (_IMAGES, _MASKS))
         if images and masks:
@@ -155,6 +159,8 @@ def _all_pairs(root: Path, notes: list[str]) -> list[_Pair]:
             beside = _BESIDE.fullmatch(name)
             if beside and beside[1] in inner:
                 pairs += _pairs(Path(top, beside[1]), Path(top, name), notes)
+    if not pairs and list(map(len, alone)) == [1, 1]:  # leftImg8bit_trainvaltest/leftImg8bit of Cityscapes
+        pairs = _pairs(alone[0][0], alone[1][0], notes)
     if not pairs:
         for folder in sorted({path.parent for path in find(root, '.png', '.tif', '.tiff', '.bmp')}):
             stems = {path.stem for path in folder.iterdir() if path.suffix.lower() in SUFFIXES}
@@ -356,12 +362,22 @@ def _known_layout(pairs: list[_Pair], values: list[int]) -> Optional[tuple[list[
 def _blurred(seen: _Seen, names: Optional[list[str]]) -> Optional[tuple[dict[int, int], str]]:
     """Return labels and a note for masks of two values that were enlarged with interpolation or saved with loss.
 
-    Values between the two then change from pixel to pixel."""
+    Values between the two then change from pixel to pixel.
+
+    Raises:
+        RunError: Label images of more classes look like that.
+    """
     values = sorted(seen.pixels)
     inner = values[1:-1]
+    noisy = [value for value in values if 4 * seen.flat[value] < seen.pixels[value]]
     few = sum(seen.pixels[value] for value in inner) <= sum(seen.pixels.values()) / 2
     is_noise = sum(seen.flat[v] for v in inner) < sum(seen.pixels[v] for v in inner) / 4
     if len(names or 'ab') != 2 or len(inner) < 4 or values[-1] < 64 or not few or not is_noise:
+        if len(noisy) > max(24, len(values) / 2):
+            raise RunError(
+                f'the label images have {len(values)} values, most of them in single pixels between others, as '
+                f'{", ".join(map(_shown, noisy[:5]))}: enlarge them by nearest neighbour, and save them without loss.'
+            )
         return None
     middle = (values[0] + values[-1]) / 2
     said = f'the label images have {len(values)} values, as masks of {values[0]} and {values[-1]} that were enlarged '

@@ -66,6 +66,7 @@ def _portable(args: ConfigArgs, path: Any) -> str:
     """
     path, here = Path(path), args.out.parent
     is_near = here in [path, *path.parents] or here.parent in path.parents and here.parent != Path(here.anchor)
+    is_near = is_near and "'" not in str(here)  # would end the text in the config
     return f'{{{{ fileDirname }}}}/{Path(os.path.relpath(path, here)).as_posix()}' if is_near else path.as_posix()
 
 

@@ -346,6 +346,17 @@ def test_zero_that_may_be_a_class(look, tmp_path):
     assert not line and 'and 1 is the first class sky; the last, bat, then' in warning
 
 
+def test_classes_that_cannot_train_are_named(look, tmp_path):
+    """By every task; those of validation need no object."""
+    dataset = segmentation(tmp_path / 'data', [0, 2], names=('sky', 'bird', 'bat'))
+    line, (warning,) = look(model(decode_head=3), train=[dataset])
+    assert not line and "label images has ('bird',): nothing of it trains" in warning
+    assert look(model(decode_head=3), val=[dataset]) == ('', [])
+    data = Data(dict(gt_label=0, img_path='a.jpg'), dict(gt_label=2, img_path='b.jpg'), classes=['a', 'b', 'c'])
+    line, (warning,) = look(CLASSIFIER, train=[data])
+    assert not line and "none of its 2 images is of ('b',)" in warning
+
+
 def test_label_images_that_are_not_there(look, tmp_path):
     dataset = segmentation(tmp_path / 'data', [0, 1], [0, 1])
     path = tmp_path / 'data' / 'ann' / '1.png'

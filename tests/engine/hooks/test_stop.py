@@ -64,7 +64,7 @@ class Fork(Hook):
                 time.sleep(30)
                 os._exit(0)
             os.kill(pid, signal.SIGTERM)
-            assert os.waitpid(pid, 0)[1] == signal.SIGTERM  # 0 where it slept to its end
+            assert os.waitpid(pid, 0)[1] == signal.SIGTERM  # 0 after its sleep
         assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 

@@ -53,14 +53,14 @@ if __name__ == '__main__':
     sys.setswitchinterval(60)  # as on a busy machine, this thread keeps the GIL that gloo's waits for
     torch.distributed.all_gather(weights, own, async_op=True)
     sum(range(3 * 10**7))
-    leave_process_group(failed=False)  # as at the interpreter's end, which threads of the group must not see
+    leave_process_group(failed=False)  # as at the end of the interpreter: threads of the group would abort it
     names = [path.read_text() for path in Path('/proc/self/task').glob('*/comm')]
     assert not any('gloo' in name for name in names), names
 """
 
 
 def run(tmp_path, bad_at=99):
-    """How the training of two processes ended in each, of which the second sees a bad loss after so many steps."""
+    """Train in two processes, the second with a bad loss after some steps; return the end of each."""
     (tmp_path / 'script.py').write_text(SCRIPT)
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
     tool_runs.run(*command, 'script.py', 'work', bad_at, cwd=tmp_path)

@@ -153,7 +153,7 @@ def test_the_last_checkpoint(tmp_path, monkeypatch):
     elsewhere.touch()
     (work / 'epoch_2.pth').touch()
     (work / 'last_checkpoint').write_text(str(elsewhere))
-    assert find_latest_checkpoint(str(work)) == str(work / 'epoch_2.pth')  # of another run, whose folder was copied
+    assert find_latest_checkpoint(str(work)) == str(work / 'epoch_2.pth')  # of another run in a copied folder
     (work / 'epoch_2.pth').unlink()
     assert find_latest_checkpoint(str(work)) == str(elsewhere)
     (work / 'last_checkpoint').write_text('s3://out/work/epoch_2.pth')

@@ -71,5 +71,6 @@ def metadata_of(form, path):
         import onnx
 
         found = {prop.key: prop.value for prop in onnx.load(str(path), load_external_data=False).metadata_props}
-        return {key: value if key == 'task' else json.loads(value) for key, value in found.items()}
+        texts = ('mmlinattn', 'task', 'serves', 'channel_order')  # as they are, but for null
+        return {key: value if key in texts and value != 'null' else json.loads(value) for key, value in found.items()}
     return json.loads(files['metadata.json'])

@@ -24,9 +24,7 @@ ROI = dict(
 BOX_HEAD = dict(
     type='Shared2FCBBoxHead', in_channels=CHANNELS, fc_out_channels=16, num_classes=CLASSES, bbox_coder=CODER
 )
-MASK_HEAD = dict(
-    type='FCNMaskHead', num_convs=1, in_channels=CHANNELS, conv_out_channels=CHANNELS, num_classes=CLASSES
-)
+MASK_HEAD = dict(type='FCNMaskHead', num_convs=1, in_channels=CHANNELS, conv_out_channels=CHANNELS, num_classes=CLASSES)
 DENSE = dict(nms_pre=60, min_bbox_size=0, score_thr=0.05, nms=NMS, max_per_img=20)
 RCNN = dict(score_thr=0.05, nms=NMS, max_per_img=20, mask_thr_binary=0.5)
 
@@ -54,7 +52,9 @@ def two_stage(kind, roi_head):
         neck=dict(type='FPN', in_channels=[8, 16, 24, 32], out_channels=CHANNELS, num_outs=5),
         rpn_head=rpn_head,
         roi_head=roi_head,
-        test_cfg=dict(rpn=dict(nms_pre=60, max_per_img=50, nms=dict(NMS, iou_threshold=0.7), min_bbox_size=0), rcnn=RCNN),
+        test_cfg=dict(
+            rpn=dict(nms_pre=60, max_per_img=50, nms=dict(NMS, iou_threshold=0.7), min_bbox_size=0), rcnn=RCNN
+        ),
     )
 
 
@@ -64,12 +64,16 @@ FAMILIES = dict(
         'RetinaNet',
         dict(
             type='RetinaHead',
-            anchor_generator=dict(ANCHORS, octave_base_scale=4, scales_per_octave=2, scales=None, strides=[8, 16, 32, 64, 128]),
+            anchor_generator=dict(
+                ANCHORS, octave_base_scale=4, scales_per_octave=2, scales=None, strides=[8, 16, 32, 64, 128]
+            ),
         ),
         add_extra_convs='on_input',
     ),
     FCOS=dense('FCOS', dict(type='FCOSHead', centerness_on_reg=True), add_extra_convs='on_output'),
-    ATSS=dense('ATSS', dict(type='ATSSHead', anchor_generator=dict(ANCHORS, ratios=[1.0], strides=[8, 16, 32, 64, 128]))),
+    ATSS=dense(
+        'ATSS', dict(type='ATSSHead', anchor_generator=dict(ANCHORS, ratios=[1.0], strides=[8, 16, 32, 64, 128]))
+    ),
     FasterRCNN=two_stage('FasterRCNN', dict(type='StandardRoIHead', bbox_head=BOX_HEAD)),
     MaskRCNN=two_stage('MaskRCNN', dict(type='StandardRoIHead', bbox_head=BOX_HEAD, mask_head=MASK_HEAD)),
     CascadeRCNN=two_stage(

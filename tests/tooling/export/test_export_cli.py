@@ -51,12 +51,12 @@ def test_a_dynamic_graph_is_written_checked_and_described(config, tmp_path, caps
     torch.save(dict(state_dict=model.state_dict(), meta=meta), checkpoint)
     main(options(config, out, '--dynamic', '--batch', '2', checkpoint=checkpoint))
     said = capsys.readouterr().out
-    assert 'outputs logits' in said and 'batch >= 1, height and width >= 32' in said
+    assert 'outputs scores' in said and 'batch >= 1, height and width >= 32' in said
     assert said.count('deviation at') == 3 and 'deviation at 2x3x64x80' in said
     graph = torch.jit.load(str(out))
     with torch.no_grad():
         for image in (torch.randn(1, 3, 100, 50), torch.randn(3, 3, 33, 200)):
-            torch.testing.assert_close(graph(image), model(image), rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(graph(image), model(image).softmax(1), rtol=1e-3, atol=1e-4)
     with pytest.raises(Exception, match=r'image has the shape \[1, 3, 31, 64\]; allowed is'):
         graph(torch.randn(1, 3, 31, 64))
     meta = metadata_of('torchscript', out)
@@ -96,4 +96,4 @@ def test_a_published_model_is_exported_at_every_size(form, tmp_path, capsys):
     assert meta['task'] == task and meta['mean'] == [123.675, 116.28, 103.53]
     outputs = FORMATS[form].load(out)(torch.randn(1, 3, 70, 100))
     if task == 'segmentor':
-        assert outputs[0].shape == (1, 150, 70, 100) and len(meta['classes']) == 150
+        assert outputs[0].shape == (1, 70, 100) and len(meta['classes']) == 150

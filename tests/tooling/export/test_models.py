@@ -47,6 +47,8 @@ def test_what_a_file_says_of_itself(given, said):
         input_range=[0, 255],
         classes=['a', 'b'],
         windows=None,
+        resize=None,
+        crop=None,
         **{**unsaid, **said},
     )
 
@@ -162,7 +164,7 @@ def test_models_are_told_apart_and_made_ready():
         assert not model.training and model.backbone.deployed == 1
         assert not any(p.requires_grad for p in model.parameters())
         outputs = found(torch.randn(2, 3, 36, 64))
-        names = ['feat0', 'feat1'] if task == 'detector' else ['logits']
+        names = dict(detector=['feat0', 'feat1'], segmentor=['labels'], classifier=['scores'])[task]
         assert found.output_names(outputs) == names and (task != 'detector' or outputs[1].shape == (2, 2, 5, 8))
         for pool in (model.backbone.pool, model.branches[0]):  # of heads too
             assert type(pool).__name__ == 'BinMeans'
@@ -174,12 +176,38 @@ def test_models_are_told_apart_and_made_ready():
 
 
 @pytest.mark.parametrize('align_corners', [False, True])
-def test_segmentors_give_maps_of_the_images_size(align_corners):
-    model = Segmentor(align_corners)
+def test_segmentors_give_label_maps_of_the_images_size(align_corners):
+    """Of a model that is tested in windows the logits, too, which an application adds up."""
+    model, image = Segmentor(align_corners), torch.randn(2, 3, 33, 50)
+    model.eval()
+    logits = F.interpolate(model(image, 'tensor'), (33, 50), mode='bilinear', align_corners=align_corners)
+    assert torch.equal(ExportableModel(model)(image), logits.argmax(1))
+    model.test_cfg = dict(mode='slide')
+    windowed = ExportableModel(model)
+    assert windowed.output_names(windowed(image)) == ['labels', 'logits']
+    assert all(map(torch.equal, windowed(image), (logits.argmax(1), logits)))
+
+
+def test_segmentors_of_one_output_channel_decide_by_a_threshold():
+    model = Segmentor()
+    model.eval()
+    model.neck, model.decode_head.threshold = nn.Conv2d(2, 1, 1), 0.3
     image = torch.randn(2, 3, 33, 50)
-    logits = ExportableModel(model)(image)
-    expected = F.interpolate(model(image, 'tensor'), (33, 50), mode='bilinear', align_corners=align_corners)
-    assert torch.equal(logits, expected)
+    logits = F.interpolate(model(image, 'tensor'), (33, 50), mode='bilinear')[:, 0]
+    assert torch.equal(ExportableModel(model)(image), (logits.sigmoid() > 0.3).long())
+
+
+class MultiLabelHead(nn.Identity):
+    thr = 0.5
+
+
+def test_classifiers_give_probabilities():
+    model, image = Classifier(), torch.randn(2, 3, 33, 50)
+    model.eval()
+    logits = model(image, 'tensor')
+    torch.testing.assert_close(ExportableModel(model)(image), logits.softmax(1))
+    model.head = MultiLabelHead()
+    torch.testing.assert_close(ExportableModel(model)(image), logits.sigmoid())
 
 
 class DAHead(nn.Module):
@@ -209,7 +237,7 @@ class Fake(formats.Format):
         for file in (path, path.with_suffix('.bin')):
             file.write_text('new')
 
-    def load(self, path):
+    def load(self, path, score_thr=None):
         assert path.read_text() == 'new'
         return self.model
 
@@ -219,6 +247,7 @@ def fake(tmp_path, monkeypatch):
     form = Fake()
     monkeypatch.setitem(FORMATS, 'fake', form)
     cfg, target = Config(dict(model={})), tmp_path / 'graph.x'
+    form.target = target
     form.export = lambda model, sizes: export_model(model, cfg, target, 'fake', sizes)
     return form
 
@@ -276,6 +305,18 @@ def test_deviation_is_that_of_the_worst_output_in_its_standard_deviations():
         alike = torch.full((1, 1), value)
         assert models.deviation(alike, alike) == 0
         assert models.deviation(alike + 0.5, alike) == pytest.approx(0.5 / (abs(value) or 1))
+
+
+def test_labels_deviate_by_the_share_that_differs():
+    labels = torch.arange(100)
+    other = labels.clone()
+    other[:3] = 7
+    assert models.deviation(other, labels) == pytest.approx(0.03)
+
+
+def test_the_neck_of_what_is_no_detector(fake):
+    with pytest.raises(RunError, match='^--neck is for detectors; the config builds a classifier.$'):
+        export_model(Classifier(), Config(dict(model={})), fake.target, 'fake', Sizes(1, 64, 64), neck=True)
 
 
 def test_what_deviates_is_not_written(fake, tmp_path, monkeypatch):

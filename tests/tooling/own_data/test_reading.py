@@ -351,7 +351,10 @@ XML = VOC.format(w=HEIGHT, h=WIDTH, objects=OBJECT.format(name='a', box=(1, 1, 9
             {'labels/0.txt': '1 0.5 0.5 0.2 0.2', 'data.yaml': 'names: coco.names'},
             "names = 'coco.names' has to be a list",
         ),
-        ({'classes.txt': 'a'}, 'no annotations in it. It takes COCO JSON, VOC XML'),
+        (
+            {'classes.txt': 'a'},
+            'no annotations in it (1 files as classes.txt are of no known format). It takes COCO JSON, VOC XML',
+        ),
     ],
 )
 def test_boxes_that_are_refused(tmp_path, files, said):

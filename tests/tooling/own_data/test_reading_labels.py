@@ -257,6 +257,26 @@ def test_masks_enlarged_with_interpolation_have_two_classes(tmp_path, factor, ho
     assert np.unique(copy).tolist() == [0, 1] and 0.1 < copy.mean() < 0.4
 
 
+def test_label_images_of_more_classes_enlarged_with_interpolation(tmp_path):
+    for number in range(4):
+        small = np.random.default_rng(number).integers(0, 4, (6, 8), np.uint8) * 60
+        picture(tmp_path / f'data/images/{number}.jpg')
+        picture(
+            tmp_path / f'data/masks/{number}.png', cv2.resize(small, (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC)
+        )
+    with pytest.raises(RunError, match='most of them in single pixels between others'):
+        label_images.read_masks(tmp_path / 'data', None, tmp_path / 'copies')
+
+
+def test_cityscapes_as_it_is_unpacked(tmp_path):
+    for number in range(4):
+        picture(tmp_path / f'leftImg8bit_trainvaltest/leftImg8bit/train/a/{number}_leftImg8bit.png')
+        mask = tmp_path / f'gtFine_trainvaltest/gtFine/train/a/{number}_gtFine_labelTrainIds.png'
+        picture(mask, halves(0, 1, 255))
+    data = label_images.read_masks(tmp_path, None, tmp_path / 'none')
+    assert data.classes[:2] == ['road', 'sidewalk'] and len(data.images['train']) == 3
+
+
 def test_classes_of_label_images_stay_in_train(tmp_path):
     """Two of 20 images have the class 2, one the class 3."""
     extra = {3: 2, 11: 2, 7: 3}

@@ -1,0 +1,184 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Detectors with their heads as graphs: MMDetection's own detections at other sizes and batches, or a refusal."""
+
+import pytest
+import torch
+from graphs import metadata_of
+from mmengine.config import Config, ConfigDict
+from mmengine.registry import MODELS, init_default_scope
+from torch import nn
+
+from mmlinattn.tooling.export import FORMATS, Sizes, export_model
+from mmlinattn.tooling.export.detectors import detector_graph
+from mmlinattn.tooling.export.models import detection_deviation
+from mmlinattn.tooling.export.nms import nms_mask
+from mmlinattn.utils.errors import RunError
+
+pytest.importorskip('mmdet')
+
+import small_detectors
+from small_detectors import FAMILIES
+
+SHAPES = [(1, 160, 192), (2, 130, 251)]
+INF = float('inf')
+
+
+def check(graph, model, shapes=SHAPES, tolerance=2e-3):
+    """All detections of upstream's ``predict``, in its order, and nothing after them."""
+    for batch, *size in shapes:
+        images = torch.randn(batch, 3, *size)
+        boxes, scores, labels, *masks = graph(images)
+        for i, truth in enumerate(small_detectors.predict(model, images)):
+            number = len(truth)
+            assert number > 5
+            torch.testing.assert_close(boxes[i][:number], truth.bboxes, rtol=0, atol=tolerance)
+            torch.testing.assert_close(scores[i][:number], truth.scores, rtol=0, atol=1e-5)
+            assert torch.equal(labels[i][:number], truth.labels)
+            assert not scores[i][number:].any() and not boxes[i][number:].any() and (labels[i][number:] == -1).all()
+            if masks:
+                share = (paste(masks[0][i], boxes[i], size)[:number] == truth.masks).double().mean((1, 2))
+                assert share.min() > 0.98
+
+
+def paste(masks, boxes, size):
+    """Masks on the image as the page on deployment has it: the grid stretched over the box."""
+    from mmdet.models.roi_heads.mask_heads.fcn_mask_head import _do_paste_mask
+
+    return _do_paste_mask(masks[:, None], boxes, *size, skip_empty=False)[0] >= 0.5
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+@torch.no_grad()
+def test_selection_of_fixed_shape_gives_upstreams_detections(family):
+    torch.manual_seed(1)
+    model = small_detectors.build(family)
+    check(detector_graph(model, divisor=32), model, SHAPES[1:], tolerance=0)
+
+
+SLOW = [(family, form) for family in FAMILIES for form in ('onnx', 'openvino')]
+FAST = [('FCOS', 'onnx'), ('CascadeRCNN', 'onnx'), ('MaskRCNN', 'openvino')]
+
+
+@pytest.mark.parametrize(
+    ('family', 'form'), FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in FAST]
+)
+def test_files_hold_heads_of_detectors(family, form, tmp_path):
+    """At the smallest size, too. The check of the export finds boxes below the threshold, where noise has none."""
+    for package in FORMATS[form].needs:
+        pytest.importorskip(package)
+    torch.manual_seed(1)
+    model, path = small_detectors.build(family), tmp_path / f'graph{FORMATS[form].suffix}'
+    cfg = Config(dict(model=dict(data_preprocessor=small_detectors.PREPROCESSOR)))
+    export = export_model(model, cfg, path, form, Sizes(2, 96, 128, dynamic=True))
+    assert len(export.errors) == 3 and max(export.errors.values()) < 1e-4
+    graph = FORMATS[form].load(path)
+    check(graph, model, [*SHAPES, (1, 32, 40)])
+    meta, has_masks = metadata_of(form, path), 'mask_head' in FAMILIES[family].get('roi_head', ())
+    assert meta['outputs'] == ['boxes', 'scores', 'labels', 'masks'][: 3 + has_masks]
+    assert (meta['pad_size_divisor'], meta['score_threshold']) == (1, 0.05)
+    assert meta['mask_threshold'] == (0.5 if has_masks else None)
+
+
+def test_a_static_file_takes_its_shape_alone(tmp_path):
+    pytest.importorskip('onnxruntime')
+    model, cfg, path = small_detectors.build('RetinaNet'), Config(dict(model={})), tmp_path / 'graph.onnx'
+    model.bbox_head.test_cfg.score_thr = 0.999  # no box of noise reaches it
+    export_model(model, cfg, path, 'onnx', Sizes(1, 64, 96))
+    graph = FORMATS['onnx'].load(path)
+    boxes, scores, labels = graph(torch.randn(1, 3, 64, 96))
+    assert boxes.shape == (1, 20, 4) and not boxes.any() and not scores.any() and (labels == -1).all()
+    with pytest.raises(Exception, match='(?i)dimension'):
+        graph(torch.randn(1, 3, 96, 96))
+
+
+def test_the_neck_alone(tmp_path):
+    """As in formats that hold no boxes."""
+    model, cfg = small_detectors.build('FasterRCNN'), Config(dict(model={}))
+    for form, options in (('openvino', dict(neck=True)), ('torchscript', {})):
+        if form == 'openvino':
+            pytest.importorskip('openvino')
+        path = tmp_path / f'graph{FORMATS[form].suffix}'
+        export = export_model(model, cfg, path, form, Sizes(1, 64, 96), **options)
+        assert export.metadata['outputs'] == [f'feat{i}' for i in range(5)]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def altered(family, **changes):
+    model = small_detectors.build(family)
+    for path, value in changes.items():
+        *parents, name = path.split('__')
+        part = model
+        for parent in parents:
+            part = getattr(part, parent)
+        setattr(part, name, value)
+    return model
+
+
+ANCHORS = FAMILIES['ATSS']['bbox_head']['anchor_generator']
+GFL = dict(type='GFLHead', num_classes=3, in_channels=8, anchor_generator=ANCHORS)
+SOFT = ConfigDict(nms_pre=60, max_per_img=20, score_thr=0.05, nms=dict(type='soft_nms', iou_threshold=0.5))
+
+
+@pytest.mark.parametrize(
+    ('model', 'part'),
+    [
+        (lambda: altered('RetinaNet', bbox_head__test_cfg=SOFT), 'RetinaHead'),
+        (lambda: altered('RetinaNet', bbox_head__test_cfg=ConfigDict(SOFT, nms_pre=-1)), 'RetinaHead'),
+        (lambda: altered('FasterRCNN', roi_head__test_cfg=SOFT), 'StandardRoIHead'),
+        (lambda: altered('FasterRCNN', roi_head__bbox_head=nn.Identity()), 'Identity'),
+        (lambda: altered('FCOS', bbox_head=MODELS.build(GFL)), 'GFLHead'),
+        (lambda: altered('MaskRCNN', roi_head__mask_head=nn.Identity()), 'Identity'),
+    ],
+)
+def test_heads_without_a_writer_are_refused_by_name(model, part):
+    init_default_scope('mmdet')
+    with pytest.raises(RunError, match=rf'^there is no ONNX writer for {part} as it is configured\. MMDeploy.*--neck'):
+        detector_graph(model())
+
+
+# --- how detections are compared --------------------------------------------------------------------------------------
+
+
+def detections(number=20, images=2):
+    corners = torch.rand(images, number, 2) * 100
+    boxes = torch.cat((corners, corners + 20), dim=-1)
+    scores = torch.rand(images, number).sort(descending=True).values + 0.1
+    return [boxes, scores, torch.arange(number).expand(images, -1) % 3, torch.rand(images, number, 4, 4)]
+
+
+def test_detections_may_change_places_but_not_values():
+    expected = detections()
+    assert detection_deviation(expected, expected) == 0
+    order = torch.arange(20)
+    order[[3, 4]] = order[[4, 3]]
+    swapped = [part[:, order] for part in expected]
+    assert detection_deviation(swapped, expected) == 0
+    missing = [part.clone() for part in expected]
+    missing[1][:, -2:], missing[0][:, -2:], missing[2][:, -2:] = 0, 0, -1
+    assert detection_deviation(missing, expected) == 0  # one in ten
+    missing[1][:, -3:], missing[0][:, -3:], missing[2][:, -3:] = 0, 0, -1
+    assert detection_deviation(missing, expected) > 0.1
+    for i, change in enumerate((0.5, 0.01, 1, 0.01)):
+        other = [part.clone() for part in expected]
+        other[i] += change
+        assert detection_deviation(other, expected) > 2e-3, i
+
+
+def test_no_detections_and_detections_that_are_none():
+    none = [torch.zeros(1, 3, 4), torch.zeros(1, 3), torch.full((1, 3), -1)]
+    some = [torch.ones(1, 3, 4), torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.long)]
+    assert detection_deviation(none, none) == 0
+    assert detection_deviation(some, none) == INF and detection_deviation(none, some) > 0.1
+    assert detection_deviation(some, [part[:, :2] for part in some]) == INF
+    assert (
+        detection_deviation([part * float('nan') if part.is_floating_point() else part for part in some], some) == INF
+    )
+
+
+def test_suppression_keeps_the_best_box_of_each_place():
+    boxes = torch.tensor([[0.0, 0, 10, 10], [1, 0, 10, 10], [20, 0, 30, 10], [0, 0, 10, 4], [50, 50, 60, 60]])[None]
+    scores = torch.tensor([[0.8, 0.9, 0.3, 0.7, 0.0]])
+    assert nms_mask(boxes, scores, 0.5, 5).tolist() == [[0, 1, 1, 1, 0]]
+    assert nms_mask(boxes, scores, 0.5, 2).tolist() == [[0, 1, 0, 1, 0]]
