@@ -2,7 +2,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Predict and draw: an image, a folder of images, a video, a URL or a webcam.
 
-The config's ``default_scope`` says which task it is: detection, segmentation or classification.
+The task (detection, segmentation, classification) is the config's ``default_scope``.
 """
 
 import argparse
@@ -346,7 +346,7 @@ def run_images(predictor: Predictor, pictures: list) -> None:
 
 
 def run_video(predictor: Predictor, source: str) -> None:
-    """Predict the frames of a video, stream or webcam until it ends, q is pressed, or Ctrl-C, which keeps the video."""
+    """Predict the frames of a video, stream or webcam until it ends, or until q or Ctrl-C; the video is kept."""
     args, writer, count = predictor.args, None, 0
     video = open_video(source)
     fps = video.fps if isinstance(video, mmcv.VideoReader) else video.get(cv2.CAP_PROP_FPS)

@@ -139,7 +139,7 @@ def augment(cfg, config: str) -> None:
 
 
 def box_tta_model() -> str:
-    """Register DetTTAModel for detectors whose masks are left out, and return its name."""
+    """Register a DetTTAModel that drops masks, and return its name."""
     from mmdet.models import DetTTAModel
 
     @MODELS.register_module(force=True)

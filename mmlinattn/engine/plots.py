@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-MOST_NAMED = 20  # classes whose names and numbers are still legible
+MOST_NAMED = 20  # most classes with legible names and numbers
 
 
 def _grid(axes) -> None:
@@ -85,7 +85,7 @@ def plot_precision_recall(path: str, precision: np.ndarray, scores: np.ndarray, 
     left, right = figure.subplots(1, 2)
     thresholds, curves = np.linspace(0, 1, 201), []
     for k in known:
-        # a threshold keeps the detections above it: the largest recall whose score is still as high
+        # a threshold keeps the detections above it: the largest recall with a score as high
         reached = [np.flatnonzero((scores[:, k] >= threshold) & (precision[:, k] > 0)) for threshold in thresholds]
         best = [r[-1] if len(r) else None for r in reached]
         f1 = [0 if r is None else 2 * precision[r, k] * recall[r] / (precision[r, k] + recall[r]) for r in best]

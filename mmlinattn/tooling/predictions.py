@@ -7,6 +7,7 @@ import json
 import os
 import os.path as osp
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from mmengine.config import Config
 from mmengine.dist import collect_results, get_rank, get_world_size, is_main_process
+from mmengine.dist import utils as dist_utils
 from mmengine.fileio import get as read_bytes
 from mmengine.hooks import Hook
 
@@ -179,6 +181,17 @@ def names_below(paths: Sequence[str], suffix: str = '') -> list[str]:
     return [(stem if counts[stem] == 1 else name) + suffix for stem, name in zip(stems, names)]
 
 
+@contextmanager
+def drawing_in_every_process() -> Iterator[None]:
+    """Let each process draw its own images; the ``master_only`` of MMEngine's visualizers leaves out the others'."""
+    kept = dist_utils.is_main_process
+    dist_utils.is_main_process = lambda *args: True
+    try:
+        yield
+    finally:
+        dist_utils.is_main_process = kept
+
+
 class PredictionFilesHook(Hook):
     """Write the predictions of each image of a test, by the options of ``tools/test.py``.
 
@@ -208,6 +221,9 @@ class PredictionFilesHook(Hook):
         dataset, args = runner.test_dataloader.dataset, self.args
         if args.save_json:
             self.ids = category_ids(self.cfg, (getattr(dataset, 'metainfo', None) or {}).get('classes'))
+        with drawing_in_every_process():
+            if getattr(runner.visualizer, 'dataset_meta', {}) is None:  # set in the first process only
+                runner.visualizer.dataset_meta = dataset.metainfo
         if not (args.show_dir or args.save_txt or args.save_labels):
             return
         leaves = [leaf for leaf in leaf_datasets(dataset) if hasattr(leaf, 'get_data_info')]
@@ -248,10 +264,11 @@ class PredictionFilesHook(Hook):
         args, visualizer = self.args, runner.visualizer
         out_file = osp.join(args.show_dir, name) if args.show_dir else None
         common = dict(data_sample=sample, show=args.show, wait_time=args.wait_time, out_file=out_file, step=step)
-        if hasattr(visualizer, 'visualize_cls'):
-            visualizer.visualize_cls(image, name=name, **common)
-        else:
-            more = dict(pred_score_thr=self.threshold) if 'pred_instances' in sample else {}
-            visualizer.add_datasample(name, image, **common, **more)
+        with drawing_in_every_process():
+            if hasattr(visualizer, 'visualize_cls'):
+                visualizer.visualize_cls(image, name=name, **common)
+            else:
+                more = dict(pred_score_thr=self.threshold) if 'pred_instances' in sample else {}
+                visualizer.add_datasample(name, image, **common, **more)
         if out_file and not osp.isfile(out_file):
             raise RunError(f'--show-dir: visualizer.type={type(visualizer).__name__!r} of the config draws no file.')

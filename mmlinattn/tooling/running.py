@@ -108,10 +108,10 @@ def was_restarted(work_dir: str) -> bool:
 def set_precision(cfg: Config, is_asked: bool) -> None:
     """Set up mixed precision: bfloat16 without loss scaling if the GPU has units for it, else float16 with it.
 
-    Without an accelerator, mixed precision is off. One line says which precision trains.
+    Without an accelerator, mixed precision is off. One line names the precision.
 
     Args:
-        cfg (Config): The config, whose ``optim_wrapper`` is changed. An AmpOptimWrapper of its own is kept.
+        cfg (Config): The config; ``optim_wrapper`` is changed. An AmpOptimWrapper in it is kept.
         is_asked (bool): True with ``--amp``.
 
     Raises:
@@ -170,7 +170,7 @@ def fit_schedule(cfg: Config, before: dict, options: dict) -> None:
     """Stretch the learning rate schedule to another length that the command line gives the training.
 
     Args:
-        cfg (Config): The config after ``--cfg-options``, whose ``param_scheduler`` is changed.
+        cfg (Config): The config after ``--cfg-options``; ``param_scheduler`` is changed.
         before (dict): ``train_cfg`` of the file.
         options (dict): ``--cfg-options``. With one for ``param_scheduler`` the schedule stays.
     """

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
+from mmengine.dist import master_only
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
 from mmlinattn.tooling import predictions
@@ -176,3 +177,11 @@ def test_files_of_a_test(tested, tmp_path):
 def test_a_visualizer_that_writes_nothing_is_an_error(tested, tmp_path):
     with pytest.raises(RunError, match="visualizer.type='IdleVisualizer' of the config draws no file"):
         tested(IdleVisualizer(), show_dir=str(tmp_path / 'out'))
+
+
+def test_every_process_draws_its_images(monkeypatch):
+    monkeypatch.setattr('mmengine.dist.utils.is_main_process', lambda: False)
+    draw = master_only(lambda: 'drawn')
+    with predictions.drawing_in_every_process():
+        assert draw() == 'drawn'
+    assert draw() is None

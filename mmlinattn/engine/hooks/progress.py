@@ -15,7 +15,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
 
-# beginnings of LoggerHook's lines, in whose place a terminal shows the bar and the table
+# beginnings of LoggerHook's lines; a terminal shows bar and table instead
 _OF_LOGGER_HOOK = ('Epoch(', 'Iter(')
 
 
@@ -47,7 +47,7 @@ class ProgressHook(Hook):
         interval (float): Seconds between lines where stdout is no terminal.
     """
 
-    priority = 'LOW'  # after IterTimerHook and RuntimeInfoHook, whose numbers are shown
+    priority = 'LOW'  # after IterTimerHook and RuntimeInfoHook, the sources of the numbers
 
     def __init__(self, interval: float = 30.0):
         self.interval = interval
@@ -78,7 +78,7 @@ class ProgressHook(Hook):
             atexit.register(self._bar.stop)  # also after an error: the cursor is hidden
             for handler in runner.logger.handlers:
                 if type(handler) is logging.StreamHandler:
-                    handler.setStream(sys.stdout)  # rich's, which prints above the bar
+                    handler.setStream(sys.stdout)  # rich's: it prints above the bar
                     handler.addFilter(self._is_no_progress)
         if self._bar is not None:
             self._tasks[stage] = self._bar.add_task(text, total=total, completed=done, values='')
@@ -99,6 +99,7 @@ class ProgressHook(Hook):
 
     def _close(self, runner, stage: str, is_last: bool = False) -> None:
         if self._bar is not None and stage in self._tasks:
+            self._bar.refresh()  # the last state, also of short runs
             self._bar.remove_task(self._tasks.pop(stage))
         if self._bar is not None and is_last and not self._tasks:
             bar, self._bar = self._bar, None

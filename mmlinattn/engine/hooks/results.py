@@ -149,7 +149,7 @@ class ResultsHook(Hook):
     maps and labels of the data samples. Other kinds of models have no confusion matrix.
     """
 
-    priority = 'LOW'  # after RuntimeInfoHook, whose numbers are written
+    priority = 'LOW'  # after RuntimeInfoHook, the source of the numbers
 
     def __init__(self) -> None:
         self.rows: list[dict] = []

@@ -71,7 +71,7 @@ class ScheduleCheckHook(Hook):
     iterations. So do a checkpoint at the end of the training, and a run that writes no (best) checkpoint.
     """
 
-    priority = 'VERY_LOW'  # after --resume, which takes the schedule of the checkpoint
+    priority = 'VERY_LOW'  # after resuming: it takes the schedule of the checkpoint
 
     def before_train(self, runner) -> None:
         if not is_main_process():
