@@ -131,7 +131,7 @@ class Onnx(Format):
     def _trace(
         self, model: nn.Module, example: Tensor, path: Path, is_open: bool, named: dict, properties: dict
     ) -> None:
-        """Write detectors by tracing: ``torch.export`` makes guards of their coarse levels, which may have one pixel."""
+        """Write detectors by tracing: ``torch.export`` adds guards for their coarse levels of one pixel."""
         import onnx
 
         register_onnx_symbolic(OPSET)

@@ -351,8 +351,8 @@ def export_model(
         if max(errors.values()) > TOLERANCE:
             listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in errors.items())
             raise RunError(
-                f'the {form} graph deviates from the model by more than {TOLERANCE} {unit} ({listed}); {target} was not '
-                'written.'
+                f'the {form} graph deviates from the model by more than {TOLERANCE} {unit} ({listed}); '
+                f'{target} was not written.'
             )
         files = sorted(Path(folder).iterdir())
         for path in files:
