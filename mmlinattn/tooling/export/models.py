@@ -28,7 +28,7 @@ BOX_UNIT = 'of the image and of the best score, for 9 of 10 boxes'
 
 
 class Sizes(NamedTuple):
-    """The shape a graph is exported with, whether others are allowed, and their smallest side in pixels."""
+    """Shape of the exported graph, and the smallest side in pixels if it accepts others (``dynamic``)."""
 
     batch: int
     height: int
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
         return self.batch, self.channels, self.height, self.width
 
     def others(self) -> list[tuple[int, int, int, int]]:
-        """Two more shapes to check a dynamic graph at: a larger one, alone in its batch, and a smaller one."""
+        """Return two more shapes to check a dynamic graph at: a larger one of batch 1, and a smaller one."""
         if not self.dynamic:
             return []
         height, width = (max(self.smallest + 1, side * 5 // 8 + 1) for side in (self.height, self.width))
@@ -54,15 +54,15 @@ class Sizes(NamedTuple):
     def check(self) -> None:
         """
         Raises:
-            RunError: There is no image, or one that is too small.
+            RunError: The batch is empty, or a side is too small.
         """
         if self.batch < 1:
-            raise RunError(f'--batch {self.batch} has to be at least 1.')
+            raise RunError(f'--batch {self.batch}: expected 1 or more.')
         if min(self.height, self.width) < self.smallest:
             raise RunError(f'--shape {self.height} {self.width}: a side has {self.smallest} pixels at least.')
 
     def describe(self) -> str:
-        """The shapes that the graph takes, in words."""
+        """Return the shapes that the graph accepts, in words."""
         if self.dynamic:
             size = f'(batch, {self.channels}, height, width)'
             return f'image {size}, batch >= 1, height and width >= {self.smallest}'
@@ -119,7 +119,7 @@ class ExportableModel(nn.Module):
             self.outputs = self.boxes.outputs
 
     def fold(self) -> None:
-        """Fold what can be into fewer layers (``switch_to_deploy``), in place."""
+        """Fold training-time branches (``switch_to_deploy``), in place."""
         if hasattr(self.model.backbone, 'switch_to_deploy'):
             with suppress(ValueError):  # altered layers stay as they are
                 self.model.backbone.switch_to_deploy()
@@ -159,9 +159,11 @@ class ExportableModel(nn.Module):
 
 
 def decision(head: Any) -> dict:
-    """How labels follow from logits, as upstream's heads have it: the largest of a softmax, or a sigmoid above a
-    threshold: of a segmentor with one output channel the second of its two classes, else each class by itself, or the
-    ``topk`` largest."""
+    """Return the activation of a head's logits, and the rule that turns it into labels.
+
+    Softmax: the largest. Sigmoid: each class above ``threshold``, or the ``topk`` largest; of a segmentor with one
+    output channel, the second class above it.
+    """
     if getattr(head, 'out_channels', None) == 1 and hasattr(head, 'threshold'):
         return dict(activation='sigmoid', threshold=head.threshold)
     if any('MultiLabel' in kind.__name__ for kind in type(head).__mro__):
@@ -172,20 +174,20 @@ def decision(head: Any) -> dict:
 
 
 def _per_channel(values: Any, default: float, channels: int) -> list[float]:
-    """Mean or std as a number a channel; configs may give one for all."""
+    """Return mean or std per channel; configs may give one number for all."""
     values = default if values is None else values
     values = list(values) if isinstance(values, (list, tuple)) else [values]
     return values * channels if len(values) == 1 else values
 
 
-TURNS = ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')  # upstream's all turn what MMCV reads as BGR
+TURNS = ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')  # each swaps the channels of MMCV's BGR images
 
 
 def normalisation(cfg: Config) -> dict:
-    """The data preprocessor's settings, with those of MMCV's ``Normalize`` in the test pipeline.
+    """Return the data preprocessor's settings, with those of MMCV's ``Normalize`` in the test pipeline.
 
     Raises:
-        RunError: The test pipeline normalises in another way, or both do.
+        RunError: The test pipeline normalises by another transform, or both normalise.
     """
     given, steps = preprocessor(cfg), [step for step in test_pipeline(cfg) if 'Normalize' in str(step['type'])]
     if not steps:
@@ -202,14 +204,16 @@ def normalisation(cfg: Config) -> dict:
 
 
 def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
-    """The metadata that an application needs to use the graph, fit for JSON; :func:`decision` is added for logits.
+    """Return the metadata that an application needs to use the graph, fit for JSON.
 
     Returns:
-        dict: ``task``, ``serves``, ``outputs``, ``input_range`` (of pixels before normalisation; None where the file
-        decides), ``channel_order`` (of three channels, None of others: as the test pipeline reads them), ``mean``,
-        ``std``, ``pad_size_divisor`` and ``pad_value``, ``windows`` (None, or ``crop_size`` and ``stride`` of a
-        segmentor that is tested in windows, of each of which the graph is) and ``classes`` (None where neither
-        checkpoint nor data set names them).
+        dict: ``mmlinattn``, ``task``, ``serves`` and ``outputs``;
+
+        - ``input_range`` of pixels before normalisation, None if it depends on the image file;
+        - ``channel_order`` of three channels, else None;
+        - ``mean``, ``std``, ``resize``, ``crop``, ``pad_size_divisor`` and ``pad_value``;
+        - ``windows``: ``crop_size`` and ``stride`` of a segmentor that is tested in windows, else None;
+        - ``classes``, None if neither checkpoint nor data set names them.
     """
     from ... import __version__
 
@@ -299,15 +303,16 @@ def export_model(
     checkpoint_meta: Optional[dict] = None,
     neck: bool = False,
 ) -> Export:
-    """Write a model as a graph and run what was written beside the model.
+    """Write a model as a graph, and compare the file with the model.
 
-    ``target`` appears whole, and only when no deviation from the model is above :data:`TOLERANCE`.
+    ``target`` is written whole, and only if no deviation from the model exceeds :data:`TOLERANCE`. Detections are
+    compared by :func:`detection_deviation`, without the score threshold: noise seldom reaches it.
 
     Args:
         model, cfg: As of :func:`mmlinattn.utils.building.build_model`; see :class:`ExportableModel`.
         target (Path): File to write.
         form (str): One of :data:`~mmlinattn.tooling.export.formats.FORMATS`.
-        sizes (Sizes): What to export with.
+        sizes (Sizes): Shape of the example, and whether others are accepted.
         checkpoint_meta (dict, optional): ``meta`` of the checkpoint, for the names of the classes.
         neck (bool): Write a detector up to its neck, also in formats that hold boxes.
 
