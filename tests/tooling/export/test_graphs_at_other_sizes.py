@@ -13,6 +13,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.export import Dim
 
 from mmlinattn.tooling.export import FORMATS, ExportableModel
+from mmlinattn.tooling.export.models import deviation
+from mmlinattn.utils import private_apis
 
 # Exporters take seconds for a graph: two stages of a host.
 HALVES = dict(
@@ -86,6 +88,26 @@ def test_a_trace_under_autocast_runs_outside_of_it(attns):
         assert (out - other).norm() < 0.03 * other.norm()
 
 
+@pytest.mark.parametrize(
+    ('host', 'attns'),
+    [('LinearPVT', ('inline',)), ('LinearDeiT', ('hallucinated',)), ('LinearCSWin', ('hallucinated',))],
+)
+def test_a_trace_in_float64_holds_nothing_of_the_default_dtype(host, attns):
+    model, image = graphs.build(host, attns).double(), graphs.image((2, 70, 96)).double()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        graph = trace(model, image[:1, :, :64])
+        outputs = graph(image)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert deviation(outputs, model(image)) < 1e-12
+
+
+def test_a_trace_of_angular_attention_with_a_convolution_over_the_sequence(tmp_path):
+    """As in arch ``angular-tiny`` of ``LinearDeiT``."""
+    check_onnx(graphs.build('LinearDeiT', [dict(type='angular', conv='sequence')]), tmp_path / 'model.onnx')
+
+
 @pytest.mark.parametrize('host', ['LinearSwin', 'LinearCSWin'])
 def test_a_trace_of_maps_smaller_than_a_window(host):
     """Of one pixel; tables of positions are those of what a window has of the map."""
@@ -126,6 +148,18 @@ def test_torch_export_finds_the_open_sizes_by_itself_and_keeps_gradients():
     gradient, x.grad = x.grad, None
     sum(out.square().mean() for out in model(x)).backward()
     torch.testing.assert_close(gradient, x.grad, rtol=1e-3, atol=1e-4 * x.grad.abs().max().item())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not private_apis.CAN_BE_SIZE_OBLIVIOUS, reason='since torch 2.6')
+@pytest.mark.parametrize('host', HOSTS)
+def test_torch_export_of_all_stages_with_gradients_leaves_sizes_open(host):
+    """As on the page on deployment, without ``torch.no_grad``; the last map may have one row."""
+    depth = len(graphs.ARCHS[host]['depths'])
+    model = graphs.build(host, ('rala', 'inline', 'focused', 'softmax')[:depth])
+    sizes = ({0: Dim('batch'), 2: Dim('height', min=32), 3: Dim('width', min=32)},)
+    graph = torch.export.export(model, (graphs.image((2, 224, 256)),), dynamic_shapes=sizes).module()
+    graphs.check(graph, model, [(1, 70, 96), (3, 333, 65), (1, 32, 64)])
 
 
 @pytest.mark.slow
