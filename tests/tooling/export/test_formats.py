@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Each format: files give what was written, serve what they say, and refuse the rest."""
+"""Each format: files reproduce the model at the sizes they name, and refuse others."""
 
 import pytest
 import torch
@@ -29,8 +29,7 @@ class Means(nn.Module):
 @pytest.mark.filterwarnings('error')
 @torch.no_grad()
 def test_files_give_what_was_written(tmp_path, name, smallest):
-    """Outputs in their order, at every size from the smallest on or at one; and what they say of themselves. Of what
-    exporters and runtimes are about to give up nothing is heard."""
+    """Outputs in order, at one size or from the smallest on, and metadata; no deprecation warning reaches the user."""
     form = FORMATS[name]
     for package in form.needs:
         pytest.importorskip(package)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What of a model becomes a graph, at which sizes, and how far a graph may be from it. Toys in place of models."""
+"""Exportable part of a model, sizes of graphs and their tolerance, tested on toy models."""
 
 import json
 import types
@@ -54,7 +54,7 @@ def test_what_a_file_says_of_itself(given, said):
 
 
 def test_a_test_pipeline_that_normalises():
-    """As in configs that come from MMDetection 2; the file says it, where it can."""
+    """As in configs of MMDetection 2: the metadata include it, or the export is refused."""
     step = dict(type='Normalize', mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0])
 
     def said(*steps, **given):
