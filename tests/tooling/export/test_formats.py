@@ -28,7 +28,7 @@ class Means(nn.Module):
 @pytest.mark.parametrize('smallest', [None, 40])
 @pytest.mark.filterwarnings('error')
 @torch.no_grad()
-def test_files_give_what_was_written(tmp_path, name, smallest):
+def test_files_reproduce_the_model(tmp_path, name, smallest):
     """Outputs in order, at one size or from the smallest on, and metadata; no deprecation warning reaches the user."""
     form = FORMATS[name]
     for package in form.needs:
@@ -41,7 +41,7 @@ def test_files_give_what_was_written(tmp_path, name, smallest):
     run = form.load(path)
     shapes = [(1, 3, 48, 64)] * 2 + ([] if smallest is None else [(1, 3, 40, 100), (3, 3, 65, 41)])
     images = [torch.randn(shape) for shape in shapes]
-    found = [run(image) for image in images]  # what one image gives stays when the next one comes
+    found = [run(image) for image in images]  # outputs outlive the next call
     for outs, image in zip(found, images):
         assert len(outs) == 2
         for out, truth in zip(outs, model(image)):

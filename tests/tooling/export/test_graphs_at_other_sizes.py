@@ -110,7 +110,7 @@ def test_a_trace_of_angular_attention_with_a_convolution_over_the_sequence(tmp_p
 
 @pytest.mark.parametrize('host', ['LinearSwin', 'LinearCSWin'])
 def test_a_trace_of_maps_smaller_than_a_window(host):
-    """Of one pixel; tables of positions are those of what a window has of the map."""
+    """Maps of one pixel, with the part of the position table that the map covers."""
     model = graphs.build(host, ('inline', 'softmax', 'focused', 'focused'))
     graphs.check(trace(model, graphs.image((2, 32, 32))), model, [(1, 32, 32), *graphs.SHAPES[:2]])
 
@@ -165,7 +165,7 @@ def test_torch_export_of_all_stages_with_gradients_leaves_sizes_open(host):
 @pytest.mark.slow
 @pytest.mark.parametrize('host', ['RAVLT', 'LinearSwin'])
 def test_torch_compile_makes_one_graph_for_many_sizes(host):
-    """Of maps of more than one window and one pixel: of those of one, PyTorch makes graphs of their own."""
+    """Maps of several windows and pixels; PyTorch compiles another graph for one."""
     torch._dynamo.reset()
     model, counter = graphs.build(host, HALVES[host]), CompileCounter()
     compiled = torch.compile(model, dynamic=True, fullgraph=True, backend=counter)
