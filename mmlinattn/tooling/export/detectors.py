@@ -49,8 +49,8 @@ class DetectorGraph(nn.Module):
 
     def metadata(self) -> dict:
         """Return the thresholds of the config: of scores, applied in the graph, and of masks, left to the caller."""
-        roi_head = getattr(self.model, 'roi_head', None)
-        masks = roi_head.test_cfg.mask_thr_binary if 'masks' in self.outputs else None
+        model: Any = self.model
+        masks = model.roi_head.test_cfg.mask_thr_binary if 'masks' in self.outputs else None
         return dict(score_threshold=round(self.score_thr.item(), 6), mask_threshold=masks)
 
     def features(self, image: Tensor) -> tuple[Tensor, ...]:
@@ -145,7 +145,7 @@ class TwoStage(DetectorGraph):
                 best = scores[..., :-1].argmax(-1)
                 index = _as_index(best * int(not head.reg_class_agnostic), 4)
                 rois = boxes.gather(2, index[:, :, None])[:, :, 0]
-        return boxes, (sum(logits) / len(logits)).softmax(-1)[..., :-1]
+        return boxes, _mean(logits).softmax(-1)[..., :-1]
 
     def masks(self, feats: tuple[Tensor, ...], boxes: Tensor, labels: Tensor) -> Tensor:
         """Probabilities (B, N, h, w) in a grid over each box, the mean of all stages."""
@@ -154,7 +154,7 @@ class TwoStage(DetectorGraph):
             masks = head(pool(extractor, feats, boxes)).sigmoid()  # (B N, classes, h, w)
             channel = labels.flatten().clamp(min=0) * int(not head.class_agnostic)
             found.append(masks.gather(1, channel[:, None, None, None].expand(-1, 1, *masks.shape[2:]))[:, 0])
-        masks = unflatten(sum(found) / len(found), 0, labels.shape)
+        masks = unflatten(_mean(found), 0, labels.shape)
         return masks.masked_fill(labels[..., None, None] < 0, 0)
 
 
@@ -314,6 +314,12 @@ def pool(extractor: Any, feats: tuple[Tensor, ...], rois: Tensor) -> Tensor:
         found = torchvision.ops.roi_align(feat, rois.masked_fill(~here, 0), *settings)
         pooled = found if pooled is None else torch.where(here[..., None, None], found, pooled)
     return pooled
+
+
+def _mean(stages: list[Tensor]) -> Tensor:
+    """Average in upstream's order of operations."""
+    total: Any = sum(stages)
+    return total / len(stages)
 
 
 def _rows(level: Tensor, width: int) -> Tensor:

@@ -6,7 +6,7 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from ...ops.dispatch import size_oblivious
 from ...utils.errors import RunError, described, printable
 from ..class_names import class_names
 from ..images import is_8_bit, preprocessor, resizing, test_pipeline
-from .detectors import detector_graph
+from .detectors import DetectorGraph, detector_graph
 from .formats import FORMATS
 from .replacements import StridedPools, replace_modules
 
@@ -104,7 +104,8 @@ class ExportableModel(nn.Module):
         model.eval()  # returns None in MMDetection's distillation
         model.requires_grad_(False)
         replace_modules(model)
-        self.model, self.boxes = model, None
+        self.model = model
+        self.boxes: Optional[DetectorGraph] = None
         self.outputs: Optional[list[str]] = None
         if self.task == 'classifier':
             self.outputs = ['scores']
@@ -267,9 +268,9 @@ def detection_deviation(outputs, expected, share: float = 0.9) -> float:
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
         return math.inf
     found: list[Tensor] = []
-    for (boxes, scores, labels, *masks), truth in zip(zip(*outputs), zip(*expected)):
-        valid = truth[1] > 0
-        truth = [part[valid] for part in truth]
+    for (boxes, scores, labels, *masks), image in zip(zip(*outputs), zip(*expected)):
+        valid = image[1] > 0
+        truth = [part[valid] for part in image]
         if not valid.any():
             found.append((scores[:1] > 0).double() * math.inf if (scores > 0).any() else scores.new_zeros(0).double())
             continue
@@ -327,7 +328,8 @@ def export_model(
         sizes = sizes._replace(smallest=backend.smallest_of_pyramids)
     sizes.check()
     images = [torch.randn(shape) for shape in (sizes.shape, *sizes.others())]
-    compare, boxes = deviation, exportable.boxes
+    compare: Callable[..., float] = deviation
+    boxes = exportable.boxes
     if boxes is not None:
         compare, threshold, unit = detection_deviation, boxes.score_thr.item(), BOX_UNIT
         boxes.score_thr.zero_()  # so that there are boxes to compare, whatever the image
