@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Latency of backbones in PyTorch, ONNX Runtime and OpenVINO side by side on a CPU.
+"""Measure the latency of backbones in PyTorch, ONNX Runtime and OpenVINO on a CPU.
 
     python benchmarks/run_deploy.py --results deploy.jsonl --out deploy.md     # one thread, float32, batch 1
 
-Each backbone is exported at the size it is timed at. The runtimes take turns in one process, and the shortest time of
-each counts: what else runs on the machine only makes a call longer. What is in ``--results`` is not measured again.
+Each backbone is exported at the timed size. The runtimes take turns in one process, and the shortest time of each
+counts: other load only makes a call longer. Cases in ``--results`` are skipped.
 """
 
 import argparse
@@ -35,7 +35,7 @@ RUNTIMES = ('PyTorch', 'ONNX Runtime', 'OpenVINO')
 
 
 class Pyramid(nn.Module):
-    """A backbone as the tool takes it: a detector without more."""
+    """Detector without a neck and head."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def openvino_model(path: Path, threads: int):
 
 @torch.no_grad()
 def measure(name: str, size: str, threads: int, repeats: int, max_seconds: float) -> dict:
-    """Milliseconds of each runtime, and the largest deviation from PyTorch."""
+    """Return the milliseconds of each runtime, and its largest deviation from PyTorch."""
     torch.manual_seed(0)
     height, width = map(int, size.split('x'))
     model = ExportableModel(Pyramid(MODELS.build(BACKBONES[name])))

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Every host as a graph of every format, run at sizes it was not made at.
+"""Export every host in every format, and run the files at other sizes than the export's.
 
     python benchmarks/run_graphs.py --results graphs.jsonl --out graphs.md
 
-What is in ``--results`` is not measured again, so that a run that was cut off goes on.
+Cases in ``--results`` are skipped: an interrupted run resumes.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ONE_PIXEL = (1, 3, 32, 32)  # of the last map
 
 
 class Pyramid(nn.Module):
-    """A backbone as the tool takes it: a detector without more."""
+    """Detector without a neck and head."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Pyramid(nn.Module):
 
 
 def build(host: str, mix: tuple) -> ExportableModel:
-    """A small model with one attention of ``mix`` in each stage, in each block of DeiT."""
+    """Build a small model with one attention of ``mix`` per stage, or per block of DeiT."""
     arch = dict(graphs.ARCHS[host])
     options = dict(out_indices=(0, 1, 2, 3), stage_attns=mix)
     if host == 'LinearDeiT':
@@ -57,7 +57,7 @@ def build(host: str, mix: tuple) -> ExportableModel:
 
 @torch.no_grad()
 def measure(host: str, form: str, mix: tuple, folder: Path) -> dict:
-    """Largest deviation of one graph, or the reason why there is none."""
+    """Return the largest deviation of one graph."""
     model, backend = build(host, mix), FORMATS[form]
     torch.manual_seed(1)
     example = torch.randn(graphs.TRACED_AT[0], 3, *graphs.TRACED_AT[1:])
@@ -79,7 +79,7 @@ def measure(host: str, form: str, mix: tuple, folder: Path) -> dict:
 
 
 def table(results: list[dict]) -> str:
-    """Largest deviation of any mix."""
+    """Format the largest deviation over all mixes as a table."""
     lines = ['| host | ' + ' | '.join(f'`{form}`' for form in FORMATS) + ' |', '| --- ' * (len(FORMATS) + 1) + '|']
     for host in graphs.HOSTS:
         cells = []

@@ -2,7 +2,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Write a model as a graph and check the file: ``python tools/export.py CONFIG CHECKPOINT --format FORMAT --out FILE``.
 
-Classifiers and segmentors become graphs as a whole, detectors up to their neck. See docs/deploy.md.
+Classifiers give scores, segmentors label maps, detectors boxes (ONNX, OpenVINO) or maps. See docs/deploy.md.
 """
 
 import runpy

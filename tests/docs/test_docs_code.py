@@ -229,7 +229,7 @@ def test_page_on_deployment(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     quickstart = ROOT / 'configs' / 'mmdet' / 'ravlt_shapes_quickstart.py'
     cfg = Config.fromfile(quickstart)
-    model = build_model(cfg).eval()
+    model = build_model(cfg, random_init=True).eval()
     for weight in (model.rpn_head.rpn_cls.weight, model.roi_head.bbox_head.fc_cls.weight):
         torch.nn.init.normal_(weight, std=0.2)  # boxes in noise
     model.cfg, classes = cfg, cfg.metainfo['classes']

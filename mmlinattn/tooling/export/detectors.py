@@ -24,7 +24,7 @@ class DetectorGraph(nn.Module):
     Args:
         model (nn.Module): MMDetection's, in eval mode.
         divisor (int): Sides are padded to multiples of it, as by the data preprocessor.
-        pad_value (float): Of the padding.
+        pad_value (float): Value of the padding.
 
     Attributes:
         outputs (list[str]): Names of the outputs.
@@ -48,9 +48,9 @@ class DetectorGraph(nn.Module):
         self.register_buffer('score_thr', torch.tensor(float(test_cfg.get('score_thr', 0))))
 
     def metadata(self) -> dict:
-        """Thresholds of the config: of the scores, below which the graph gives no box, and of the masks."""
-        roi_head = getattr(self.model, 'roi_head', None)
-        masks = roi_head.test_cfg.mask_thr_binary if 'masks' in self.outputs else None
+        """Return the thresholds of the config: of scores, applied in the graph, and of masks, left to the caller."""
+        model: Any = self.model
+        masks = model.roi_head.test_cfg.mask_thr_binary if 'masks' in self.outputs else None
         return dict(score_threshold=round(self.score_thr.item(), 6), mask_threshold=masks)
 
     def features(self, image: Tensor) -> tuple[Tensor, ...]:
@@ -132,8 +132,10 @@ class TwoStage(DetectorGraph):
         return boxes, scores, labels, self.masks(feats, boxes, labels)
 
     def classify(self, feats: tuple[Tensor, ...], rois: Tensor, size) -> tuple[Tensor, Tensor]:
-        """Boxes (B, N, classes or 1, 4) and scores (B, N, classes) of regions (B, N, 4), which each stage but the last
-        moves."""
+        """Return boxes (B, N, classes or 1, 4) and scores (B, N, classes) of regions (B, N, 4).
+
+        Each stage but the last refines the regions; logits are averaged over the stages.
+        """
         logits = []
         for i, (head, extractor) in enumerate(zip(self.box_heads, self.box_extractors)):
             scores, deltas = (unflatten(x, 0, rois.shape[:2]) for x in head(pool(extractor, feats, rois)))
@@ -143,7 +145,7 @@ class TwoStage(DetectorGraph):
                 best = scores[..., :-1].argmax(-1)
                 index = _as_index(best * int(not head.reg_class_agnostic), 4)
                 rois = boxes.gather(2, index[:, :, None])[:, :, 0]
-        return boxes, (sum(logits) / len(logits)).softmax(-1)[..., :-1]
+        return boxes, _mean(logits).softmax(-1)[..., :-1]
 
     def masks(self, feats: tuple[Tensor, ...], boxes: Tensor, labels: Tensor) -> Tensor:
         """Probabilities (B, N, h, w) in a grid over each box, the mean of all stages."""
@@ -152,7 +154,7 @@ class TwoStage(DetectorGraph):
             masks = head(pool(extractor, feats, boxes)).sigmoid()  # (B N, classes, h, w)
             channel = labels.flatten().clamp(min=0) * int(not head.class_agnostic)
             found.append(masks.gather(1, channel[:, None, None, None].expand(-1, 1, *masks.shape[2:]))[:, 0])
-        masks = unflatten(sum(found) / len(found), 0, labels.shape)
+        masks = unflatten(_mean(found), 0, labels.shape)
         return masks.masked_fill(labels[..., None, None] < 0, 0)
 
 
@@ -197,7 +199,7 @@ def _check_extractor(extractor: Any) -> None:
 
 
 class Candidates(nn.Module):
-    """The best anchors or points of each level of a dense head, decoded.
+    """Decode the best anchors or points of each level of a dense head.
 
     Shape: maps of the levels and the size of the image -> boxes (B, N, 4), scores (B, N) with 0 below the threshold,
     labels (B, N), levels (N).
@@ -268,7 +270,7 @@ class Selection(nn.Module):
 
 
 def best(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """The best scores of (B, N) and their indices, (B, number); score 0 where there are fewer."""
+    """Return the best scores of (B, N) and their indices, (B, number), padded by scores of 0."""
     available = scores.shape[1]
     padding = number if not isinstance(available, int) else max(0, number - available)
     if padding:
@@ -278,7 +280,7 @@ def best(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 
 def decode(coder: Any, priors: Tensor, deltas: Tensor, size) -> Tensor:
-    """Boxes (B, N, classes or 1, 4) of priors (B, N, 2 or 4) and deltas (B, N, 4 classes or 4), within the image."""
+    """Decode deltas (B, N, 4 classes or 4) of priors (B, N, 2 or 4) into boxes (B, N, classes or 1, 4)."""
     from mmdet.models.task_modules.coders.delta_xywh_bbox_coder import delta2bbox
     from mmdet.structures.bbox import distance2bbox
 
@@ -296,10 +298,10 @@ def decode(coder: Any, priors: Tensor, deltas: Tensor, size) -> Tensor:
 
 
 def pool(extractor: Any, feats: tuple[Tensor, ...], rois: Tensor) -> Tensor:
-    """Features of regions (B, N, 4), (B N, C, h, w), each from the level of its size.
+    """Pool the features of regions (B, N, 4), each from the level of its size, into (B N, C, h, w).
 
-    Every level pools all regions, of which those of other levels are points: the cost is that of one level, and no
-    shape depends on the data.
+    Every level pools all regions; regions of other levels shrink to a point, which costs next to nothing. So no shape
+    depends on the data.
     """
     feats = feats[: extractor.num_inputs]
     image = torch.arange(rois.shape[0], device=rois.device, dtype=rois.dtype)[:, None, None]
@@ -312,6 +314,12 @@ def pool(extractor: Any, feats: tuple[Tensor, ...], rois: Tensor) -> Tensor:
         found = torchvision.ops.roi_align(feat, rois.masked_fill(~here, 0), *settings)
         pooled = found if pooled is None else torch.where(here[..., None, None], found, pooled)
     return pooled
+
+
+def _mean(stages: list[Tensor]) -> Tensor:
+    """Average in upstream's order of operations."""
+    total: Any = sum(stages)
+    return total / len(stages)
 
 
 def _rows(level: Tensor, width: int) -> Tensor:

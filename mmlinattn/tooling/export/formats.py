@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The formats a model can be written in: how each is written, and run again."""
+"""File formats of exported models: writers and readers."""
 
 import json
 import tempfile
@@ -22,7 +22,7 @@ INSTALL = 'pip install "mmlinattn[export]"'
 
 
 class Format:
-    """A kind of file."""
+    """File format."""
 
     suffix: str  # usual end of the file's name
     needs: tuple[str, ...] = ()  # packages to write and run it with
@@ -30,7 +30,7 @@ class Format:
     smallest_of_pyramids = 32  # smallest side, in pixels, of a model with a head or neck on maps of up to stride 64
 
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
-        """Write a graph for all sizes with sides of at least ``smallest`` pixels; None: for the example's size."""
+        """Write a graph for all sides from ``smallest`` pixels on; None: for the example's size alone."""
         raise NotImplementedError
 
     def load(self, path: Path, score_thr: Optional[float] = None) -> Callable:
@@ -40,7 +40,7 @@ class Format:
     def check_installed(self) -> None:
         """
         Raises:
-            RunError: A package the format needs is missing.
+            RunError: A required package is missing.
         """
         for name in self.needs:
             if find_spec(name) is None:
@@ -48,7 +48,8 @@ class Format:
 
 
 def _open(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:
-    """The example, of which exporters take a batch of one for a number that never changes, and ``dynamic_shapes``."""
+    """Return the example with a batch of two or more, and ``dynamic_shapes``: exporters take a batch of one for a
+    constant."""
     if smallest is None:
         return example, None
     Dim = torch.export.Dim
@@ -76,8 +77,7 @@ class TorchExport(Format):
 
 
 class Checked(nn.Module):
-    """A traced graph that refuses images of sizes it was not made for: all but ``shape``, or those with a side of less
-    than ``smallest`` pixels."""
+    """Traced graph that refuses other images than of ``shape``, or with a side below ``smallest`` pixels."""
 
     def __init__(self, graph: torch.jit.ScriptModule, shape: list[int], smallest: Optional[int]) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Onnx(Format):
     def _trace(
         self, model: nn.Module, example: Tensor, path: Path, is_open: bool, named: dict, properties: dict
     ) -> None:
-        """Write detectors by tracing: ``torch.export`` makes guards of their coarse levels, which may have one pixel."""
+        """Write detectors by tracing: ``torch.export`` adds guards for their coarse levels of one pixel."""
         import onnx
 
         register_onnx_symbolic(OPSET)

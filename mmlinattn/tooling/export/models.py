@@ -6,7 +6,7 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from ...ops.dispatch import size_oblivious
 from ...utils.errors import RunError, described, printable
 from ..class_names import class_names
 from ..images import is_8_bit, preprocessor, resizing, test_pipeline
-from .detectors import detector_graph
+from .detectors import DetectorGraph, detector_graph
 from .formats import FORMATS
 from .replacements import StridedPools, replace_modules
 
@@ -28,7 +28,7 @@ BOX_UNIT = 'of the image and of the best score, for 9 of 10 boxes'
 
 
 class Sizes(NamedTuple):
-    """The shape a graph is exported with, whether others are allowed, and their smallest side in pixels."""
+    """Shape of the exported graph, and the smallest side in pixels if it accepts others (``dynamic``)."""
 
     batch: int
     height: int
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
         return self.batch, self.channels, self.height, self.width
 
     def others(self) -> list[tuple[int, int, int, int]]:
-        """Two more shapes to check a dynamic graph at: a larger one, alone in its batch, and a smaller one."""
+        """Return two more shapes to check a dynamic graph at: a larger one of batch 1, and a smaller one."""
         if not self.dynamic:
             return []
         height, width = (max(self.smallest + 1, side * 5 // 8 + 1) for side in (self.height, self.width))
@@ -54,15 +54,15 @@ class Sizes(NamedTuple):
     def check(self) -> None:
         """
         Raises:
-            RunError: There is no image, or one that is too small.
+            RunError: The batch is empty, or a side is too small.
         """
         if self.batch < 1:
-            raise RunError(f'--batch {self.batch} has to be at least 1.')
+            raise RunError(f'--batch {self.batch}: expected 1 or more.')
         if min(self.height, self.width) < self.smallest:
             raise RunError(f'--shape {self.height} {self.width}: a side has {self.smallest} pixels at least.')
 
     def describe(self) -> str:
-        """The shapes that the graph takes, in words."""
+        """Return the shapes that the graph accepts, in words."""
         if self.dynamic:
             size = f'(batch, {self.channels}, height, width)'
             return f'image {size}, batch >= 1, height and width >= {self.smallest}'
@@ -104,7 +104,8 @@ class ExportableModel(nn.Module):
         model.eval()  # returns None in MMDetection's distillation
         model.requires_grad_(False)
         replace_modules(model)
-        self.model, self.boxes = model, None
+        self.model = model
+        self.boxes: Optional[DetectorGraph] = None
         self.outputs: Optional[list[str]] = None
         if self.task == 'classifier':
             self.outputs = ['scores']
@@ -119,7 +120,7 @@ class ExportableModel(nn.Module):
             self.outputs = self.boxes.outputs
 
     def fold(self) -> None:
-        """Fold what can be into fewer layers (``switch_to_deploy``), in place."""
+        """Fold training-time branches (``switch_to_deploy``), in place."""
         if hasattr(self.model.backbone, 'switch_to_deploy'):
             with suppress(ValueError):  # altered layers stay as they are
                 self.model.backbone.switch_to_deploy()
@@ -159,9 +160,11 @@ class ExportableModel(nn.Module):
 
 
 def decision(head: Any) -> dict:
-    """How labels follow from logits, as upstream's heads have it: the largest of a softmax, or a sigmoid above a
-    threshold: of a segmentor with one output channel the second of its two classes, else each class by itself, or the
-    ``topk`` largest."""
+    """Return the activation of a head's logits, and the rule that turns it into labels.
+
+    Softmax: the largest. Sigmoid: each class above ``threshold``, or the ``topk`` largest; of a segmentor with one
+    output channel, the second class above it.
+    """
     if getattr(head, 'out_channels', None) == 1 and hasattr(head, 'threshold'):
         return dict(activation='sigmoid', threshold=head.threshold)
     if any('MultiLabel' in kind.__name__ for kind in type(head).__mro__):
@@ -172,20 +175,20 @@ def decision(head: Any) -> dict:
 
 
 def _per_channel(values: Any, default: float, channels: int) -> list[float]:
-    """Mean or std as a number a channel; configs may give one for all."""
+    """Return mean or std per channel; configs may give one number for all."""
     values = default if values is None else values
     values = list(values) if isinstance(values, (list, tuple)) else [values]
     return values * channels if len(values) == 1 else values
 
 
-TURNS = ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')  # upstream's all turn what MMCV reads as BGR
+TURNS = ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')  # each swaps the channels of MMCV's BGR images
 
 
 def normalisation(cfg: Config) -> dict:
-    """The data preprocessor's settings, with those of MMCV's ``Normalize`` in the test pipeline.
+    """Return the data preprocessor's settings, with those of MMCV's ``Normalize`` in the test pipeline.
 
     Raises:
-        RunError: The test pipeline normalises in another way, or both do.
+        RunError: The test pipeline normalises by another transform, or both normalise.
     """
     given, steps = preprocessor(cfg), [step for step in test_pipeline(cfg) if 'Normalize' in str(step['type'])]
     if not steps:
@@ -202,14 +205,16 @@ def normalisation(cfg: Config) -> dict:
 
 
 def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
-    """The metadata that an application needs to use the graph, fit for JSON; :func:`decision` is added for logits.
+    """Return the metadata that an application needs to use the graph, fit for JSON.
 
     Returns:
-        dict: ``task``, ``serves``, ``outputs``, ``input_range`` (of pixels before normalisation; None where the file
-        decides), ``channel_order`` (of three channels, None of others: as the test pipeline reads them), ``mean``,
-        ``std``, ``pad_size_divisor`` and ``pad_value``, ``windows`` (None, or ``crop_size`` and ``stride`` of a
-        segmentor that is tested in windows, of each of which the graph is) and ``classes`` (None where neither
-        checkpoint nor data set names them).
+        dict: ``mmlinattn``, ``task``, ``serves`` and ``outputs``;
+
+        - ``input_range`` of pixels before normalisation, None if it depends on the image file;
+        - ``channel_order`` of three channels, else None;
+        - ``mean``, ``std``, ``resize``, ``crop``, ``pad_size_divisor`` and ``pad_value``;
+        - ``windows``: ``crop_size`` and ``stride`` of a segmentor that is tested in windows, else None;
+        - ``classes``, None if neither checkpoint nor data set names them.
     """
     from ... import __version__
 
@@ -263,9 +268,9 @@ def detection_deviation(outputs, expected, share: float = 0.9) -> float:
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
         return math.inf
     found: list[Tensor] = []
-    for (boxes, scores, labels, *masks), truth in zip(zip(*outputs), zip(*expected)):
-        valid = truth[1] > 0
-        truth = [part[valid] for part in truth]
+    for (boxes, scores, labels, *masks), image in zip(zip(*outputs), zip(*expected)):
+        valid = image[1] > 0
+        truth = [part[valid] for part in image]
         if not valid.any():
             found.append((scores[:1] > 0).double() * math.inf if (scores > 0).any() else scores.new_zeros(0).double())
             continue
@@ -299,15 +304,16 @@ def export_model(
     checkpoint_meta: Optional[dict] = None,
     neck: bool = False,
 ) -> Export:
-    """Write a model as a graph and run what was written beside the model.
+    """Write a model as a graph, and compare the file with the model.
 
-    ``target`` appears whole, and only when no deviation from the model is above :data:`TOLERANCE`.
+    ``target`` is written whole, and only if no deviation from the model exceeds :data:`TOLERANCE`. Detections are
+    compared by :func:`detection_deviation`, without the score threshold: noise seldom reaches it.
 
     Args:
         model, cfg: As of :func:`mmlinattn.utils.building.build_model`; see :class:`ExportableModel`.
         target (Path): File to write.
         form (str): One of :data:`~mmlinattn.tooling.export.formats.FORMATS`.
-        sizes (Sizes): What to export with.
+        sizes (Sizes): Shape of the example, and whether others are accepted.
         checkpoint_meta (dict, optional): ``meta`` of the checkpoint, for the names of the classes.
         neck (bool): Write a detector up to its neck, also in formats that hold boxes.
 
@@ -322,7 +328,8 @@ def export_model(
         sizes = sizes._replace(smallest=backend.smallest_of_pyramids)
     sizes.check()
     images = [torch.randn(shape) for shape in (sizes.shape, *sizes.others())]
-    compare, boxes = deviation, exportable.boxes
+    compare: Callable[..., float] = deviation
+    boxes = exportable.boxes
     if boxes is not None:
         compare, threshold, unit = detection_deviation, boxes.score_thr.item(), BOX_UNIT
         boxes.score_thr.zero_()  # so that there are boxes to compare, whatever the image
@@ -351,8 +358,8 @@ def export_model(
         if max(errors.values()) > TOLERANCE:
             listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in errors.items())
             raise RunError(
-                f'the {form} graph deviates from the model by more than {TOLERANCE} {unit} ({listed}); {target} was not '
-                'written.'
+                f'the {form} graph deviates from the model by more than {TOLERANCE} {unit} ({listed}); '
+                f'{target} was not written.'
             )
         files = sorted(Path(folder).iterdir())
         for path in files:

@@ -24,8 +24,14 @@ def nms_mask(boxes: Tensor, scores: Tensor, iou_threshold: float, max_kept: int)
     """
     mask = torch.zeros_like(scores)
     for row, box, score in zip(mask, boxes, scores):
-        index = score.gt(0).nonzero()[:, 0]
-        row[index[torchvision.ops.nms(box[index], score[index], iou_threshold)[:max_kept]]] = 1
+        order = score.argsort(descending=True)[: score.gt(0).sum()]
+        number, kept = 0, order
+        # worse boxes do not change which of the better ones are kept
+        while number < len(order) and (not number or len(kept) < max_kept):
+            number = max(10 * max_kept, 4 * number)
+            index = order[:number]
+            kept = index[torchvision.ops.nms(box[index], score[index], iou_threshold)[:max_kept]]
+        row[kept] = 1
     return mask
 
 

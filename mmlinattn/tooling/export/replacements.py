@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Parts of upstream heads whose graphs would hold for one size only, and such that compute the same at all."""
+"""Replacements for parts of upstream heads: the same numbers, in graphs that hold at every size."""
 
 from typing import Any, Optional
 
@@ -11,10 +11,10 @@ from ...ops.tensors import as_tensor
 
 
 class StridedPools(TorchFunctionMode):
-    """A context in which max pools of one pixel and stride 2, the last levels of MMDetection's FPN, are slices.
+    """Context that turns max pools of one pixel and stride 2, the last levels of MMDetection's FPN, into slices.
 
-    The shape of a pool's result older exporters of PyTorch work out by asking whether the size is even, and write the
-    answer into the graph.
+    Older exporters of PyTorch derive the shape of a pooled map from the parity of its size, and write the answer into
+    the graph.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -25,10 +25,10 @@ class StridedPools(TorchFunctionMode):
 
 
 class BinMeans(nn.Module):
-    """``nn.AdaptiveAvgPool2d`` as two products with matrices of weights.
+    """``nn.AdaptiveAvgPool2d`` as two matrix products.
 
-    Graphs know adaptive pools of one size of the map, or none at all. Bin i of n covers the rows from
-    ``floor(i H / n)`` to ``ceil((i + 1) H / n)``, as PyTorch's.
+    Exporters support adaptive pools at one size of the map, or not at all. As in PyTorch, bin i of n covers the rows
+    from ``floor(i H / n)`` to ``ceil((i + 1) H / n)``.
 
     Args:
         bins (tuple[int, int]): Rows and columns of the result.
@@ -46,7 +46,7 @@ class BinMeans(nn.Module):
 
     @staticmethod
     def weights(size, number: int, like: Tensor) -> Tensor:
-        """Mean over each bin, (number, size)."""
+        """Return the weights of the mean over each bin, (number, size)."""
         position = torch.arange(size, device=like.device)
         index = torch.arange(number, device=like.device)
         length = as_tensor(size, like, torch.long)
@@ -57,7 +57,7 @@ class BinMeans(nn.Module):
 
 
 def replacement(module: Any) -> Optional[nn.Module]:
-    """The part to put in place of ``module``, or None."""
+    """Return the module to put in place of ``module``, or None."""
     if type(module) is nn.AdaptiveAvgPool2d:
         size: Any = module.output_size
         bins = (size, size) if isinstance(size, int) else tuple(size)

@@ -23,7 +23,7 @@ ARCHS['LinearSwin']['depths'] = (1, 2, 2, 1)
 ARCHS['RAVLT'] = dict(ARCHS['LinearPVT'], num_heads=(1, 1, 2, 4))
 ARCHS['RAVLT'].pop('grids')
 HOSTS = tuple(ARCHS)
-# Sizes whose maps are whole windows, stripes and strides, and such whose are not; maps smaller than a window.
+# Maps of whole windows, stripes and strides, and maps with remainders; maps smaller than a window.
 SHAPES = [(1, 113, 150), (3, 224, 320), (2, 353, 481), (1, 40, 260)]
 TRACED_AT = (2, 65, 94)
 # A graph that is wrong at a size is off by 0.3 and more. Runtimes round in their own way, and some heads here are two

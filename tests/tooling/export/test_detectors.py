@@ -102,7 +102,7 @@ def test_the_neck_alone(tmp_path):
         assert export.metadata['outputs'] == [f'feat{i}' for i in range(5)]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def altered(family, **changes):
@@ -138,7 +138,7 @@ def test_heads_without_a_writer_are_refused_by_name(model, part):
         detector_graph(model())
 
 
-# --- how detections are compared --------------------------------------------------------------------------------------
+# --- comparison of detections -----------------------------------------------------------------------------------------
 
 
 def detections(number=20, images=2):

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""``tools/export.py``: what it writes, checks and refuses. Whole models, one a format, are slow."""
+"""``tools/export.py``: files, checks and refusals. Published models, one per format, are slow."""
 
 from pathlib import Path
 

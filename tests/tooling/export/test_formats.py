@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Each format: files give what was written, serve what they say, and refuse the rest."""
+"""Each format: files reproduce the model at the sizes they name, and refuse others."""
 
 import pytest
 import torch
@@ -28,9 +28,8 @@ class Means(nn.Module):
 @pytest.mark.parametrize('smallest', [None, 40])
 @pytest.mark.filterwarnings('error')
 @torch.no_grad()
-def test_files_give_what_was_written(tmp_path, name, smallest):
-    """Outputs in their order, at every size from the smallest on or at one; and what they say of themselves. Of what
-    exporters and runtimes are about to give up nothing is heard."""
+def test_files_reproduce_the_model(tmp_path, name, smallest):
+    """Outputs in order, at one size or from the smallest on, and metadata; no deprecation warning reaches the user."""
     form = FORMATS[name]
     for package in form.needs:
         pytest.importorskip(package)
@@ -42,7 +41,7 @@ def test_files_give_what_was_written(tmp_path, name, smallest):
     run = form.load(path)
     shapes = [(1, 3, 48, 64)] * 2 + ([] if smallest is None else [(1, 3, 40, 100), (3, 3, 65, 41)])
     images = [torch.randn(shape) for shape in shapes]
-    found = [run(image) for image in images]  # what one image gives stays when the next one comes
+    found = [run(image) for image in images]  # outputs outlive the next call
     for outs, image in zip(found, images):
         assert len(outs) == 2
         for out, truth in zip(outs, model(image)):

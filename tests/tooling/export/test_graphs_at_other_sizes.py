@@ -13,6 +13,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.export import Dim
 
 from mmlinattn.tooling.export import FORMATS, ExportableModel
+from mmlinattn.tooling.export.models import deviation
+from mmlinattn.utils import private_apis
 
 # Exporters take seconds for a graph: two stages of a host.
 HALVES = dict(
@@ -86,9 +88,29 @@ def test_a_trace_under_autocast_runs_outside_of_it(attns):
         assert (out - other).norm() < 0.03 * other.norm()
 
 
+@pytest.mark.parametrize(
+    ('host', 'attns'),
+    [('LinearPVT', ('inline',)), ('LinearDeiT', ('hallucinated',)), ('LinearCSWin', ('hallucinated',))],
+)
+def test_a_trace_in_float64_holds_nothing_of_the_default_dtype(host, attns):
+    model, image = graphs.build(host, attns).double(), graphs.image((2, 70, 96)).double()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        graph = trace(model, image[:1, :, :64])
+        outputs = graph(image)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert deviation(outputs, model(image)) < 1e-12
+
+
+def test_a_trace_of_angular_attention_with_a_convolution_over_the_sequence(tmp_path):
+    """As in arch ``angular-tiny`` of ``LinearDeiT``."""
+    check_onnx(graphs.build('LinearDeiT', [dict(type='angular', conv='sequence')]), tmp_path / 'model.onnx')
+
+
 @pytest.mark.parametrize('host', ['LinearSwin', 'LinearCSWin'])
 def test_a_trace_of_maps_smaller_than_a_window(host):
-    """Of one pixel; tables of positions are those of what a window has of the map."""
+    """Maps of one pixel, with the part of the position table that the map covers."""
     model = graphs.build(host, ('inline', 'softmax', 'focused', 'focused'))
     graphs.check(trace(model, graphs.image((2, 32, 32))), model, [(1, 32, 32), *graphs.SHAPES[:2]])
 
@@ -129,9 +151,21 @@ def test_torch_export_finds_the_open_sizes_by_itself_and_keeps_gradients():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not private_apis.CAN_BE_SIZE_OBLIVIOUS, reason='since torch 2.6')
+@pytest.mark.parametrize('host', HOSTS)
+def test_torch_export_of_all_stages_with_gradients_leaves_sizes_open(host):
+    """As on the page on deployment, without ``torch.no_grad``; the last map may have one row."""
+    depth = len(graphs.ARCHS[host]['depths'])
+    model = graphs.build(host, ('rala', 'inline', 'focused', 'softmax')[:depth])
+    sizes = ({0: Dim('batch'), 2: Dim('height', min=32), 3: Dim('width', min=32)},)
+    graph = torch.export.export(model, (graphs.image((2, 224, 256)),), dynamic_shapes=sizes).module()
+    graphs.check(graph, model, [(1, 70, 96), (3, 333, 65), (1, 32, 64)])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('host', ['RAVLT', 'LinearSwin'])
 def test_torch_compile_makes_one_graph_for_many_sizes(host):
-    """Of maps of more than one window and one pixel: of those of one, PyTorch makes graphs of their own."""
+    """Maps of several windows and pixels; PyTorch compiles another graph for one."""
     torch._dynamo.reset()
     model, counter = graphs.build(host, HALVES[host]), CompileCounter()
     compiled = torch.compile(model, dynamic=True, fullgraph=True, backend=counter)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What of a model becomes a graph, at which sizes, and how far a graph may be from it. Toys in place of models."""
+"""Exportable part of a model, sizes of graphs and their tolerance, tested on toy models."""
 
 import json
 import types
@@ -29,12 +29,12 @@ INF = float('inf')
         (dict(to_rgb=True), dict(channel_order='RGB')),
         (dict(rgb_to_bgr=True, mean=[9.0]), dict(channel_order='RGB', mean=[9.0] * 3)),
         (dict(std=2.0, pad_val=7), dict(std=[2.0] * 3, pad_value=7)),
-        # what a segmentor pads to at test time is what an application has to; size_divisor is that of training
+        # a segmentor's test-time padding; its own size_divisor is for training
         (dict(size_divisor=512, test_cfg=dict(size_divisor=32)), dict(pad_size_divisor=32)),
         ({}, {}),
     ],
 )
-def test_what_a_file_says_of_itself(given, said):
+def test_metadata(given, said):
     cfg = Config(dict(model=dict(data_preprocessor=given)))
     meta = dict(dataset_meta=dict(classes=('a', 'b')))
     found = models.metadata(cfg, 'detector', Sizes(1, 64, 80), meta, ['feat0', 'feat1'])
@@ -54,7 +54,7 @@ def test_what_a_file_says_of_itself(given, said):
 
 
 def test_a_test_pipeline_that_normalises():
-    """As in configs that come from MMDetection 2; the file says it, where it can."""
+    """As in configs of MMDetection 2: the metadata include it, or the export is refused."""
     step = dict(type='Normalize', mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0])
 
     def said(*steps, **given):
@@ -78,14 +78,14 @@ def test_a_test_pipeline_that_normalises():
             said(*steps, **given)
 
 
-def test_windows_that_a_segmentor_is_tested_in():
+def test_windows_of_segmentors():
     windows = dict(crop_size=[64, 80], stride=[32, 40])
     for test_cfg, said in ((dict(windows, mode='slide'), windows), (dict(mode='whole'), None)):
         cfg = Config(dict(model=dict(test_cfg=test_cfg)))
         assert models.metadata(cfg, 'segmentor', Sizes(1, 64, 80), None, ['logits'])['windows'] == said
 
 
-def test_how_labels_follow_from_logits():
+def test_decision_rules_of_heads():
     """mmseg's heads of one output channel, several heads in a row, and mmpretrain's of several labels."""
     heads = pytest.importorskip('mmpretrain.models.heads')
     binary = SimpleNamespace(out_channels=1, num_classes=2, threshold=0.3)
@@ -177,7 +177,7 @@ def test_models_are_told_apart_and_made_ready():
 
 @pytest.mark.parametrize('align_corners', [False, True])
 def test_segmentors_give_label_maps_of_the_images_size(align_corners):
-    """Of a model that is tested in windows the logits, too, which an application adds up."""
+    """Models that are tested in windows give logits as well, for the application to average."""
     model, image = Segmentor(align_corners), torch.randn(2, 3, 33, 50)
     model.eval()
     logits = F.interpolate(model(image, 'tensor'), (33, 50), mode='bilinear', align_corners=align_corners)
@@ -228,7 +228,7 @@ def test_heads_of_several_results(fake):
 
 
 class Fake(formats.Format):
-    """Gives the model for the file, and notes down what it was given to write."""
+    """Return the model in place of the file, and record the arguments of ``write``."""
 
     smallest_of_pyramids = 65
 
@@ -263,7 +263,7 @@ def test_files_take_their_places_and_deviations_are_told(fake, tmp_path):
 
 
 def test_folding_that_changes_the_numbers_is_found(fake):
-    """What a graph is compared with ran before; a backbone that refuses to be folded is exported as it is."""
+    """The reference runs before folding; a backbone that refuses to fold is exported unfolded."""
     model = Toy()
     model.backbone.switch_to_deploy = lambda: model.backbone.conv.weight.data.mul_(2)
     with pytest.raises(RunError, match='deviates from the model'):
@@ -286,7 +286,7 @@ def test_from_which_size_on_a_dynamic_graph_serves(fake):
 
 
 @pytest.mark.parametrize('place', ['write', 'load'])
-def test_what_a_format_cannot_express(fake, tmp_path, monkeypatch, place):
+def test_models_that_a_format_cannot_express(fake, tmp_path, monkeypatch, place):
     monkeypatch.setattr(Fake, place, mock.Mock(side_effect=ValueError('no\n  such operator')))
     with pytest.raises(RunError, match='^fake cannot express this model: ValueError: no such operator$'):
         fake.export(Toy(), Sizes(1, 64, 64))
@@ -314,12 +314,12 @@ def test_labels_deviate_by_the_share_that_differs():
     assert models.deviation(other, labels) == pytest.approx(0.03)
 
 
-def test_the_neck_of_what_is_no_detector(fake):
+def test_neck_option_is_for_detectors(fake):
     with pytest.raises(RunError, match='^--neck is for detectors; the config builds a classifier.$'):
         export_model(Classifier(), Config(dict(model={})), fake.target, 'fake', Sizes(1, 64, 64), neck=True)
 
 
-def test_what_deviates_is_not_written(fake, tmp_path, monkeypatch):
+def test_deviating_graphs_are_not_written(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(models, 'deviation', lambda *_: 1e-3)
     assert fake.export(Toy(), Sizes(1, 64, 64)).errors == {(1, 3, 64, 64): 1e-3}
     monkeypatch.setattr(models, 'deviation', lambda *_: 1.1e-3)
@@ -328,7 +328,7 @@ def test_what_deviates_is_not_written(fake, tmp_path, monkeypatch):
 
 
 class Pyramid(nn.Module):
-    """What MMDetection's detectors have around their maps: levels that are pooled from the last one."""
+    """FPN whose extra levels are pooled from the last one."""
 
     def __init__(self):
         super().__init__()
