@@ -282,8 +282,8 @@ DRAWN = '{"images": [], "categories": [{"id": 1}], "annotations": [{"id": 7, "im
         ('{"images": []}', 'has no list of categories'),
         ('{"images": [1], "categories": []}', 'has no list of images'),
         ('{"images": [], "categories": [{"id": []}]}', 'neither numbers nor texts'),
-        (DRAWN.replace(', BOX', ''), 'annotation 7 of image 1: bbox = None has to be four finite numbers'),
-        (DRAWN.replace('BOX', '"bbox": [1, 2, 3]'), 'bbox = [1, 2, 3] has to be four finite numbers'),
+        (DRAWN.replace(', BOX', ''), 'annotation 7 of image 1: bbox=None: expected four finite numbers'),
+        (DRAWN.replace('BOX', '"bbox": [1, 2, 3]'), 'bbox=[1, 2, 3]: expected four finite numbers'),
     ],
 )
 def test_files_that_are_no_coco(tmp_path, text, words):

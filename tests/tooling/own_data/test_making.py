@@ -177,8 +177,8 @@ def test_what_is_refused(tmp_path, untried, capsys):
         made(text(tmp_path / 'mine_train.json', '{}'), 'detection', 'ravlt_t')
     common = ['--task', 'detection', '--backbone', 'ravlt_t', '--out']
     for args, said in (
-        ([root, *common, tmp_path / 'mine.yaml'], 'has to end with .py'),
-        ([root, *common, tmp_path / 'mine.py', '--batch', '0'], '--batch 0 has to be at least 1'),
+        ([root, *common, tmp_path / 'mine.yaml'], 'expected a name that ends with .py'),
+        ([root, *common, tmp_path / 'mine.py', '--batch', '0'], '--batch=0: expected at least 1'),
         ([root, *common, tmp_path / 'mine.py', '--classes', 'a'], '--classes is for label images'),
         ([tmp_path / 'nowhere', *common, tmp_path / 'mine.py'], 'no such folder'),
     ):

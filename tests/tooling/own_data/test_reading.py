@@ -345,11 +345,11 @@ XML = VOC.format(w=HEIGHT, h=WIDTH, objects=OBJECT.format(name='a', box=(1, 1, 9
         ({'labels/0.txt': '0 0.1 0.2 0.3 0.4 0.5 0.6 0.7', 'classes.txt': 'a'}, 'is no class and x y width height'),
         (
             {'labels/0.txt': '1 0.5 0.5 0.2 0.2', 'data.yaml': 'names: {1: a, 2: b}'},
-            'names have the numbers [1, 2]; they have to be 0 to 1',
+            'names have the numbers [1, 2]: expected 0 to 1',
         ),
         (
             {'labels/0.txt': '1 0.5 0.5 0.2 0.2', 'data.yaml': 'names: coco.names'},
-            "names = 'coco.names' has to be a list",
+            "names='coco.names': expected a list",
         ),
         (
             {'classes.txt': 'a'},
