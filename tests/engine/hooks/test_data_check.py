@@ -132,7 +132,7 @@ def test_a_mock_in_place_of_data():
     ('changes', 'words'),
     [
         (dict(box=dict(category_id=4711)), 'annotation 1 of image 1: category_id 47'),
-        (dict(box=dict(bbox=[float('nan')] * 4)), 'bbox = [nan, '),
+        (dict(box=dict(bbox=[float('nan')] * 4)), 'bbox=[nan, '),
         (dict(box=dict(bbox=[0.1, 0.1, 0.5, 1])), 'are shares'),
         (dict(box=dict(bbox=[20, 9, 38, 28])), 'pass the edge'),
         (dict(images=IMAGES + IMAGES[:1]), 'has the id 1 2 times among its images'),
