@@ -4,9 +4,10 @@
 
     python tools/make_config.py data/mine --task detection --backbone ravlt_t --out mine.py
 
-DATA is, by task: COCO JSON, VOC XML or YOLO text files; images beside label images; a folder of images a class. The
-config inherits this project's, with your classes, image size, learning rate and schedule. It is tried on your images:
-one training step, one prediction. Annotation files for upstream's data sets are written beside it.
+DATA is, by task: COCO, LabelMe or Label Studio JSON, VOC or CVAT XML, YOLO or KITTI text files, CSV; images and label
+images; a folder of images a class, or CSV. The config inherits this project's, with your classes, image size, learning
+rate and schedule. It is tried on your images: a training step, a prediction, and the time of the whole training.
+Annotation files for upstream's data sets are written beside it.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from mmlinattn.utils.errors import RunError
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('data', type=Path, help='folder, or a COCO file with its images beside')
+    parser.add_argument('data', type=Path, help='folder, or one annotation file with its images beside')
     parser.add_argument('--task', required=True, choices=['detection', 'segmentation', 'classification'])
     parser.add_argument('--backbone', required=True, help="stem of this project's configs: ravlt_t, inline_swin_s")
     parser.add_argument('--out', required=True, type=Path, metavar='CONFIG.py', help='config file to write')
@@ -42,9 +43,9 @@ def main() -> None:
             ('--channels', args.channels, 1),
         ):
             if value is not None and value < least:
-                raise RunError(f'{name} {value} has to be at least {least}.')
+                raise RunError(f'{name}={value}: expected at least {least}.')
         if args.out.suffix != '.py':
-            raise RunError(f'--out {str(args.out)!r} has to end with .py.')
+            raise RunError(f'--out={str(args.out)!r}: expected a name that ends with .py.')
         if args.classes and args.task != 'segmentation':
             raise RunError(f'--classes is for label images: {args.task} has the names in the data.')
         from mmlinattn.tooling.own_data import ConfigArgs, make_config

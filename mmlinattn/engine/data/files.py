@@ -179,7 +179,7 @@ def _fault_of_boxes(annotations: list, category_ids: set) -> str:
         except TypeError:
             is_box = False
         if not is_box:
-            return f'{name}: bbox = {box} has to be four finite numbers: x, y, width, height'
+            return f'{name}: bbox={box}: expected four finite numbers: x, y, width, height'
     return ''
 
 
@@ -190,7 +190,7 @@ def fault_of_shapes(content: dict, outlines: bool = False) -> str:
         (entry, entry['bbox'], sizes.get(entry.get('image_id'))) for entry in content['annotations'] if 'bbox' in entry
     ]
     if boxes and all(max(box) <= 1 for _, box, _ in boxes):
-        return f'has boxes that are shares of the image, {boxes[0][1]}; they have to be pixels: x, y, width, height'
+        return f'has boxes that are shares of the image, {boxes[0][1]}: expected pixels: x, y, width, height'
     beyond = [
         (entry, box, size)
         for entry, box, size in boxes
@@ -204,7 +204,7 @@ def fault_of_shapes(content: dict, outlines: bool = False) -> str:
     entry, box, size = beyond[0]
     return (
         f'has {len(beyond)} of {len(boxes)} boxes that pass the edge of their image, annotation {entry.get("id")} with '
-        f'bbox = {box} in {size[0]}x{size[1]} first: they have to be x, y, width, height'
+        f'bbox = {box} in {size[0]}x{size[1]} first: expected x, y, width, height'
     )
 
 
@@ -219,8 +219,8 @@ def _fault_of_outlines(content: dict) -> str:
             is_right = any(isinstance(part, list) and len(part) >= 6 and len(part) % 2 == 0 for part in parts)
         if not is_right and not _is_lost(entry, sizes):
             return (
-                f'annotation {entry.get("id")} of image {entry.get("image_id")}: segmentation = {outline!r:.60} has to '
-                'be a list of polygons of three points or more, [[x, y, ...], ...], or an RLE of the size of its '
+                f'annotation {entry.get("id")} of image {entry.get("image_id")}: segmentation={outline!r:.60}: '
+                'expected a list of polygons of three points or more, [[x, y, ...], ...], or an RLE of the size of its '
                 'image, where masks are learnt'
             )
     return ''

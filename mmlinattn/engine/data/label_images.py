@@ -56,7 +56,7 @@ def read_labels(
             reason = 'is not there' if isinstance(error, FileNotFoundError) else f'cannot be read as an image ({error})'
             return dict(count=done, labels=[], fault=f'the label image {path} {reason}')
         if labels.ndim != 2:
-            fault = f'the label image {path} has {labels.shape[-1]} channels: it has to have one, the number of a class'
+            fault = f'the label image {path} has {labels.shape[-1]} channels: expected one, the number of a class'
         elif highest > 255:
             fault = (
                 f'the label image {path} has the value {highest}, of which MMSegmentation keeps 8 bits: {highest % 256}'
@@ -64,7 +64,7 @@ def read_labels(
         elif size and size != labels.shape[::-1]:
             fault = (
                 f'the label image {path} is {labels.shape[1]}x{labels.shape[0]}, and its image {picture} '
-                f'{size[0]}x{size[1]}: they have to be of one size'
+                f'{size[0]}x{size[1]}: expected one size'
             )
         if fault:
             return dict(count=done, labels=[], fault=fault)
@@ -113,7 +113,7 @@ def check_label_images(
         if beyond == [count] and not reduces:
             advice += ', or reduce_zero_label=True where 0 is no class'
         if labels[beyond[0]].lower().endswith(('.jpg', '.jpeg')):
-            advice = 'JPEG changes the numbers of pixels: label images have to be PNG'
+            advice = 'JPEG changes the numbers of pixels: save label images as PNG'
         yield Finding(
             f'{key}: {labels[beyond[0]]} has the label {beyond[0]}{value(beyond[0])}, which '
             f'num_classes = {count} of the decode_head does not know; {ignored} does not count. {advice}.'

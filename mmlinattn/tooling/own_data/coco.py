@@ -44,7 +44,7 @@ def read_coco_files(files: list[Path], root: Path, images: list[Path]) -> tuple[
             raise RunError(f'{path} has a category without a name.')
         names = list(map(str, given))
         if names != (classes or names) or len(set(names)) < len(names):
-            raise RunError(f'{path} has the categories {names}: they have to be different, and in all files the same.')
+            raise RunError(f'{path} has the categories {names}: expected different names, the same in all files.')
         folder, classes = _folder(path, coco, root, here, split), names
         over = ((item.get('supercategory'), item['name']) for item in coco['categories'])
         groups.update(str(group) for group, name in over if group not in (None, name))

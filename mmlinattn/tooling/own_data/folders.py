@@ -48,7 +48,7 @@ def read_classes(root: Path) -> OwnData:
                 f'{split} has images of {min(names - set(classes))!r}, and train has none ({", ".join(classes)}).'
             )
     if len(classes) < 2:
-        raise RunError(f'DATA {str(root)!r} has images of {len(classes)} class(es); it has to have a folder a class.')
+        raise RunError(f'DATA {str(root)!r} has images of {len(classes)} class(es): expected a folder a class.')
     notes += unseen_classes(classes, divided, lambda item: [item[1]])
     lists = {
         split: ''.join(f'{path.relative_to(root).as_posix()} {classes.index(name)}\n' for path, name in chosen)

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-import numpy as np
 from PIL import Image
 
 from ...utils.errors import RunError
@@ -20,12 +19,12 @@ from .finding import (
     is_hidden,
     page_notes,
     read_lists,
-    read_names,
     split_of,
     turned_notes,
     unseen_classes,
 )  # fmt: skip
 from .kinds import kinds_of
+from .label_values import IGNORED, look, mapped, meaning_of, shown
 
 # folders, in small letters
 _IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'jpegimages', 'leftimg8bit', 'image_2', '701_stillsraw_full')
@@ -37,26 +36,6 @@ _BESIDE = re.compile(r'(.+?)[_-]?(annot|annotations?|labels?|masks?|gt)', re.IGN
 _ENDING = re.compile(r'[_-](masks?|labels?|seg|gt|L|P)\.(png|tiff?|bmp)$', re.IGNORECASE)  # both in one folder
 _OF_IMAGES = ('_leftImg8bit', '_sat', '_image', '_img', '_rgb')  # endings of images
 _KINDS = ('labelTrainIds', 'labelIds')  # of label images, in the order of preference
-_VALUE_LINE = re.compile(
-    r'(?P<before>\d+(?:[,;\s]+\d+[,;\s]+\d+)?)[,;:\s]+(?P<name>[^\W\d][^,;:]*)'
-    r'|(?P<name2>[^\W\d][^,;:]*?)[,;:\s]+(?P<after>\d+[,;\s]+\d+[,;\s]+\d+)[,;:\s]*'
-)
-_MOST_VALUES = 256
-_VOID = ('void', 'unlabelled', 'unlabeled', 'ignore', 'ignored', '__ignore__')
-IGNORED = 255  # left out by MMSegmentation's losses and metrics
-_CAMVID = 'sky building pole road pavement tree sign fence car pedestrian bicyclist void'.split()
-_CITYSCAPES_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)  # of its 19 classes
-_IS_COLOUR = 1 << 24  # added to 0xRRGGBB
-
-
-class _Seen(NamedTuple):
-    """Values of label images: numbers, or colours as 0xRRGGBB above ``_IS_COLOUR``."""
-
-    values: list[set[int]]  # of each label image
-    pixels: Counter  # value -> how many there are
-    flat: Counter  # of these with equal neighbours at the right and below
-    coloured: bool
-    is_plain: bool  # as MMSegmentation reads them
 
 
 def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnData:
@@ -76,8 +55,8 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
         read = 'images beside masks (or labels, annotations), train beside trainannot, leftImg8bit beside gtFine'
         kinds = kinds_of(root)
         raise RunError(kinds.refusal(root, f'label images: folders {read}'))
-    seen = _look([pair.mask for pair in pairs])
-    classes, table = _meaning_of(root, names, pairs, seen, notes)
+    seen = look([pair.mask for pair in pairs])
+    classes, table = meaning_of(root, names, pairs[0].image, pairs[0].mask, seen, notes)
     listed, source = read_lists(root, 'Segmentation', {pair.stem for pair in pairs})
     if not listed:
         listed, _ = read_lists(root, root.name, {pair.stem for pair in pairs}, is_file_name=True)
@@ -88,8 +67,8 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
     for pair, values in zip(pairs, seen.values):
         split = listed.get(pair.stem) if listed else split_of(pair.image.parent.relative_to(root))
         items.append((pair, split))
-        mapped = {table.get(value, IGNORED) if table else value for value in values}
-        labels[pair] = {classes[label] for label in mapped if label < len(classes) and label != IGNORED}
+        here = {table.get(value, IGNORED) if table else value for value in values}
+        labels[pair] = {classes[label] for label in here if label < len(classes) and label != IGNORED}
     splits, more = divide(items, labels.__getitem__)
     for split in [split for split, chosen in splits.items() if not any(labels[pair] for pair in chosen)]:
         if split != 'test':
@@ -108,21 +87,18 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
             if table:
                 copy = remapped / split / f'{pair.stem}.png'
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(_mapped(pair.mask, table, seen.coloured)).save(copy)
+                Image.fromarray(mapped(pair.mask, table, seen.coloured)).save(copy)
         folder = f'{remapped / split}/' if table else f'{first.masks.relative_to(root).as_posix()}/'
         prefix = dict(img_path=f'{first.images.relative_to(root).as_posix()}/', seg_map_path=folder)
         endings = dict(img_suffix=first.suffixes[0], seg_map_suffix='.png' if table else first.suffixes[1])
         settings[split] = dict(data_prefix=prefix, **endings)
         lists[split] = ''.join(f'{pair.stem}\n' for pair in chosen)
     if table:
-        changed = [f'{_shown(old)} -> {new}' for old, new in sorted(table.items()) if old != new and new != IGNORED]
+        changed = [f'{shown(old)} -> {new}' for old, new in sorted(table.items()) if old != new and new != IGNORED]
         said = ', '.join(changed[:12]) + ', ...' * (len(changed) > 12) or 'one number a pixel'
         notes.append(f'label images are copied to {remapped}: {said}')
     used = {split: [pair.image for pair in chosen] for split, chosen in splits.items()}
     return OwnData('label images', classes, used, lists, settings, more + notes)
-
-
-# -- pairs ------------------------------------------------------------------------------------------------------------
 
 
 class _Pair(NamedTuple):
@@ -199,7 +175,7 @@ def _pairs(images: Path, masks: Path, notes: list[str], ending: str = '') -> lis
     if others:
         raise RunError(f'{masks} has two label images of each image, *{ending} and *{others[0]}: keep one kind.')
     if ending.lower().endswith(('.jpg', '.jpeg')):
-        raise RunError(f'{masks} has JPEG files, which change the numbers of pixels: label images have to be PNG.')
+        raise RunError(f'{masks} has JPEG files, which change the numbers of pixels: expected PNG.')
     if counts[ending] < len(stems):
         notes.append(f'{len(stems) - counts[ending]} images of {images} have no label image and are left out')
     both = {stem: suffix for stem, suffix in stems.items() if f'{stem}{ending}' in found}
@@ -209,278 +185,3 @@ def _pairs(images: Path, masks: Path, notes: list[str], ending: str = '') -> lis
         if image_size(pair.mask) != size:
             raise RunError(f'{pair.mask} has not the size of its image, {size[0]}x{size[1]}.')
     return pairs
-
-
-# -- values -----------------------------------------------------------------------------------------------------------
-
-
-def read_mask(path: Path) -> tuple[np.ndarray, bool]:
-    """Return the values of a label image ``(H, W)``, and True if MMSegmentation reads the same.
-
-    Values are numbers, or of coloured pixels 0xRRGGBB above ``_IS_COLOUR``.
-
-    Raises:
-        RunError: They are no whole numbers from 0 to 65535.
-    """
-    with Image.open(path) as image:
-        pixels, mode = np.asarray(image), image.mode
-    if pixels.dtype.kind == 'f' and not (pixels == np.floor(pixels)).all():
-        raise RunError(f'{path} has values with fractions, or NaN: labels are whole numbers from 0.')
-    if mode == 'LA':
-        pixels = pixels[..., 0]
-    if pixels.ndim == 3:
-        if (pixels[..., :3] != pixels[..., :1]).any():
-            return _packed(pixels), False
-        pixels = pixels[..., 0]
-    if pixels.min() < 0 or pixels.max() > 65535:
-        raise RunError(f'{path} has values from {pixels.min()} to {pixels.max()}: labels are 0 to 254.')
-    return pixels.astype(np.uint16), mode in ('L', 'P', '1')
-
-
-def _packed(pixels: np.ndarray) -> np.ndarray:
-    red, green, blue = (pixels[..., i].astype(np.int32) for i in range(3))
-    return _IS_COLOUR + (red << 16 | green << 8 | blue)
-
-
-def _as_colours(path: Path) -> np.ndarray:
-    with Image.open(path) as image:
-        return _packed(np.asarray(image.convert('RGB')))
-
-
-def _shown(value: int) -> str:
-    colour = value - _IS_COLOUR
-    return str(value) if colour < 0 else f'({colour >> 16}, {colour >> 8 & 255}, {colour & 255})'
-
-
-def _look(masks: list[Path]) -> _Seen:
-    """Collect the values of all label images: colours if palettes of two files differ."""
-    palettes: dict[int, bytes] = {}
-    coloured = False
-    for path in masks:
-        with Image.open(path) as image:
-            coloured = coloured or image.mode in ('RGB', 'RGBA') and bool((read_mask(path)[0] >= _IS_COLOUR).any())
-            given = bytes(image.getpalette('RGB') or ()) if image.mode == 'P' else b''
-            used = np.unique(np.asarray(image)).tolist() if given else []
-        for value in used:
-            colour = given[3 * value : 3 * value + 3]
-            coloured = coloured or palettes.setdefault(value, colour) != colour
-    values, pixels, flat = [], Counter[int](), Counter[int]()
-    is_plain = not coloured
-    for path in masks:
-        read, plain = (_as_colours(path), False) if coloured else read_mask(path)
-        here, counts = np.unique(read, return_counts=True)
-        values.append(set(here.tolist()))
-        pixels.update(dict(zip(here.tolist(), counts.tolist())))
-        inside = read[:-1, :-1]
-        same = inside[(inside == read[:-1, 1:]) & (inside == read[1:, :-1])]
-        flat.update(dict(zip(*(each.tolist() for each in np.unique(same, return_counts=True)))))
-        is_plain = is_plain and plain
-        if len(pixels) > _MOST_VALUES:
-            kind = 'colours' if coloured else 'values'
-            raise RunError(
-                f'{path}: more than {_MOST_VALUES} {kind}; was it resized with interpolation, or saved with loss?'
-            )
-    return _Seen(values, pixels, flat, coloured, is_plain)
-
-
-def _mapped(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
-    read = _as_colours(path) if coloured else read_mask(path)[0]
-    known = np.array(sorted(table))
-    at = np.searchsorted(known, read).clip(max=len(known) - 1)
-    labels = np.array([table[value] for value in known.tolist()], np.uint8)
-    return np.where(known[at] == read, labels[at], np.uint8(IGNORED)).astype(np.uint8)
-
-
-# -- meaning ----------------------------------------------------------------------------------------------------------
-
-
-def _meaning_of(
-    root: Path, given: Optional[list[str]], pairs: list[_Pair], seen: _Seen, notes: list[str]
-) -> tuple[list[str], dict[int, int]]:
-    """Return the class names, and value -> label if copies are needed."""
-    values, listed = sorted(seen.pixels), read_values(root)
-    named = given or read_names(root, 'classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt')
-    numbers = sorted(value for value in listed if value < _IS_COLOUR)
-    known = None if named or listed else _known_layout(pairs, values)
-    blurred = _blurred(seen, named)
-    if seen.coloured:
-        names, table = _of_colours(listed, given, pairs[0].mask, seen, notes)
-    elif known or blurred:
-        names, table, said = known or (named or ['background', 'foreground'], *(blurred or ({}, '')))
-        notes.append(said)
-    elif numbers and not given:
-        strange = [value for value in values if value not in numbers and value != IGNORED]
-        if strange:
-            raise RunError(f'the label images have the value {strange[0]}, which the list of values does not name.')
-        names = [listed[value] for value in numbers]
-        table = {} if numbers == list(range(len(numbers))) else {value: i for i, value in enumerate(numbers)}
-    else:
-        names, table = meaning(values, named)
-        if names[0] == 'class_0':
-            file = root / 'classes.txt'
-            notes.append(f'the classes have no names: give --classes, or write {file}, a name a line')
-    void = [label for label, name in enumerate(names) if name.strip().lower() in _VOID]
-    if void:
-        table = table or {value: value for value in values}
-        kept = [label for label in range(len(names)) if label not in void]
-        table = {v: kept.index(label) if label in kept else IGNORED for v, label in table.items()}
-        notes.append(f'pixels of {", ".join(names[label] for label in void)} are ignored')
-        names = [names[label] for label in kept]
-    elif IGNORED in (table.get(value, value) for value in values):
-        left = [_shown(value) for value in values if table.get(value, value) == IGNORED]
-        notes.append(f'pixels of value {", ".join(left[:20])} are ignored')
-    if not table and not seen.is_plain:
-        table = {value: value for value in values}
-    if not table:
-        shown = [f'{value} is {names[value]}' for value in values if value != IGNORED]
-        notes.append(f'label {", ".join(shown[:12])}{", ..." * (len(shown) > 12)}')
-    elif seen.coloured:
-        shown = [f'{_shown(value)} is {names[label]}' for value, label in table.items() if label != IGNORED]
-        notes.append(f'colour {", ".join(shown[:12])}{", ..." * (len(shown) > 12)}')
-    if len(names) > IGNORED:
-        raise RunError(f'the label images have {len(names)} classes: 255 are the most.')
-    return names, table
-
-
-def _known_layout(pairs: list[_Pair], values: list[int]) -> Optional[tuple[list[str], dict[int, int], str]]:
-    """Return names, labels and a note for Cityscapes' ids, also of KITTI, and for CamVid's."""
-    folder, ending = pairs[0].masks, pairs[0].suffixes[1]
-    is_kitti = (pairs[0].images.name, folder.name) == ('image_2', 'semantic')
-    if 'labelTrainIds' in ending or 'labelIds' in ending or is_kitti:
-        from mmseg.utils import get_classes
-
-        train_ids = {number: label for label, number in enumerate(_CITYSCAPES_IDS)}
-        is_trained = 'labelTrainIds' in ending
-        table = {} if is_trained else {value: train_ids.get(value, IGNORED) for value in values}
-        if not is_trained or max(value for value in values if value != IGNORED) < len(train_ids):
-            return get_classes('cityscapes'), table, "the values are Cityscapes' ids: its 19 classes are learnt"
-    if folder.name.endswith('annot') and values[-1] == len(_CAMVID) - 1:
-        return list(_CAMVID), {}, "the values are CamVid's 11 classes and void"
-    return None
-
-
-def _blurred(seen: _Seen, names: Optional[list[str]]) -> Optional[tuple[dict[int, int], str]]:
-    """Return labels and a note for masks of two values that were enlarged with interpolation or saved with loss.
-
-    Values between the two then change from pixel to pixel.
-
-    Raises:
-        RunError: Label images of more classes look like that.
-    """
-    values = sorted(seen.pixels)
-    inner = values[1:-1]
-    noisy = [value for value in values if 4 * seen.flat[value] < seen.pixels[value]]
-    few = sum(seen.pixels[value] for value in inner) <= sum(seen.pixels.values()) / 2
-    is_noise = sum(seen.flat[v] for v in inner) < sum(seen.pixels[v] for v in inner) / 4
-    if len(names or 'ab') != 2 or len(inner) < 4 or values[-1] < 64 or not few or not is_noise:
-        if len(noisy) > max(24, len(values) / 2):
-            raise RunError(
-                f'the label images have {len(values)} values, most of them in single pixels between others, as '
-                f'{", ".join(map(_shown, noisy[:5]))}: enlarge them by nearest neighbour, and save them without loss.'
-            )
-        return None
-    middle = (values[0] + values[-1]) / 2
-    said = f'the label images have {len(values)} values, as masks of {values[0]} and {values[-1]} that were enlarged '
-    said += f'with interpolation or saved with loss: above {middle:g} is the second class'
-    return {value: int(value > middle) for value in values}, said
-
-
-def read_values(root: Path) -> dict[int, str]:
-    """Return value -> class of a file that lists both, a class a line: numbers, or colours above ``_IS_COLOUR``.
-
-    Such are label_colors.txt of CamVid, labelmap.txt of CVAT, class_dict.csv and _classes.csv of Roboflow.
-
-    Raises:
-        RunError: Two such files differ.
-    """
-    found: dict[int, str] = {}
-    first: Optional[Path] = None
-    for path in find(root, '.txt', '.csv'):
-        if path.stat().st_size > 1 << 16 or len(path.relative_to(root).parts) > 3:
-            continue
-        lines = path.read_text(encoding='utf-8-sig', errors='replace').splitlines()
-        parsed = [_VALUE_LINE.fullmatch(line.strip()) for line in lines if line.strip() and not line.startswith('#')]
-        parsed = parsed[1:] if parsed and not parsed[0] else parsed  # names of columns
-        if len(parsed) < 2 or not all(parsed):
-            continue
-        here: dict[int, str] = {}
-        for line in filter(None, parsed):
-            numbers = [int(each) for each in re.findall(r'\d+', line['before'] or line['after'])]
-            value = numbers[0]
-            if len(numbers) == 3:
-                value = _IS_COLOUR + (numbers[0] << 16 | numbers[1] << 8 | numbers[2])
-            here[value] = (line['name'] or line['name2']).strip()
-        if found and here != found:
-            raise RunError(f'{first} and {path} give values other classes; keep one.')
-        found, first = here, path
-    return found
-
-
-def _of_colours(
-    listed: dict[int, str], given: Optional[list[str]], mask: Path, seen: _Seen, notes: list[str]
-) -> tuple[list[str], dict[int, int]]:
-    """Return names and labels of colours, by a file that lists them, else those of Cityscapes or VOC."""
-    from mmseg.utils import get_classes, get_palette
-
-    listed = {value: name for value, name in listed.items() if value >= _IS_COLOUR}
-    black, colours = _IS_COLOUR, sorted(seen.pixels)
-    for dataset in () if listed else ('cityscapes', 'voc'):
-        palette = [_IS_COLOUR + (r << 16 | g << 8 | b) for r, g, b in get_palette(dataset)]
-        extra = {black: 'void'} if dataset == 'cityscapes' else {_IS_COLOUR + 0xE0E0C0: 'void'}
-        known = {**dict(zip(palette, get_classes(dataset))), **extra}
-        if set(colours) <= known.keys() and len(colours) > 2:
-            listed = known
-            notes.append(f'the colours are those of {dataset}, and no file says others: they are named as there')
-            break
-    if given and len(given) == len(colours) and not listed:
-        notes.append('names are given to colours in the order of their red, green and blue')
-        return given, {colour: label for label, colour in enumerate(colours)}
-    if not listed and len(colours) == 2 and black in colours:
-        return given or ['background', 'foreground'], {black: 0, colours[1]: 1}
-    if not listed:
-        said = ', '.join(map(_shown, colours[:12])) + ', ...' * (len(colours) > 12)
-        raise RunError(
-            f'{mask} and others have the colours {said}: write label_colors.txt into DATA, a line "R G B NAME" a class.'
-        )
-    strange = {colour: seen.pixels[colour] for colour in colours if colour not in listed}
-    if sum(strange.values()) > sum(seen.pixels.values()) / 1000:
-        worst = max(strange, key=strange.__getitem__)
-        raise RunError(f'the label images have the colour {_shown(worst)}, which the list of colours does not name.')
-    if strange:
-        notes.append(f'{sum(strange.values())} pixels of {len(strange)} colours that are not listed are ignored')
-    names = list(dict.fromkeys(listed.values()))
-    if given and len(given) == len(names):
-        renamed = dict(zip(names, given))
-        names, listed = given, {value: renamed[name] for value, name in listed.items()}
-    return names, {**{c: names.index(name) for c, name in listed.items()}, **dict.fromkeys(strange, IGNORED)}
-
-
-def meaning(values: list[int], names: Optional[list[str]]) -> tuple[list[str], dict[int, int]]:
-    """Return class names, and value -> label if values are no labels.
-
-    Args:
-        values: Values in the label images, ascending.
-        names: Class names, if given.
-
-    Raises:
-        RunError: Values and names do not fit.
-    """
-    labels = [value for value in values if value != IGNORED]
-    said = ', '.join(map(str, values[:12])) + ', ...' * (len(values) > 12)
-    if len(values) < 2:
-        raise RunError(f'the label images have the value {said} alone: there is nothing to tell apart.')
-    if len(values) == 2 and values[0] == 0 and values[1] > 1 and len(names or 'ab') == 2:
-        return names or ['background', 'foreground'], {0: 0, values[1]: 1}
-    if names is None:
-        if labels[-1] < 2 * len(labels):
-            return [f'class_{label}' for label in range(labels[-1] + 1)], {}
-        raise RunError(f'the label images have the values {said}: give --classes NAME ..., a name a value.')
-    if labels[-1] < len(names):
-        return names, {}
-    for known in (labels, values):
-        if len(known) == len(names):
-            return names, {**{IGNORED: IGNORED}, **{value: label for label, value in enumerate(known)}}
-    raise RunError(
-        f'the label images have the values {said}, and {len(names)} classes have names ({", ".join(names)}): name '
-        'every value in their order, the background too.'
-    )

@@ -23,12 +23,10 @@ def read_yolo(files: list[Path], root: Path, images: list[Path]) -> tuple[list, 
     names = content.get('names')
     if isinstance(names, dict):
         if sorted(names) != sorted(map(str, range(len(names)))):
-            raise RunError(
-                f'{file}: names have the numbers [{", ".join(names)}]; they have to be 0 to {len(names) - 1}.'
-            )
+            raise RunError(f'{file}: names have the numbers [{", ".join(names)}]: expected 0 to {len(names) - 1}.')
         names = [names[str(number)] for number in range(len(names))]
     elif names is not None and not isinstance(names, list):
-        raise RunError(f'{file}: names = {names!r} has to be a list, or numbers and their names.')
+        raise RunError(f'{file}: names={names!r}: expected a list, or numbers and their names.')
     classes = list(map(str, names or ())) or read_names(root, 'classes.txt', 'labels/classes.txt', 'obj.names')
     if not classes:
         raise RunError(

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the check of data sets says before the first step, of COCO files."""
+"""Checks of COCO files before the first step."""
 
 import json
 import os
@@ -25,7 +25,7 @@ NAMES = ('cat', 'dog', 'owl')
 
 
 def coco(folder, names=NAMES, name='a.json', box=(), **changes):
-    """A file whose category ids have gaps, with an object of each category, and its images."""
+    """Write a file with gaps between category ids and an object of each category, and its images."""
     for entry in IMAGES:
         Image.new('RGB', (40, 30)).save(folder / entry['file_name'])
     categories = [dict(id=7 * i + 3, name=name) for i, name in enumerate(names)]
@@ -64,7 +64,7 @@ def test_classes_that_are_not_the_categories_of_a_coco_file(look, tmp_path, clas
     line, _ = look(DETECTOR, train=[dataset])
     assert line.startswith('train_dataloader: ')
     assert re.search(words.format(file), line), line
-    # each of them is known in a test, too, and goes on where it is meant
+    # each is found in a test, too, and fault=warn continues
     assert look(DETECTOR, test=[dataset])[0] == line.replace('train_', 'test_', 1)
     assert any(re.search(words.format(file), text) for text in look(DETECTOR, train=[dataset], fault='warn')[1])
     assert look(DETECTOR, train=[dataset], fault='skip') == ('', [])
@@ -101,7 +101,7 @@ def test_a_head_of_more_classes_than_the_metric_knows(look, tmp_path):
     ],
 )
 def test_a_metric_with_another_file(look, tmp_path, changes, words):
-    """As that of the training set, whose ids begin with 1 as well. Of other boxes it warns: they may be the better."""
+    """The file of the training set has ids from 1 as well. Other boxes are a warning: they may be the better ones."""
     dataset, file = coco_data(coco(tmp_path)), str(coco(tmp_path, name='b.json', **changes))
     line, warnings = look(DETECTOR, val=[dataset, coco_metric(file)], cfg=dict(val_evaluator=dict(ann_file=file)))
     assert bool(warnings) == ('box' in words) != bool(line)
@@ -132,7 +132,7 @@ def test_a_mock_in_place_of_data():
     ('changes', 'words'),
     [
         (dict(box=dict(category_id=4711)), 'annotation 1 of image 1: category_id 47'),
-        (dict(box=dict(bbox=[float('nan')] * 4)), 'bbox = [nan, '),
+        (dict(box=dict(bbox=[float('nan')] * 4)), 'bbox=[nan, '),
         (dict(box=dict(bbox=[0.1, 0.1, 0.5, 1])), 'are shares'),
         (dict(box=dict(bbox=[20, 9, 38, 28])), 'pass the edge'),
         (dict(images=IMAGES + IMAGES[:1]), 'has the id 1 2 times among its images'),
@@ -154,7 +154,7 @@ OUTLINE = [[2, 2, 12, 2, 12, 12]]
 @pytest.mark.parametrize(
     ('outline', 'is_right'),
     [
-        ([[1, 2, 3, 4], *OUTLINE], True),  # which MMDetection leaves out
+        ([[1, 2, 3, 4], *OUTLINE], True),  # left out by MMDetection
         (dict(size=[30, 40], counts='0'), True),
         (dict(size=[40, 30], counts='0'), False),
         (OUTLINE[0], False),
@@ -187,7 +187,7 @@ def test_classes_without_object_are_named(look, tmp_path):
 
 
 def test_objects_to_be_ignored_are_named(look, tmp_path):
-    """Of CrowdHuman and VisDrone; upstream's reader drops them, its metric counts them."""
+    """Upstream's reader drops the objects of CrowdHuman and VisDrone, its metric counts them."""
     boxes = [dict(BOX, id=i, image_id=1, category_id=3, ignore=i - 1) for i in (1, 2)]
     line, (warning, _) = look(DETECTOR, train=[coco_data(coco(tmp_path, annotations=boxes))])
     assert not line and '1 of 2 annotations have ignore = 1, 2 first' in warning and 'Write iscrowd = 1' in warning
@@ -282,8 +282,8 @@ DRAWN = '{"images": [], "categories": [{"id": 1}], "annotations": [{"id": 7, "im
         ('{"images": []}', 'has no list of categories'),
         ('{"images": [1], "categories": []}', 'has no list of images'),
         ('{"images": [], "categories": [{"id": []}]}', 'neither numbers nor texts'),
-        (DRAWN.replace(', BOX', ''), 'annotation 7 of image 1: bbox = None has to be four finite numbers'),
-        (DRAWN.replace('BOX', '"bbox": [1, 2, 3]'), 'bbox = [1, 2, 3] has to be four finite numbers'),
+        (DRAWN.replace(', BOX', ''), 'annotation 7 of image 1: bbox=None: expected four finite numbers'),
+        (DRAWN.replace('BOX', '"bbox": [1, 2, 3]'), 'bbox=[1, 2, 3]: expected four finite numbers'),
     ],
 )
 def test_files_that_are_no_coco(tmp_path, text, words):
@@ -291,7 +291,7 @@ def test_files_that_are_no_coco(tmp_path, text, words):
     assert words in files.read_coco(str(tmp_path / 'a.json'))['fault']
 
 
-def test_what_may_be_in_a_coco_file(look, tmp_path):
+def test_valid_coco_files(look, tmp_path):
     """Turned photographs, images that are not there, objects of no area, images without objects."""
     exif = Image.Exif()
     exif[files._ORIENTATION] = 6
@@ -329,7 +329,7 @@ def test_files_are_read_once(look, tmp_path, monkeypatch):
 
 
 def test_images_without_objects(look, tmp_path):
-    """Hard negatives are joined to what is labelled."""
+    """Hard negatives are joined to labelled images."""
     (tmp_path / 'none').mkdir()
     some, none = coco_data(coco(tmp_path)), coco_data(coco(tmp_path / 'none', annotations=[]))
     line, warnings = look(DETECTOR, train=[SimpleNamespace(datasets=[some, none])])

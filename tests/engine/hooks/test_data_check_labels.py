@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the check of data sets says before the first step, of labels, folders and label images."""
+"""Checks of labels, folders and label images before the first step."""
 
 import re
 from types import SimpleNamespace
@@ -85,13 +85,13 @@ def test_objects_that_the_sample_may_miss(look, monkeypatch):
     monkeypatch.setattr(checks, '_NUM_READ', 2)
     empty, found = dict(instances=[]), dict(instances=[dict(bbox_label=0)])
     assert look(DETECTOR, train=[Data(empty, found, empty, found, classes=list('abc'))])[0] == ''
-    assert look(DETECTOR, train=[Data({}, {}, classes=list('abc'))])[0] == ''  # which says nothing of objects
+    assert look(DETECTOR, train=[Data({}, {}, classes=list('abc'))])[0] == ''  # samples without objects
     line, warnings = look(DETECTOR, train=[Data(found, found, classes=list('abc'))])
     assert not line and "none of its 2 images has an object of ('b', 'c')" in warnings[0]
 
 
 def test_one_hot_labels_of_another_number_of_classes(look):
-    """As of ImageNet's mixed images, where only the head was changed."""
+    """A recipe of ImageNet's mixed images with another head."""
     made = model(head=3)
     vars(made).update(data_preprocessor=SimpleNamespace(to_onehot=True, num_classes=1000))
     data = [Data(dict(gt_label=2))]
@@ -117,7 +117,7 @@ def test_segmentors_are_compared_by_names(look):
     [
         ('abc', 'acb', "label 1 is 'b' in train_dataloader and 'c' in val_dataloader"),
         ('abc', 'ABC', ''),
-        ('abc', 'ab', ''),  # of which the last occurs nowhere
+        ('abc', 'ab', ''),  # the last has no image
         ('a', 'b', ''),  # one class by two names
         ('abc', '', ''),
     ],
@@ -243,8 +243,8 @@ def test_lists_that_number_folders_otherwise(look, tmp_path):
         made[name] = [build('mmpretrain', dict(config, metainfo=dict(classes=('x', 'y', 'z'))))]
     line, _ = look(CLASSIFIER, train=made['train'], val=made['val'])
     assert "label 1 is the folder 'y' in train_dataloader and the folder 'x' in val_dataloader" in line
-    assert look(CLASSIFIER, train=made['train'], val=made['days'])[0] == ''  # whose folders are no classes
-    assert look(CLASSIFIER, train=made['train'], val=made['more'])[0] == ''  # of which a sample may miss some
+    assert look(CLASSIFIER, train=made['train'], val=made['days'])[0] == ''  # its folders are no classes
+    assert look(CLASSIFIER, train=made['train'], val=made['more'])[0] == ''  # a sample may miss some folders
 
 
 # -- label images -----------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_values_of_label_images(look, tmp_path, pictures, settings, words):
     line, warnings = look(SEGMENTOR, train=[dataset])
     assert re.search(words, line) and bool(words) == bool(line), line
     assert warnings == []
-    line, warnings = look(SEGMENTOR, test=[dataset])  # what would not train may be tested
+    line, warnings = look(SEGMENTOR, test=[dataset])  # no fault of a test
     assert bool(warnings) == ('no label' in words or 'label 0' in words) and bool(words) == bool(line or warnings)
 
 
@@ -320,7 +320,7 @@ def test_label_images_of_another_size(look, tmp_path):
     Image.new('RGB', (4, 8)).save(tmp_path / 'data' / 'img' / '0.jpg')
     assert re.search('ann/0.png is 8x8, and its image .*img/0.jpg 4x8', look(SEGMENTOR, train=[dataset])[0])
     Image.new('RGB', (8, 8)).save(tmp_path / 'data' / 'img' / '0.jpg')
-    assert look(SEGMENTOR, train=[dataset]) == ('', [])  # not what an earlier run found
+    assert look(SEGMENTOR, train=[dataset]) == ('', [])  # the facts of an earlier run are outdated
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_label_images_that_are_not_there(look, tmp_path):
 
 
 def test_a_sample_of_many(look, tmp_path, monkeypatch):
-    """Twenty where that is enough; ten times as many where so far only one class is there."""
+    """Twenty if they show several classes, else ten times as many."""
     dataset = segmentation(tmp_path / 'data', *[[0, 255]] * 40, [0, 1])
     assert look(SEGMENTOR, train=[dataset], num_images=20) == ('', [])
     opened = []

@@ -31,7 +31,7 @@ LABELS = [[3, 6, 7, 10], [2, 7, 8, 10], [2, 9], [1], [0, 3, 9], [4, 7]]
 
 @pytest.mark.parametrize('form', PICTURES)
 def test_the_same_arguments_give_the_same_pictures_until_the_version_is_raised(tmp_path, form):
-    """A data set that was written is kept as long as its note says the same: whoever changes what is drawn has to
+    """A data set that was written is kept as long as its note says the same: a change of the drawing has to
     raise ``GENERATOR_VERSION``, and the numbers here with it."""
     write_dataset(tmp_path, DatasetSpec(form, 4, 2, seed=11, size=(128, 96), size_jitter=0.3))
     assert GENERATOR_VERSION == 7

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What is written when, and when nothing is; the command line is tried in tests/tools."""
+"""Writing of data sets, whole or not at all. tests/tools runs the command line."""
 
 import hashlib
 from pathlib import Path

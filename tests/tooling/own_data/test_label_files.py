@@ -240,7 +240,7 @@ def turned_cvat(root):
     cvat(root, dict.fromkeys(OBJECTS, [TURNED]), rotation=90.0)
 
 
-def turned_studio(root):  # around the upper left corner, which is at (38, 2) after the turn
+def turned_studio(root):  # around the upper left corner, at (38, 2) after the turn
     x, y = 38 / WIDTH * 100, 2 / HEIGHT * 100
     label_studio(root, dict.fromkeys(OBJECTS, [TURNED]), dict(x=x, y=y, rotation=90))
 

@@ -111,7 +111,7 @@ def test_dense_images_and_ignored_objects_widen_the_limits(tmp_path, untried):
     assert cfg.model.train_cfg.rpn.assigner.ignore_iof_thr == cfg.model.train_cfg.rcnn.assigner.ignore_iof_thr == 0.5
 
 
-def test_what_a_step_took_and_the_whole_will_take(tmp_path):
+def test_durations_of_a_step_and_of_the_training(tmp_path):
     trial = smoke.Trial(1.0, (), (), seconds=3.0, size=(288, 384))
     data = finding.OwnData('', [], dict(train=[tmp_path] * 40), {}, {}, [])
     args = making.ConfigArgs(tmp_path, 'detection', 'ravlt_t', tmp_path / 'mine.py')
@@ -165,7 +165,7 @@ def test_the_length_of_a_training_follows_the_data(task, steps, length, warm, ev
     assert schedule['train_cfg']['val_interval'] == schedule['default_hooks']['checkpoint']['interval'] == every
 
 
-def test_what_is_refused(tmp_path, untried, capsys):
+def test_refused_arguments(tmp_path, untried, capsys):
     root = boxes(tmp_path / 'data')
     with pytest.raises(
         RunError, match="--backbone 'flatten_swin_b' has no config for detection; these have: .*ravlt_t"
@@ -177,8 +177,8 @@ def test_what_is_refused(tmp_path, untried, capsys):
         made(text(tmp_path / 'mine_train.json', '{}'), 'detection', 'ravlt_t')
     common = ['--task', 'detection', '--backbone', 'ravlt_t', '--out']
     for args, said in (
-        ([root, *common, tmp_path / 'mine.yaml'], 'has to end with .py'),
-        ([root, *common, tmp_path / 'mine.py', '--batch', '0'], '--batch 0 has to be at least 1'),
+        ([root, *common, tmp_path / 'mine.yaml'], 'expected a name that ends with .py'),
+        ([root, *common, tmp_path / 'mine.py', '--batch', '0'], '--batch=0: expected at least 1'),
         ([root, *common, tmp_path / 'mine.py', '--classes', 'a'], '--classes is for label images'),
         ([tmp_path / 'nowhere', *common, tmp_path / 'mine.py'], 'no such folder'),
     ):
@@ -191,7 +191,7 @@ def test_what_is_refused(tmp_path, untried, capsys):
 def test_data_that_does_not_load_is_one_line(tmp_path, monkeypatch):
     root, values = boxes(tmp_path / 'data'), making._values
 
-    def lose(args, data, *more):  # what was looked at a moment ago
+    def lose(args, data, *more):  # after the images were inspected
         for path in data.images['train']:
             path.write_bytes(b'')
         return values(args, data, *more)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Boxes as people have them: what is read, what is drawn for validation, and what is refused in a line."""
+"""Box formats, splits, and refusals of one line."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def boxes_of(data, split='train'):
 
 
 def layouts():
-    """Those of the page: task, name, paths."""
+    """Yield the layouts of the page: task, name, paths."""
     page = (ROOT / 'docs' / 'own_data.md').read_text(encoding='utf-8')
     for kind, block in zip(
         (read, label_images.read_masks, folders.read_classes), re.findall('```text\n(.*?)```', page, re.S)
@@ -115,7 +115,7 @@ def test_voc_of_a_folder_above_and_lists_by_other_names(tmp_path):
 
 
 def test_voc_of_two_years(tmp_path):
-    """The later one without train, whose place trainval takes."""
+    """trainval replaces the missing train of the later one."""
     voc_folder(tmp_path / 'VOC2007', 'abcx', WHEEL, trainval='abcx', train='ab', val='c')
     voc_folder(tmp_path / 'VOC2012', 'de', WHEEL, trainval='de', val='e')
     data = read(tmp_path)
@@ -220,7 +220,7 @@ def test_yolo_boxes_before_key_points(tmp_path):
 
 
 def test_yolo_of_turned_photographs_and_polygons(tmp_path):
-    """The numbers are shares of the image as it is shown, which is how it is trained on too."""
+    """Numbers are shares of the image as shown and trained on."""
     yolo(tmp_path, '0 0.25 0.25 0.75 0.25 0.75 0.5')
     text(tmp_path / 'classes.txt', 'a')
     exif = Image.Exif()
@@ -281,7 +281,7 @@ def test_a_group_of_categories_is_no_class(tmp_path):
 
 
 def test_coco_in_one_file(tmp_path):
-    """That begins with many categories; its objects have outlines."""
+    """A file that begins with many categories; its objects have outlines."""
     for i in range(4):
         picture(tmp_path / f'{i}.jpg')
     content = coco([f'{i}.jpg' for i in range(4)], segmentation=[[4, 8, 24, 8, 24, 38]])
@@ -345,11 +345,11 @@ XML = VOC.format(w=HEIGHT, h=WIDTH, objects=OBJECT.format(name='a', box=(1, 1, 9
         ({'labels/0.txt': '0 0.1 0.2 0.3 0.4 0.5 0.6 0.7', 'classes.txt': 'a'}, 'is no class and x y width height'),
         (
             {'labels/0.txt': '1 0.5 0.5 0.2 0.2', 'data.yaml': 'names: {1: a, 2: b}'},
-            'names have the numbers [1, 2]; they have to be 0 to 1',
+            'names have the numbers [1, 2]: expected 0 to 1',
         ),
         (
             {'labels/0.txt': '1 0.5 0.5 0.2 0.2', 'data.yaml': 'names: coco.names'},
-            "names = 'coco.names' has to be a list",
+            "names='coco.names': expected a list",
         ),
         (
             {'classes.txt': 'a'},

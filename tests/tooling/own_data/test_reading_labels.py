@@ -9,7 +9,7 @@ import pytest
 from own_files import HEIGHT, WIDTH, picture, text
 from PIL import Image, TiffImagePlugin
 
-from mmlinattn.tooling.own_data import finding, folders, label_images
+from mmlinattn.tooling.own_data import finding, folders, label_images, label_values
 from mmlinattn.utils.errors import RunError
 
 
@@ -31,8 +31,8 @@ def masks(root, values, names=None, suffix='.png', dtype=np.uint8, shape=(HEIGHT
         ([0, 38, 75, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {0: 0, 38: 1, 75: 2, 255: 255}),
     ],
 )
-def test_what_values_of_label_images_mean(values, names, classes, table):
-    assert label_images.meaning(values, names) == (classes, table)
+def test_values_of_label_images(values, names, classes, table):
+    assert label_values.meaning(values, names) == (classes, table)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_values_of_label_images_mean(values, names, classes, table):
 )
 def test_values_that_are_refused(values, names, said):
     with pytest.raises(RunError, match=said):
-        label_images.meaning(values, names)
+        label_values.meaning(values, names)
 
 
 def test_masks_of_0_and_255_are_copied_as_labels(tmp_path):
@@ -140,7 +140,7 @@ def layout(root, name, value, splits=('train', 'train', 'train', 'val', 'val')):
 
 
 def halves(*values, dtype=np.uint8):
-    """A label image whose columns have the values in turn."""
+    """Return a label image with the values in turn as columns."""
     return np.resize(np.array(values, dtype), (HEIGHT, WIDTH, *np.shape(values)[1:]))
 
 
@@ -200,7 +200,7 @@ def test_colours_that_the_list_lacks(tmp_path):
 
 
 def test_colours_without_a_list(tmp_path):
-    """Those of Cityscapes are known; others are refused by their values; two are background and foreground."""
+    """Cityscapes' colours are known, two are background and foreground, others are refused."""
     data = layout(tmp_path / 'a', 'CamVid of Kaggle', lambda number: halves(ROAD, (0, 0, 142), VOID))
     assert (data.classes[0], data.classes[13]) == ('road', 'car') and 'those of cityscapes' in ' '.join(data.notes)
     with pytest.raises(RunError, match=re.escape('(0, 0, 0), (9, 8, 7), (200, 3, 4): write label_colors.txt')):
@@ -289,7 +289,7 @@ def test_classes_of_label_images_stay_in_train(tmp_path):
 
 
 def test_test_images_without_labels_of_a_class(tmp_path):
-    """As those of Cityscapes, whose labels are kept back."""
+    """Cityscapes keeps back the labels of its test images."""
     splits = ('train', 'train', 'val', 'test')
     data = layout(tmp_path / 'data', 'Cityscapes', lambda number: halves(*((7, 11) if number < 3 else (0, 3))), splits)
     assert list(data.images) == ['train', 'val'] and 'the 1 label images of test have no class' in ' '.join(data.notes)
@@ -312,7 +312,7 @@ def test_pages_and_values_that_mean_no_data_are_named(tmp_path):
     'name, said',
     [('masks/0_b.png', r'two label images of each image, \*_b.png and \*_c.png'), ('images/0.png', 'one name')],
 )
-def test_label_images_of_which_there_are_two(tmp_path, name, said):
+def test_two_label_images_of_an_image(tmp_path, name, said):
     for path in ('images/0.jpg', 'masks/0_c.png', name):
         picture(tmp_path / path, np.resize(np.array([0, 1], np.uint8), (HEIGHT, WIDTH)))
     with pytest.raises(RunError, match=said):
