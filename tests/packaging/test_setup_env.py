@@ -124,18 +124,20 @@ def test_pytorch_comes_from_the_index_that_fits_the_machine(how, expected, tmp_p
     lock.write_text('uv==9.1\ntorch===9.1\ntorchvision===9.1\nnvidia-cublas==9.1\n')
     program(tmp_path / 'nvidia-smi', f'exit {int("a driver" not in how)}')
     mirror = f'file://{tmp_path}/none' if 'reach' in how else f'file://{cpu}'
-    done = setup_env(
-        *('--venv', tmp_path / 'venv', '--python', sys.executable, '--lock', lock),
-        *(how.replace('URL', f'file://{cpu}').split(', ')[1].split() if '--' in how else ()),
-        PATH=f'{tmp_path}{os.pathsep}{os.environ["PATH"]}',
-        PIP_INDEX_URL=f'file://{pypi}',
-        MMLINATTN_TORCH_CPU_INDEX=mirror,
-    )
+    source = ['--torch', f'file://{cpu}'] if 'URL' in how else []
+    # explicitly over another build
+    for options in [['--torch', 'pypi'], source] if source else [[]]:
+        done = setup_env(
+            *('--venv', tmp_path / 'venv', '--python', sys.executable, '--lock', lock, *options),
+            PATH=f'{tmp_path}{os.pathsep}{os.environ["PATH"]}',
+            PIP_INDEX_URL=f'file://{pypi}',
+            MMLINATTN_TORCH_CPU_INDEX=mirror,
+        )
     assert ('cannot be reached: installing' in done.stderr) == ('reach' in how), done.stderr
     # the set-up fails after this step, since the stand-ins lack setuptools
     (site,) = tmp_path.glob('venv/lib/python3*/site-packages')
     found = {path.name.removesuffix('.dist-info') for path in site.glob('*-9.1*.dist-info')}
-    cuda = {'nvidia_cublas-9.1'} if expected == '9.1' else set()
+    cuda = {'nvidia_cublas-9.1'} if expected == '9.1' or source else set()
     assert found == {'uv-9.1', f'torch-{expected}', f'torchvision-{expected}', *cuda}
 
 
