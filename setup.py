@@ -14,7 +14,7 @@ LEFT_OUT = ('__pycache__', '*.py[cod]', '*.egg-info', 'build', 'tests', 'results
 
 
 def read_version() -> str:
-    """Return the version without importing the package, which would need torch at build time."""
+    """Return the version. Importing the package would need torch at build time."""
     text = (ROOT / 'mmlinattn' / 'version.py').read_text(encoding='utf-8')
     match = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
     if match is None:

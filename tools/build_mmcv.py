@@ -1,17 +1,17 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Builds a wheel of MMCV with its own operators, on every PyTorch and Python, in half the time of ``pip install mmcv``.
+"""Build a wheel of MMCV with its own operators, for every PyTorch and Python, in half the time of ``pip install mmcv``.
 
-MMCV's operators are 77 small C++ files, and each makes the compiler read all of PyTorch's headers, which takes longer
-than the file itself. Here the 57 of them that only choose an implementation are joined before they are compiled. The 20
-that compute stay as they are: joined, ``cos`` of a float would become another function, and some names come twice.
-The set-up script of MMCV reads its version in a way that Python 3.13 ended, and asks for C++17, where PyTorch 2.14 and
-newer want C++20: both are mended in what was downloaded.
+MMCV's operators are 77 small C++ files. For each, the compiler reads all of PyTorch's headers, longer work than the
+file itself. The 57 files that only choose an implementation are joined before compilation. The 20 that compute stay
+separate: joined, ``cos`` of a float would become another function, and some names occur twice. The downloaded
+``setup.py`` is patched: it reads its version from ``locals()``, empty since Python 3.13, and asks for C++17, but
+PyTorch 2.14 needs C++20.
 
     python tools/build_mmcv.py mmcv==2.1.0
 
-prints the path of the wheel. It is kept for the next time in pip's cache folder, by the version of PyTorch it was built
-for (pip itself does not look at that). Needs gcc, g++, and setuptools and torch in the Python that runs it. CUDA
-operators are built where PyTorch sees a GPU and nvcc is there, or with FORCE_CUDA=1.
+prints the path of the wheel. Wheels are cached in pip's cache folder by PyTorch version (pip's own cache ignores it).
+Needs gcc, g++, setuptools and torch. CUDA operators are built if PyTorch sees a GPU and nvcc is on PATH, or with
+FORCE_CUDA=1.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SOURCES = Path('mmcv', 'ops', 'csrc', 'pytorch')
 
 
 def pip(*arguments: str, **environment: str) -> str:
-    """Runs pip, whose progress goes to stderr; returns what a query printed."""
+    """Run pip with its progress on stderr; return the output of a query."""
     query = arguments[0] in ('cache', 'config')
     command = [sys.executable, '-m', 'pip', *arguments]
     done = subprocess.run(
@@ -46,7 +46,7 @@ def pip(*arguments: str, **environment: str) -> str:
 
 
 def join(folder: Path, parts: int) -> None:
-    """Joins the C++ files of a folder into ``parts`` ones."""
+    """Join the C++ files of a folder into ``parts`` files."""
     files = sorted(folder.glob('*.cpp'))
     for file in files:
         file.rename(file.with_suffix('.inc'))
@@ -56,7 +56,7 @@ def join(folder: Path, parts: int) -> None:
 
 
 def download(name: str, version: str, folder: Path) -> Path:
-    """The source from the package index. ``pip download`` would run its set-up script, which fails on Python 3.13."""
+    """Download the source. ``pip download`` would run MMCV's ``setup.py``, and that fails on Python 3.13."""
     index = os.environ.get('PIP_INDEX_URL') or pip('config', 'get', 'global.index-url') or 'https://pypi.org/simple'
     page = f'{index.rstrip("/")}/{name}/'
     file = f'{name.replace("-", "_")}-{version}.tar.gz'
@@ -68,13 +68,13 @@ def download(name: str, version: str, folder: Path) -> Path:
     with urlopen(urljoin(page, found[1])) as answer:
         archive.write_bytes(answer.read())
     with tarfile.open(archive) as content:
-        # Python before 3.11.4 has no filters.
+        # Python before 3.11.4 has no filters
         content.extractall(folder, **({'filter': 'data'} if hasattr(tarfile, 'data_filter') else {}))
     return folder / file[: -len('.tar.gz')]
 
 
 def mend(script: Path, version: str, torch_version: str) -> None:
-    """The changes of MMCV's setup.py that Python 3.13 and PyTorch 2.14 need."""
+    """Patch MMCV's ``setup.py`` for Python 3.13 and PyTorch 2.14."""
     text = script.read_text(encoding='utf-8').replace("locals()['__version__']", repr(version))
     if tuple(map(int, torch_version.split('.')[:2])) >= (2, 14):
         text = text.replace('std=c++17', 'std=c++20').replace('std:c++17', 'std:c++20')
@@ -82,7 +82,7 @@ def mend(script: Path, version: str, torch_version: str) -> None:
 
 
 def builds_cuda() -> bool:
-    """Whether CUDA operators are wanted and can be built. Compiled for a GPU that is not there they take an hour."""
+    """Return True if CUDA operators are requested or can be used here; they take an hour to compile."""
     import torch
 
     forced = os.environ.get('FORCE_CUDA')
@@ -90,24 +90,24 @@ def builds_cuda() -> bool:
 
 
 def build(requirement: str, folder: Path, kept: Path) -> Path:
-    """Downloads the source, mends and joins its files, and builds the wheel into ``kept``."""
+    """Download the source, patch and join its files, and build the wheel into ``kept``."""
     import torch
 
     name, _, version = requirement.partition('==')
     root = download(name, version, folder)
     if not (root / SOURCES / 'cpu').is_dir():
-        raise SystemExit(f'build_mmcv: {requirement} has its sources elsewhere than in {SOURCES}/cpu')
+        raise SystemExit(f'build_mmcv: {requirement} has no folder {SOURCES}/cpu')
     mend(root / 'setup.py', version, torch.__version__)
     jobs = int(os.environ.get('MAX_JOBS') or os.cpu_count() or 1)
     join(root / SOURCES, min(jobs, 4))
     wheels = folder / 'wheels'
     flags = {'CFLAGS': '-O1 -g0', 'MMCV_WITH_OPS': '1', 'MAX_JOBS': str(jobs), 'FORCE_CUDA': str(int(builds_cuda()))}
-    if not builds_cuda():  # with a GPU in sight MMCV asks for the CUDA toolkit
+    if not builds_cuda():  # MMCV asks for the CUDA toolkit if it sees a GPU
         flags['CUDA_VISIBLE_DEVICES'] = ''
     pip('wheel', '--no-deps', '--no-build-isolation', '--no-cache-dir', '-w', str(wheels), str(root), **flags)
     (wheel,) = wheels.glob('*.whl')
     kept.mkdir(parents=True, exist_ok=True)
-    # Renamed in one step, so that a build that is stopped, or one beside it, leaves no half a file.
+    # atomic: an interrupted or concurrent build leaves no partial file
     target = kept / wheel.name
     part = target.with_name(f'{target.name}.{os.getpid()}')
     part.write_bytes(wheel.read_bytes())
@@ -118,11 +118,11 @@ def build(requirement: str, folder: Path, kept: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('requirement', help='MMCV and its version, as in mmcv==2.1.0 or onedl-mmcv==2.3.6')
-    parser.add_argument('--wheels', type=Path, help="where wheels are kept (default: pip's cache, else here)")
+    parser.add_argument('--wheels', type=Path, help="folder of cached wheels (default: pip's cache, else here)")
     args = parser.parse_args()
     name, equal, version = args.requirement.partition('==')
     if not (equal and name and version):
-        parser.error(f"requirement is '{args.requirement}', it has to be of the form mmcv==2.1.0")
+        parser.error(f'requirement={args.requirement!r}: expected NAME==VERSION, such as mmcv==2.1.0')
     import torch
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-# Test on several GPUs, or on several CPU processes where there is no GPU.
+# Test on several GPUs, or in several CPU processes without a GPU.
 #   bash tools/dist_test.sh CONFIG CHECKPOINT GPUS [arguments of tools/test.py]
-# Environment: NNODES NODE_RANK MASTER_ADDR PORT (several machines), PYTHON (the interpreter).
+# Environment: NNODES NODE_RANK MASTER_ADDR PORT (several machines), PYTHON (interpreter).
 set -euo pipefail
 unset CDPATH
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-# Train on several GPUs, or on several CPU processes where there is no GPU.
+# Train on several GPUs, or in several CPU processes without a GPU.
 #   bash tools/dist_train.sh CONFIG GPUS [arguments of tools/train.py]
-# Environment: NNODES NODE_RANK MASTER_ADDR PORT (several machines), PYTHON (the interpreter), MAX_RESTARTS (how often a
-# run goes on from its last checkpoint by itself after one of its processes died; 0).
+# Environment: NNODES NODE_RANK MASTER_ADDR PORT (several machines), PYTHON (interpreter), MAX_RESTARTS (resumes
+# from the last checkpoint after a process died; default 0).
 set -euo pipefail
 unset CDPATH
 

@@ -39,8 +39,8 @@ launch() { # PROCESSES SCRIPT [arguments]
         echo "error: $processes GPUs asked for, and this machine has $gpus." >&2
         exit 1
     fi
-    # With torchrun's default rendezvous, a restart waits for the addresses of the processes that died. The other one can
-    # begin with an empty store each time, but does not let the machines choose their ranks.
+    # After a restart, torchrun's default rendezvous waits for the addresses of the processes that died. c10d starts with
+    # an empty store, but does not let machines choose their ranks.
     local rendezvous=(
         --node_rank="${NODE_RANK:-0}"
         --master_addr="${MASTER_ADDR:-127.0.0.1}"

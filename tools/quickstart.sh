@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-# From nothing to a trained detector: environment, data set, training, test, pictures.
+# Set up, train and test a small detector: environment, data set, training, test, pictures.
 #   bash tools/quickstart.sh [arguments of tools/setup_env.sh]
-# Done steps are skipped when it runs again; a training that was cut off continues.
-# Environment: DATA (data/shapes_coco), WORK_DIR (work_dirs/quickstart): where things go, from this checkout on.
+# A second run skips finished steps and resumes an interrupted training.
+# Environment: DATA (default data/shapes_coco) and WORK_DIR (work_dirs/quickstart), relative to this checkout.
 set -euo pipefail
 unset CDPATH
 
@@ -23,21 +23,19 @@ SHEET=$WORK_DIR/contact_sheet.png
 METRICS=$WORK_DIR/metrics.json
 LOG=$WORK_DIR/quickstart.log
 
-# Threads wait for work a short while only: spinning on, as is the default, they stall each other
-# where other programs use the cores too.
+# Shorter spinning: by default, waiting threads stall each other on cores shared with other programs.
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}
-# glibc keeps the memory of large tensors for the next iteration: a quarter of the page faults
+# glibc reuses the memory of large tensors: a quarter of the page faults
 export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=1073741824
 
 step() { echo "== $*" >&2; }
 
-# A step is done when its stamp holds what the step was made from: another config, data set or
-# tool makes it, and with it all that follow, run again.
+# A step is done if its stamp holds its inputs. Another config or data set runs it and all later steps again.
 is_done() { [ -f "$WORK_DIR/.$1.done" ] && [ "$(cat "$WORK_DIR/.$1.done")" = "$2" ]; }
 done_with() { echo "$2" >"$WORK_DIR/.$1.done"; }
 fingerprint() { cksum "$@" | cksum | cut -d' ' -f1; }
 
-# Progress on the screen, everything in the log; a failure names the log.
+# Progress goes to the screen, all output to the log; a failure names the log.
 logged() {
     "$@" >>"$LOG" 2>&1 || {
         tail -n 20 "$LOG" >&2
@@ -52,7 +50,7 @@ mkdir -p "$WORK_DIR"
 started=$SECONDS
 
 step "2/5 data set: $DATA"
-# The tool keeps a data set with these settings, and refuses a folder with other content.
+# The tool keeps a data set with these settings and refuses a folder with other content.
 logged "$PY" tools/make_shapes_dataset.py "$DATA" --format coco --num-train 716 --num-val 60
 
 made_from=$(fingerprint "$CONFIG" "$DATA"/annotations/*.json)-$DATA
@@ -65,7 +63,7 @@ else
     elif [ ! -e "$WORK_DIR/.begin.done" ] && ls "$WORK_DIR"/*.pth >/dev/null 2>&1; then
         echo "error: WORK_DIR = $WORK_DIR holds checkpoints of another run. Name another folder." >&2
         exit 1
-    else # checkpoints of another config or data set are no use
+    else # checkpoints of another config or data set
         rm -f "$WORK_DIR"/epoch_*.pth "$WORK_DIR"/last_checkpoint "$WORK_DIR"/.*.done
         done_with begin "$made_from"
     fi

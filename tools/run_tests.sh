@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up the environment, then lint, the fast tests and the slow ones. `--help` explains.
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+# Set up the environment, lint, run the fast and the slow tests. See --help.
 set -euo pipefail
 unset CDPATH
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -8,14 +9,14 @@ usage() {
   cat <<'USAGE'
 usage: tools/run_tests.sh [--with-onedl] [--with-newest] [--use-existing] [pytest arguments]
 
-Without pytest arguments: ruff, mypy, the fast tests, those of ops, attentions and layers once more in
-the reference backends, then the slow tests, stopping at the first of these that fails. Where CI is
-set, the next two follow. With pytest arguments: one pytest run with just these.
+Without pytest arguments: ruff, mypy, the fast tests, those of ops, attentions and layers again with the
+reference backends, then the slow tests; stops at the first failing step. If CI is set, both --with
+options apply. With pytest arguments: one pytest run with these.
 
   --with-newest    the fast tests of ops, attentions, layers, hosts and engine, and one train -> resume
                    -> test round, on the newest PyTorch (requirements/lock-newest.txt)
   --with-onedl     the fast tests of the engine, and one such round, on the onedl-* distributions
-  --use-existing   in the active Python instead of .venv (so does MMLINATTN_USE_EXISTING_ENV=1)
+  --use-existing   in the active Python instead of .venv (as does MMLINATTN_USE_EXISTING_ENV=1)
 USAGE
 }
 
@@ -32,11 +33,10 @@ for argument in "$@"; do
   esac
 done
 
-# Containers often set it: then each of the hundreds of processes that tests start would compile PyTorch's modules anew,
-# which takes longer than all else it does.
+# Often set in containers: each of the hundreds of processes started by tests would compile PyTorch's modules again.
 unset PYTHONDONTWRITEBYTECODE
 
-# what a speed or a number may depend on
+# speed and rounding depend on these
 cpu=$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo 2>/dev/null | head -n 1 || true)
 units=$(grep -m 1 '^flags' /proc/cpuinfo 2>/dev/null | tr ' ' '\n' | grep -xE 'avx2|avx512f|avx512_bf16|amx_bf16|amx_int8' | tr '\n' ' ' || true)
 echo "run_tests: ${cpu:-unknown CPU}, $(nproc 2>/dev/null || echo '?') cores, units: ${units:-none known}" >&2
@@ -47,7 +47,7 @@ py=$(tools/setup_env.sh)
   exit 1
 }
 
-# pytest says 5 when a selection holds no test.
+# pytest exits with 5 if a selection is empty
 pytest_if_any() {
   local status=0
   "$@" || status=$?
@@ -58,14 +58,14 @@ if [ ${#arguments[@]} -gt 0 ]; then
   exec "$py" -m pytest "${arguments[@]}"
 fi
 
-# beside lint, which takes one core
+# in parallel to lint, which uses one core
 make_others() {
   export MMLINATTN_USE_EXISTING_ENV=''
   [ -z "$onedl" ] || tools/setup_env.sh --stack onedl >/dev/null
   [ -z "$newest" ] || tools/setup_env.sh --venv .venv-newest --lock requirements/lock-newest.txt >/dev/null
 }
 if [ -n "$newest" ] && ! "$py" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-  echo 'run_tests: the newest PyTorch needs Python 3.11: left out' >&2
+  echo 'run_tests: the newest PyTorch needs Python 3.11: skipped' >&2
   newest=''
 fi
 make_others & making=$!
@@ -75,15 +75,15 @@ make_others & making=$!
 "$py" -m mypy
 wait "$making"
 
-# glibc gives large tensors back to the system one by one, and asks for the same pages again a moment later
+# glibc would return the memory of large tensors and request the same pages again
 export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=268435456
 
-# One single-threaded process a core: the tensors of the tests are too small to be shared by threads. The slow tests of
-# a file stay together, since they share what they train.
-cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2) # it would answer with OMP_NUM_THREADS
+# One single-threaded process per core: the tensors of the tests are too small for threads. Slow tests of a file stay
+# together, since they share trained models.
+cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2) # nproc obeys OMP_NUM_THREADS
 workers=$((cores < 8 ? cores : 8))
 OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
-# the reference backends, which compilers, exporters and unknown devices get
+# reference backends, used by compilers, exporters and unknown devices
 MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow' \
   --ignore tests/ops/test_dispatch.py \
   tests/attention tests/layers tests/ops tests/backbones/test_hosts_parity.py

@@ -119,15 +119,20 @@ torch_from() { # URL, options of uv
   # shellcheck disable=SC2086  # two words
   "$venv/bin/uv" pip install --no-deps --default-index "$@" $torch_pins >>"$log" 2>&1
 }
-used=${torch:-pypi} url=$torch
-[ -n "$torch" ] || [ "$(uname -s)" != Linux ] || has_driver || used=cpu
+used=${torch:-pypi} url=$torch reinstall=()
+if [ -n "$torch" ]; then
+  reinstall=(--reinstall) # a build from elsewhere has the same version
+elif [ "$(uname -s)" = Linux ] && ! has_driver; then
+  # an environment with the CUDA build keeps it
+  case $("$vpy" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || true) in '' | *+*) used=cpu ;; esac
+fi
 [ "$used" != cpu ] || url=${MMLINATTN_TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 
 say '1/3 PyTorch, MMDetection, MMSegmentation, MMPretrain and the rest, as wheels'
 "$venv/bin/uv" pip uninstall -q mmcv "$mmcv" mmlinattn-mmcv-ops >>"$log" 2>&1
 pins=$lock
 if [ "$used" != pypi ]; then
-  if UV_HTTP_RETRIES=0 UV_HTTP_TIMEOUT=10 torch_from "$url" --dry-run && torch_from "$url"; then
+  if UV_HTTP_RETRIES=0 UV_HTTP_TIMEOUT=10 torch_from "$url" --dry-run && torch_from "$url" ${reinstall[@]+"${reinstall[@]}"}; then
     pins=$venv/lock.txt
     { sed -E '/^(torch|torchvision|triton|nvidia-|cuda-)/d' "$lock" && printf '%s\n' "$torch_pins"; } >"$pins"
   elif [ -n "$torch" ]; then

@@ -3,7 +3,7 @@
 # Train under Slurm.
 #   [GPUS=8] [GPUS_PER_NODE=8] [CPUS_PER_TASK=5] [SRUN_ARGS=...] \
 #   bash tools/slurm_train.sh PARTITION JOB_NAME CONFIG WORK_DIR [arguments of tools/train.py]
-# GPUS_PER_NODE=0 asks for no GPU: GPUS processes on CPUs over gloo.
+# GPUS_PER_NODE=0 requests no GPU and runs GPUS CPU processes over gloo.
 set -euo pipefail
 unset CDPATH
 
@@ -16,7 +16,7 @@ GPUS=${GPUS:-8}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 placement=()
 if [ "$GPUS_PER_NODE" -gt 0 ]; then
-    # a job of fewer GPUs than a node has takes only those
+    # request only the GPUs of a job smaller than a node
     per_node=$((GPUS < GPUS_PER_NODE ? GPUS : GPUS_PER_NODE))
     placement=(--gres="gpu:$per_node" --ntasks-per-node="$per_node")
 fi

@@ -73,7 +73,7 @@ def _remedy(module: str, error: Exception, reason: str) -> str:
     package = module.partition('.')[0]
     culprit = (error.name or module) if isinstance(error, ModuleNotFoundError) else ''
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    # setuptools from 82 on has no pkg_resources; one older than Python 3.12 calls what that Python removed
+    # setuptools 82 dropped pkg_resources; older ones fail on Python 3.12, which removed pkgutil.ImpImporter
     if culprit.partition('.')[0] == 'pkg_resources' or any('pkg_resources' in file for file in files):
         return f'pip install {PIP["pkg_resources"]}'
     if culprit in PIP:
@@ -111,7 +111,7 @@ def use(module: str) -> None:
     """Import a module and call the parts of it that fail later than the import.
 
     Raises:
-        Exception: Of any kind; :func:`explained` makes a line of it.
+        Exception: Any exception; :func:`explained` turns it into a line.
     """
     imported = importlib.import_module(module)
     if module == 'torchvision':
@@ -127,7 +127,7 @@ def use(module: str) -> None:
 
 
 def run_operators(device: str) -> None:
-    """Run MMCV's NMS and RoIAlign, which every detector calls, on a device."""
+    """Run MMCV's NMS and RoIAlign, called by every detector, on a device."""
     import torch
     from mmcv.ops import nms, roi_align
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The table of rooms in docs/design.md is what the package imports."""
+"""Compare the imports of the package with the table of docs/design.md."""
 
 import ast
 import re

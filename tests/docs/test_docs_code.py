@@ -1,15 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Code blocks of README and docs are run, or say why not.
+"""Run the code blocks of README and docs.
 
-A comment before a block of ``bash``, ``shell`` or ``python`` says what the block is:
+A comment before a block of ``bash``, ``shell`` or ``python`` gives its kind:
 
-- none: Python that is run, in a temporary folder; the blocks of a page share names;
-- ``<!-- slow -->``: Python that is run by a slow test;
+- none: Python, run in a temporary folder; the blocks of a page share names;
+- ``<!-- slow -->``: Python, run by a slow test;
 - ``<!-- config of mmdet::FOLDER/CONFIG.py -->``: the body of a config that inherits this one (a block with ``_base_``
   of its own needs no comment): loaded, its model and optimizer built, its backbone and neck run;
-- ``<!-- tested in tests/FILE.py::FUNCTION -->``: by that test, with the models that it wants;
-- ``<!-- needs: data, weights -->`` and other ``NEEDS``: not run. Options are still those of the tools, configs are
-  there, and checkpoints are known by these names.
+- ``<!-- tested in tests/FILE.py::FUNCTION -->``: run by that test, with its models;
+- ``<!-- needs: data, weights -->`` and other ``NEEDS``: not run. Options, configs and checkpoint names are checked.
 """
 
 import argparse
@@ -34,13 +33,13 @@ from mmlinattn.checkpoints.released import find_released
 
 PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'benchmarks').glob('*.md'), *(ROOT / 'docs').rglob('*.md')])
 NEEDS = {'data', 'weights', 'GPU', 'network', 'minutes', 'several machines', 'TensorRT'}
-# what is no code: a tree of folders, an equation, a diagram
+# no code: a tree of folders, an equation, a diagram
 PROSE = {'text', 'mermaid'}
 
 
 @dataclass
 class Block:
-    """A fenced block, with the comment before it."""
+    """A fenced block with the comment before it."""
 
     page: str
     line: int
@@ -53,7 +52,7 @@ class Block:
 
     @property
     def kind(self) -> str:
-        """The first word of the comment; ``config`` of a Python block that inherits one; else ``run``."""
+        """Return the first word of the comment; ``config`` for Python that inherits one; else ``run``."""
         if self.note:
             return re.split(r'[\s:]', self.note)[0]
         return 'config' if self.language == 'python' and '_base_ =' in self.text else 'run'
@@ -95,7 +94,7 @@ def test_every_block_says_what_it_is(block):
 
 
 def parser_of(tool: str) -> argparse.ArgumentParser:
-    """The parser of a tool, which is run up to where it reads its arguments."""
+    """Return the argument parser of a tool. The tool runs until it parses its arguments."""
     found = []
 
     def stop(self, *_, **__):
@@ -108,7 +107,7 @@ def parser_of(tool: str) -> argparse.ArgumentParser:
 
 
 def commands(text: str) -> list[list]:
-    """The words of each command of a shell block, without variables before it and comments behind it."""
+    """Return the words of each command of a shell block, without variables and comments."""
     found = []
     for line in text.replace('\\\n', ' ').splitlines():
         words = shlex.split(line, comments=True)
@@ -120,7 +119,7 @@ def commands(text: str) -> list[list]:
 
 
 def as_tool(words: list) -> list:
-    """``[tool, argument, ...]`` of a command; the launchers' as those of the tools that they start. Empty: no tool."""
+    """Return ``[tool, argument, ...]`` of a command, or []. A launcher gives those of the tool it starts."""
     if words[0] in ('python', 'bash'):
         words = words[1:]
     tool = words[0] if words else ''
@@ -146,7 +145,7 @@ def test_commands_that_are_not_run_have_options_of_the_tools(block):
 
 
 def spoken(path: Path) -> list[list]:
-    """Commands within sentences and tables, as words: `python tools/TOOL.py ...`."""
+    """Return the commands within sentences and tables: `python tools/TOOL.py ...`."""
     text = re.sub(r'^```.*?^```', '', path.read_text(encoding='utf-8'), flags=re.M | re.S)
     spans = re.findall(r'`((?:python |bash )?(?:tools|benchmarks)/[^`]+ [^`]+)`', text)
     return [shlex.split(re.sub(r'[\[\]]', '', ' '.join(span.split()))) for span in spans]
@@ -168,7 +167,7 @@ def test_commands_in_sentences_have_options_of_the_tools(path):
 
 
 def scripts():
-    """The Python blocks of a page that are run, for each page."""
+    """Yield the Python blocks to run, by page."""
     pages = {}
     for block in BLOCKS:
         if block.language == 'python' and block.kind in ('run', 'slow'):
@@ -179,14 +178,14 @@ def scripts():
 
 @pytest.mark.parametrize('blocks', scripts())
 def test_python_runs(blocks, tmp_path, monkeypatch):
-    """All blocks of a page in one file; slow pages in a process of their own: they fill upstream's registries."""
+    """Run the blocks of a page as one file; slow pages, which fill upstream's registries, in a process of their own."""
     code = '\n'.join(block.text for block in blocks)
     if any(block.kind == 'slow' for block in blocks):
         (tmp_path / 'page.py').write_text(code)
         python('page.py', cwd=tmp_path)
         return
     monkeypatch.chdir(tmp_path)
-    for registry in (MODELS, TOKEN_MIXERS):  # the example's classes leave with the test
+    for registry in (MODELS, TOKEN_MIXERS):  # forget the example's classes afterwards
         monkeypatch.setattr(registry, '_module_dict', dict(registry.module_dict))
     exec(compile(code, blocks[0].page, 'exec'), {'__name__': '__main__'})
 
@@ -198,7 +197,7 @@ CONFIGS = [block for block in PYTHON if '_base_ =' in block.text or block.kind =
 @pytest.mark.slow
 @pytest.mark.parametrize('block', CONFIGS, ids=str)
 def test_configs_load_and_build(block, tmp_path, monkeypatch):
-    for module in re.findall(r"imports=\['mmlinattn', '(\w+)'\]", block.text):  # the page's own, on the PYTHONPATH
+    for module in re.findall(r"imports=\['mmlinattn', '(\w+)'\]", block.text):  # module of the page, on the PYTHONPATH
         first = next(other for other in PYTHON if other.page == block.page)
         (tmp_path / f'{module}.py').write_text(first.text)
         monkeypatch.syspath_prepend(tmp_path)
@@ -210,7 +209,7 @@ def test_configs_load_and_build(block, tmp_path, monkeypatch):
     model = build_model(cfg, random_init=False).eval()
     assert 'mmlinattn' in type(model.backbone).__module__
     with torch.no_grad():
-        model.extract_feat(torch.zeros(1, 3, 64, 64))  # a neck stops where its channels are not those of the maps
+        model.extract_feat(torch.zeros(1, 3, 64, 64))  # a neck raises on other channels
     assert build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
 
 

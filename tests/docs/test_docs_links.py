@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The documentation: links lead somewhere, named files exist. Code blocks: ``test_docs_code.py``."""
+"""Check links and named files of the documentation. Code blocks: ``test_docs_code.py``."""
 
 import json
 import re
@@ -13,7 +13,7 @@ PAGES = sorted(
 
 
 def prose(path) -> str:
-    """A page without its code blocks."""
+    """Return a page without its code blocks."""
     text = path.read_text(encoding='utf-8')
     if path.suffix == '.ipynb':
         cells = json.loads(text)['cells']
@@ -22,7 +22,7 @@ def prose(path) -> str:
 
 
 def anchors(path) -> set:
-    """Anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors that GitHub gives the headings of a page."""
     found = set()
     for heading in re.findall(r'^#+ (.+)$', prose(path), re.M):
         plain = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', heading).strip().lower()

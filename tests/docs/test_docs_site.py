@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The documentation as a site: builds without a warning, with a page a backbone and the reference."""
+"""Build the site without a warning, with one page per backbone and the reference."""
 
 import re
 import runpy
@@ -26,10 +26,10 @@ def test_site_builds_without_warnings(tmp_path):
 
 
 def check_tutorial(page: str):
-    """The build has run the notebook: the numbers and the images of this very run are on its page."""
+    """Check that the page shows numbers and images of the notebook as run by this build."""
     assert 'backbone: ResNetV1c -&gt; RAVLT tiny' in page
     learned = float(re.search(r'mIoU on images that it was not trained on: ([\d.]+)', page)[1])
-    assert learned > 60, learned  # 25 if all were background
+    assert learned > 60, learned  # all background gives 25
     table = re.findall(r'^stages\.(\d\.\d)  (rala|softmax) +(\d+ x \d+)  (.*)$', page, re.M)
     assert [row[1] for row in table] == ['rala', 'rala', 'softmax', 'softmax', 'softmax']
     assert table[0][2] == '24 x 24' and re.match(r'[\d.]+ of 24 +[\d.]+ of 24', table[0][3])

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The page on data of one's own, every line of it in its order, on a few images; and the downstream example."""
+"""Run every command of docs/own_data.md in order on a few images, and the downstream example."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ from tool_runs import ROOT, TOOLS, in_one_process
 
 PAGE = (ROOT / 'docs' / 'own_data.md').read_text(encoding='utf-8')
 BLOCKS = dict(zip(('detection', 'segmentation', 'classification'), re.findall(r'```shell\n(.*?)```', PAGE, re.S)))
-# what makes a line take seconds; the commands and what they name stay
+# options that shorten a command to seconds
 FEWER = [
     (r'--num-train \d+ --num-val \d+', '--num-train 12 --num-val 3 --size 64 64'),
     (r'epoch_\d+', 'epoch_1'),
@@ -30,7 +30,7 @@ FRUIT = [f'{part}_dataloader.dataset.metainfo.classes=(disc,square)' for part in
 
 
 def lines_of(task):
-    """The commands of a block, for a few images; the training with options that shorten it."""
+    """Return the commands of a block for a few images, with options that shorten the training."""
     text = BLOCKS[task]
     for pattern, fewer in FEWER:
         text = re.sub(pattern, fewer, text)

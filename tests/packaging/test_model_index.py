@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Model index and metafiles: complete, in step with configs and tables, and read by those who read such files."""
+"""Model index and metafiles: complete and consistent with configs and tables."""
 
 import pytest
 import yaml
@@ -25,7 +25,7 @@ def models() -> dict:
 def test_every_config_has_an_entry(models):
     configs = {path.relative_to(ROOT).as_posix() for path in CONFIG_DIR.glob('mm*/*.py')}
     assert {model['Config'] for model in models.values()} == configs
-    # a name of its own, though three tasks have a config of the same name
+    # unique, although three tasks have a config of the same name
     for name, model in models.items():
         task, stem = model['Config'][:-3].split('/')[1:]
         assert name in (stem, f'{stem}_{task}')
@@ -37,6 +37,6 @@ def test_links_are_those_of_the_released_table(models):
         assert ('Weights' in model) == (name in released)
         if 'Weights' in model:
             assert model['Converted From']['Weights'] == released[name].link
-            assert find_link(model['Weights']).name == name  # what MMEngine loads, layout and all
-            # what mim saves it as
+            assert find_link(model['Weights']).name == name  # loaded by MMEngine with its layout
+            # name of the file that mim saves
             assert model['Weights'].split('/')[-1] == released[name].file_name

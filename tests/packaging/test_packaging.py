@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What a wheel, a source archive and an editable install contain, and which versions are pinned."""
+"""Content of wheel, source archive and editable install; pinned versions."""
 
 import ast
 import email
@@ -28,7 +28,7 @@ ONEDL = {
     'mmsegmentation': 'onedl-mmsegmentation',
     'mmpretrain': 'onedl-mmpretrain',
 }
-# Of another checkout, which would come before what is installed.
+# a PYTHONPATH of another checkout would come before installed packages
 CLEAN = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
 EXAMPLE = ROOT / 'docs' / 'examples' / 'downstream' / 'fruit_detector.py'
 REGISTERED = r'^@(?:MODELS|MODEL_WRAPPERS|HOOKS|OPTIM_WRAPPER_CONSTRUCTORS)\.register_module\(.*\)\nclass (\w+)'
@@ -59,7 +59,7 @@ def run(*command, cwd, env=CLEAN) -> str:
 
 
 def copied(folder: Path) -> Path:
-    """A copy of what packaging reads."""
+    """Copy the files that packaging reads."""
     copy = folder / 'checkout'
     copy.mkdir()
     ignore = shutil.ignore_patterns('__pycache__', '.mim', '*.egg-info', 'build')
@@ -73,7 +73,7 @@ def copied(folder: Path) -> Path:
 
 @pytest.fixture(scope='module')
 def installed(tmp_path_factory):
-    """A copy of the checkout, the content of its source archive's wheel, and the folder that this is installed in."""
+    """Return a copy of the checkout, the content of the wheel of its source archive, and where it is installed."""
     folder = tmp_path_factory.mktemp('wheel')
     checkout, site = copied(folder), folder / 'site'
     archive = "from setuptools.build_meta import build_sdist; build_sdist('..')"
@@ -81,7 +81,7 @@ def installed(tmp_path_factory):
     with tarfile.open(folder / f'mmlinattn-{VERSION}.tar.gz') as archive:
         archive.extractall(folder, filter='data')
     source = folder / f'mmlinattn-{VERSION}'
-    assert (source / 'projects' / 'studies' / 'main.py').is_file()  # of the archive, not of the wheel
+    assert (source / 'projects' / 'studies' / 'main.py').is_file()  # in the archive, not in the wheel
     leftover = source / 'build' / 'lib' / 'mmlinattn' / '.mim' / 'configs' / 'deleted.py'
     leftover.parent.mkdir(parents=True)
     leftover.touch()
@@ -95,7 +95,7 @@ def installed(tmp_path_factory):
 
 def test_wheel(installed):
     checkout, content, _ = installed
-    # Configs, tools, operators and index: all of them, as they are, and nothing that was deleted since.
+    # configs, tools, operators and index: complete, unchanged, without deleted files
     expected = {'model-index.yml': (checkout / 'model-index.yml').read_bytes()}
     for folder in ('configs', 'tools', 'mmcv_ops'):
         for path in (checkout / folder).rglob('*'):
@@ -105,7 +105,7 @@ def test_wheel(installed):
     mim = {name[len(prefix) :]: data for name, data in content.items() if name.startswith(prefix)}
     assert mim == expected
 
-    # Modules and the tables that they read.
+    # modules and their tables
     for path in (checkout / 'mmlinattn').rglob('*'):
         if path.suffix in ('.py', '.csv', '.json') and '.mim' not in path.parts:
             assert path.relative_to(checkout).as_posix() in content
@@ -123,7 +123,7 @@ def test_wheel(installed):
 
 @pytest.mark.slow
 def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
-    """It inherits by package name and builds; a whole run of it: ``test_own_data.py``. Tools start there, too."""
+    """Build it from its ``mmlinattn::`` base, and start a tool of the wheel. ``test_own_data.py`` trains it."""
     pytest.importorskip('mmdet')
     site, env = installed[2], {**CLEAN, 'PYTHONPATH': str(installed[2])}
     shutil.copy2(EXAMPLE, tmp_path)
@@ -163,7 +163,7 @@ def requirements(name: str) -> list:
 
 
 def pins(name: str, python: str = '3.11') -> dict:
-    """Versions of a lock by distribution, as this Python on Linux gets them."""
+    """Return the versions of a lock file by distribution, for a Python on Linux."""
     locked = {}
     machine = dict(
         python_version=python, python_full_version=f'{python}.0', sys_platform='linux', platform_machine='x86_64'
@@ -196,7 +196,7 @@ def test_lock_pins_every_requirement_within_its_range(lock, pythons):
                     assert name not in locked and ONEDL[name.replace('-lite', '')] in locked
                 else:
                     assert requirement.specifier.contains(locked[name]), (python, name)
-    # A local build (2.14.1+cpu) satisfies '==' and does not work with PyPI's torchvision.
+    # a local build (2.14.1+cpu) satisfies '==' and does not work with PyPI's torchvision
     text = (ROOT / 'requirements' / f'{lock}.txt').read_text()
     assert not re.search(r'^torch(vision)?==[^=]', text, re.M)
 

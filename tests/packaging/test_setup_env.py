@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""tools/setup_env.sh: what it refuses before it installs anything. What it installs, every run of CI sees."""
+"""Errors of tools/setup_env.sh before it installs anything, and its source of PyTorch. CI tests the rest."""
 
 import os
 import re
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(os.name == 'nt', reason='a bash script')
 
 
 def setup_env(*arguments, **environment):
-    """Runs the script without the pip settings and the module path of this machine; ``environment`` adds to it."""
+    """Run the script without pip settings and module path of this machine; ``environment`` adds variables."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith('PIP_')}
     for name in ('MMLINATTN_USE_EXISTING_ENV', 'PYTHONPATH'):
         kept.pop(name, None)
@@ -25,7 +25,7 @@ def setup_env(*arguments, **environment):
 
 
 def refused(done) -> str:
-    """The error line of a run that has to fail with exactly one and print no path."""
+    """Return the one error line of a run that must fail and print no path."""
     assert done.returncode != 0
     assert done.stdout == ''
     (line,) = [line for line in done.stderr.splitlines() if 'ERROR' in line]
@@ -61,7 +61,7 @@ def test_another_python_than_the_one_asked_for_is_not_used(bare):
 
 
 def test_an_environment_of_somebody_else_is_not_erased(tmp_path):
-    """Of a Python that does not fit, say."""
+    """For example, one of an unsupported Python."""
     kept = tmp_path / 'venv' / 'lib' / 'python3.8' / 'site-packages' / 'mine.py'
     kept.parent.mkdir(parents=True)
     kept.touch()
@@ -83,7 +83,7 @@ def test_unreachable_index_is_one_line_without_the_password(tmp_path):
 
 
 def wheel(folder: Path, name: str, version: str, script: str = '') -> None:
-    """Write a wheel without modules, but maybe a script, into a folder that serves as an index."""
+    """Write a wheel with at most a script into a folder that serves as an index."""
     module, page = name.replace('-', '_'), folder / name
     page.mkdir(parents=True, exist_ok=True)
     info = f'{module}-{version}.dist-info'
@@ -124,18 +124,20 @@ def test_pytorch_comes_from_the_index_that_fits_the_machine(how, expected, tmp_p
     lock.write_text('uv==9.1\ntorch===9.1\ntorchvision===9.1\nnvidia-cublas==9.1\n')
     program(tmp_path / 'nvidia-smi', f'exit {int("a driver" not in how)}')
     mirror = f'file://{tmp_path}/none' if 'reach' in how else f'file://{cpu}'
-    done = setup_env(
-        *('--venv', tmp_path / 'venv', '--python', sys.executable, '--lock', lock),
-        *(how.replace('URL', f'file://{cpu}').split(', ')[1].split() if '--' in how else ()),
-        PATH=f'{tmp_path}{os.pathsep}{os.environ["PATH"]}',
-        PIP_INDEX_URL=f'file://{pypi}',
-        MMLINATTN_TORCH_CPU_INDEX=mirror,
-    )
+    source = ['--torch', f'file://{cpu}'] if 'URL' in how else []
+    # explicitly over another build
+    for options in [['--torch', 'pypi'], source] if source else [[]]:
+        done = setup_env(
+            *('--venv', tmp_path / 'venv', '--python', sys.executable, '--lock', lock, *options),
+            PATH=f'{tmp_path}{os.pathsep}{os.environ["PATH"]}',
+            PIP_INDEX_URL=f'file://{pypi}',
+            MMLINATTN_TORCH_CPU_INDEX=mirror,
+        )
     assert ('cannot be reached: installing' in done.stderr) == ('reach' in how), done.stderr
-    # the set-up ends behind this step: the stand-ins have no setuptools
+    # the set-up fails after this step, since the stand-ins lack setuptools
     (site,) = tmp_path.glob('venv/lib/python3*/site-packages')
     found = {path.name.removesuffix('.dist-info') for path in site.glob('*-9.1*.dist-info')}
-    cuda = {'nvidia_cublas-9.1'} if expected == '9.1' else set()
+    cuda = {'nvidia_cublas-9.1'} if expected == '9.1' or source else set()
     assert found == {'uv-9.1', f'torch-{expected}', f'torchvision-{expected}', *cuda}
 
 
@@ -166,7 +168,7 @@ def test_existing_environment_is_told_what_it_lacks(bare):
 
 def test_tool_without_its_packages_ends_in_one_line(bare):
     for tool in [*ROOT.glob('tools/*.py'), *ROOT.glob('tools/*/*.py')]:
-        if tool.name in ('check_env.py', 'build_mmcv.py'):  # lists all; runs in a finished environment
+        if tool.name in ('check_env.py', 'build_mmcv.py'):  # lists every problem; runs in a finished environment
             continue
         done = subprocess.run([bare / 'bin' / 'python', tool, '--help'], capture_output=True, text=True)
         assert done.returncode == 1, tool
@@ -177,7 +179,7 @@ def test_tool_without_its_packages_ends_in_one_line(bare):
 def test_existing_environment_that_has_all_is_used():
     for module in ('mmdet', 'mmseg', 'mmpretrain', 'ftfy', 'regex'):
         pytest.importorskip(module)
-    # a module path is a part of what is at hand: these tests may have all from there
+    # the tests may get their packages from there
     paths = os.environ.get('PYTHONPATH', '')
     done = setup_env('--use-existing', '--python', sys.executable, PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
