@@ -116,7 +116,7 @@ def _forward(q, k, v, mask, num_heads, scale, kernel):
 
 def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
     (q, k, v, mask), (matrix, key_mean, value_mean, count) = inputs, kept
-    products, wide = product_dtype(q, v), key_mean.dtype
+    products, wide = matrix.dtype, key_mean.dtype
     made = [torch.empty_like(t) for t in (q, k, v)]
     grad_q, grad_k, grad_v = (split_heads(t, num_heads) for t in made)
     q, k = _mapped(q, num_heads, kernel, products), _mapped(k, num_heads, kernel, products)

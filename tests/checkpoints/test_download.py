@@ -59,7 +59,7 @@ def test_a_link_of_the_table_is_converted_as_well(server):
     'reply, said',
     [
         ((200, WHOLE[:-100], len(WHOLE)), 'cut short'),  # a transfer that breaks off
-        ((200, b'<!DOCTYPE html><html>Please log in</html>'), 'what it sent is a web page'),
+        ((200, b'<!DOCTYPE html><html>Please log in</html>'), 'the download is a web page'),
         ((404, b'gone'), 'HTTP Error 404'),
     ],
     ids=['breaks off', 'a page', 'gone'],

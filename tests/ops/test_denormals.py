@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from attentions import FORMS, LINEAR, focused, form
+from attentions import LINEAR, focused, form
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmlinattn.ops import dispatch
@@ -64,7 +64,7 @@ CALLS = {f'focused, {power}': partial(focused, power=power) for power in (1, 1.5
 CALLS.update({name: call for name, call in LINEAR.items() if name.startswith(('rala', 'inline', 'linear'))})
 
 
-@pytest.mark.parametrize('which', FORMS)
+@pytest.mark.parametrize('which', ['auto', 'reference'])  # GPUs compute with denormal numbers at full speed
 @pytest.mark.parametrize('name', CALLS)
 def test_linear_attentions(name, which, monkeypatch):
     found = steps(partial(CALLS[name], num_heads=2), which, monkeypatch)
