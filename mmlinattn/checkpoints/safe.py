@@ -232,7 +232,7 @@ def _unlisted(path: Path) -> str:
         for stream in pickles:
             texts: list[str] = []
             for opcode, argument, _ in pickletools.genops(stream):
-                texts += [argument] * isinstance(argument, str)
+                texts += [argument] if isinstance(argument, str) else []
                 if opcode.name in ('GLOBAL', 'STACK_GLOBAL'):  # protocol 4 puts module and name on the stack
                     module, name = ' '.join(texts[-2:]).split(' ')[-2:]
                     module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))

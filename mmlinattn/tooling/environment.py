@@ -6,6 +6,7 @@ library only.
 """
 
 import importlib
+import os
 import platform
 import re
 import shlex
@@ -61,6 +62,15 @@ def missing(modules=BASE) -> str:
     """Return the line for the first module that is not installed, or ''. Nothing is imported."""
     names = [name for name in modules if find_spec(name) is None]
     return f'{names[0]} is not installed in {sys.executable}: pip install {PIP[names[0]]}' if names else ''
+
+
+def refused() -> str:
+    """Return the line for a value of ``MMLINATTN_OPS`` that ``import mmlinattn`` refuses, or ''."""
+    value = os.environ.get('MMLINATTN_OPS', '')
+    if value in ('', 'auto', 'reference'):
+        return ''
+    remedy = '; --compile replaces the Triton kernels' if value == 'triton' else ''
+    return f"MMLINATTN_OPS={value!r}: expected 'auto' or 'reference'{remedy}"
 
 
 def explained(module: str, error: Exception) -> str:

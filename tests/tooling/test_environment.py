@@ -75,3 +75,11 @@ def test_gpu_without_operators_is_told_before_training(monkeypatch):
 def test_whole_environment_has_nothing_to_say():
     pytest.importorskip('mmdet')
     assert environment.check(('torch', 'torchvision', 'mmengine', 'mmcv', 'mmcv.ops')) == []
+
+
+def test_refused_values_of_the_ops_variable(monkeypatch):
+    for value in ('', 'auto', 'reference'):
+        monkeypatch.setenv('MMLINATTN_OPS', value)
+        assert environment.refused() == ''
+    monkeypatch.setenv('MMLINATTN_OPS', 'triton')
+    assert environment.refused().startswith("MMLINATTN_OPS='triton': expected") and '--compile' in environment.refused()

@@ -39,6 +39,8 @@ class FactCache:
         path: A JSON file, written if possible.
     """
 
+    version = 2  # of the facts: to be raised with their keys, as files in work dirs are older
+
     def __init__(self, path: Any):
         self.path, self.kept = Path(path), {}
         with suppress(OSError, ValueError):
@@ -48,7 +50,7 @@ class FactCache:
     def facts(self, read: Callable[..., dict], files: Sequence[str], *args: Any, **settings: Any) -> dict:
         """Return ``read(*args, **settings)``, cached while ``files`` and ``settings`` stay the same."""
         stats = [(file, osp.getsize(file), os.stat(file).st_mtime_ns) for file in files if osp.exists(file)]
-        state = sha256(repr((stats, settings)).encode()).hexdigest()
+        state = sha256(repr((self.version, stats, settings)).encode()).hexdigest()
         key = f'{read.__name__} {files[0]}'
         entry = self.kept.get(key)
         if isinstance(entry, dict) and entry.get('state') == state and isinstance(entry.get('facts'), dict):
