@@ -75,7 +75,7 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
         1 / 0  # noqa: B018
     with pytest.raises(ZeroDivisionError), explained('c.py', whole=False):
         1 / 0  # noqa: B018 -- nothing is under construction
-    with pytest.raises(RunError, match="^c.py: kernel='x' has to be"), explained('c.py', whole=False):
+    with pytest.raises(RunError, match="^c.py: kernel='x': expected"), explained('c.py', whole=False):
         check_kernel('x', ('y',))  # a ValueError of this package
     with pytest.raises(RunError, match='^as it is$'), explained('c.py'):
         raise RunError('as it is')

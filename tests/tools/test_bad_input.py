@@ -132,7 +132,7 @@ ROWS = [
     bad(f'{LOOK} --num-queries 1', '--num-queries 1 has to be at least 2'),
     bad(f'{LOOK} --shape 16 64', '--shape 16 64: height and width have to be at least 32'),
     bad(f'{LOOK} --device abacus', '--device abacus'),
-    bad(f'{EXPORT} torchscript --out o.pt --batch 0', '--batch 0 has to be at least 1'),
+    bad(f'{EXPORT} torchscript --out o.pt --batch 0', '--batch 0: expected 1 or more'),
     bad(f'{EXPORT} openvino --out graph.ir', "--out 'graph.ir' has to end with .xml for --format openvino"),
     bad(f'{SHEET} broken sheet.png', "image 'broken/a.png' cannot be read as an image"),
     bad(f'{SHEET} pictures sheet.jpg', "'sheet.jpg' has to end with .png"),
