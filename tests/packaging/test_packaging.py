@@ -137,8 +137,10 @@ def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
         frozen=[False, True, True, True],
         registered=sorted(offered),  # by the import alone
     )
-    train = site / 'mmlinattn' / '.mim' / 'tools' / 'train.py'
-    assert '--resume' in run(sys.executable, str(train), '--help', cwd=tmp_path)
+    assert '--resume' in run(site / 'bin' / 'mmlinattn', 'train', '--help', cwd=tmp_path, env=env)
+    assert str(site / 'mmlinattn' / '.mim' / 'tools') in run(
+        sys.executable, '-m', 'mmlinattn', '--help', cwd=tmp_path, env=env
+    )
 
 
 @pytest.mark.slow
