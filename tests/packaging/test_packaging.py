@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -138,9 +139,10 @@ def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
         registered=sorted(offered),  # by the import alone
     )
     assert '--resume' in run(site / 'bin' / 'mmlinattn', 'train', '--help', cwd=tmp_path, env=env)
-    assert str(site / 'mmlinattn' / '.mim' / 'tools') in run(
-        sys.executable, '-m', 'mmlinattn', '--help', cwd=tmp_path, env=env
-    )
+    folder = str(site / 'mmlinattn' / '.mim' / 'tools')
+    assert folder in run(sys.executable, '-m', 'mmlinattn', '--help', cwd=tmp_path, env=env)
+    (line,) = re.findall(r'^python (-c .*)', (ROOT / 'docs' / 'install.md').read_text(encoding='utf-8'), re.M)
+    assert run(sys.executable, *shlex.split(line), cwd=tmp_path, env=env).strip() == folder
 
 
 @pytest.mark.slow
