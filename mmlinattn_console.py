@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Run a tool of mmlinattn: ``mmlinattn train mine.py`` is ``python tools/train.py mine.py``.
 
-A module beside the package: the tools report missing packages in one line, which ``import mmlinattn`` cannot.
+A module beside the package: ``import mmlinattn`` fails if packages are missing, and the tools report those in one line.
 """
 
 import runpy
