@@ -108,6 +108,8 @@ setup(
         'Typing :: Typed',
     ],
     packages=find_packages(include=['mmlinattn', 'mmlinattn.*']),
+    py_modules=['mmlinattn_console'],
+    entry_points={'console_scripts': ['mmlinattn=mmlinattn_console:main']},
     package_data={'mmlinattn': ['py.typed', '*.csv', '*.json', '**/*.csv', '**/*.json']},
     # links that an editable install left in the checkout
     exclude_package_data={'mmlinattn': ['.mim/*']},

@@ -14,6 +14,7 @@ from mmlinattn.backbones.base import Backbone
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = [
+    'install',
     'get_started',
     'tutorial',
     'own_data',

@@ -54,7 +54,8 @@ def main() -> None:
         lines, trial = make_config(ConfigArgs(**vars(args)))
     print('\n'.join(f'  {line}' for line in lines))
     print(f'{args.out}: trained one step on your images (loss {trial.loss:.4g}) and predicted. Next:')
-    print(f'python tools/train.py {args.out}')
+    command = 'mmlinattn train' if '.mim' in Path(__file__).parts else 'python tools/train.py'  # of a wheel
+    print(f'{command} {args.out}')
 
 
 if __name__ == '__main__':

@@ -30,6 +30,7 @@ from tool_runs import in_this_process, python
 
 from mmlinattn.attention import TOKEN_MIXERS
 from mmlinattn.checkpoints.released import find_released
+from mmlinattn_console import TOOLS as COMMANDS
 
 PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'benchmarks').glob('*.md'), *(ROOT / 'docs').rglob('*.md')])
 NEEDS = {'data', 'weights', 'GPU', 'network', 'minutes', 'several machines', 'TensorRT'}
@@ -90,6 +91,15 @@ def test_every_block_says_what_it_is(block):
         assert block.kind in ('run', 'slow') and block not in SHELL
 
 
+def test_front_page_has_the_commands_and_the_models_of_the_readme():
+    readme, index = ((ROOT / page).read_text(encoding='utf-8') for page in ('README.md', 'docs/index.md'))
+    front = next(block for block in BLOCKS if block.page == 'README.md')
+    assert [words[0] for words in commands(front.text)][1:] == ['mmlinattn'] * 3
+    assert front.text == next(block for block in BLOCKS if block.page == 'docs/index.md').text
+    (rows,) = re.findall(r'^\| backbone \|.*\n(?:\|.*\n)+', readme, re.M)
+    assert rows in index
+
+
 # ---- commands ----
 
 
@@ -120,6 +130,8 @@ def commands(text: str) -> list[list]:
 
 def as_tool(words: list) -> list:
     """Return ``[tool, argument, ...]`` of a command, or []. A launcher gives those of the tool it starts."""
+    if words[0] == 'mmlinattn':
+        return [f'tools/{COMMANDS[words[1]]}', *words[2:]]
     if words[0] in ('python', 'bash'):
         words = words[1:]
     tool = words[0] if words else ''

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -137,8 +138,11 @@ def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
         frozen=[False, True, True, True],
         registered=sorted(offered),  # by the import alone
     )
-    train = site / 'mmlinattn' / '.mim' / 'tools' / 'train.py'
-    assert '--resume' in run(sys.executable, str(train), '--help', cwd=tmp_path)
+    assert '--resume' in run(site / 'bin' / 'mmlinattn', 'train', '--help', cwd=tmp_path, env=env)
+    folder = str(site / 'mmlinattn' / '.mim' / 'tools')
+    assert folder in run(sys.executable, '-m', 'mmlinattn', '--help', cwd=tmp_path, env=env)
+    (line,) = re.findall(r'^python (-c .*)', (ROOT / 'docs' / 'install.md').read_text(encoding='utf-8'), re.M)
+    assert run(sys.executable, *shlex.split(line), cwd=tmp_path, env=env).strip() == folder
 
 
 @pytest.mark.slow
@@ -153,8 +157,9 @@ def test_tools_of_a_checkout_run_beside_a_wheel(installed, tmp_path):
     run(sys.executable, 'checkout/tools/make_shapes_dataset.py', *shapes, cwd=tmp_path, env=env)
     (tmp_path / 'mine.py').write_text("_base_ = 'mmlinattn::mmdet/ravlt_shapes_quickstart.py'\n")
     train = ('checkout/tools/train.py', 'mine.py', '--data-root', 'shapes')
-    said = run(sys.executable, *train, cwd=tmp_path, env=env)
-    assert "mark = 'checkout'" in said and (tmp_path / 'work_dirs' / 'mine' / 'epoch_1.pth').is_file()
+    run(sys.executable, *train, cwd=tmp_path, env=env)
+    work_dir = tmp_path / 'work_dirs' / 'mine'
+    assert "mark = 'checkout'" in (work_dir / 'mine.py').read_text() and (work_dir / 'epoch_1.pth').is_file()
 
 
 def requirements(name: str) -> list:

@@ -1,0 +1,50 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Find and run tools by the command ``mmlinattn``. ``test_packaging.py`` runs it on an installed wheel."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mmlinattn_console
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_command_is_a_tool_of_the_checkout():
+    assert mmlinattn_console.tools_folder() == ROOT / 'tools'
+    for file in mmlinattn_console.TOOLS.values():
+        assert (ROOT / 'tools' / file).is_file()
+
+
+@pytest.mark.parametrize('given', [[], ['tran', 'mine.py'], ['--config']])
+def test_another_command_is_one_line_with_the_known_ones(given, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['mmlinattn', *given])
+    with pytest.raises(SystemExit) as end:
+        mmlinattn_console.main()
+    assert end.value.code == 2
+    name = given[0] if given else ''
+    expected = f'error: command={name!r}: expected one of (train, test, demo, config, swap, export)\n'
+    assert capsys.readouterr().err == expected
+
+
+def test_installed_tool_gets_the_arguments_before_the_package_is_imported(tmp_path):
+    """The tool reports missing packages; importing mmlinattn would be a traceback."""
+    shutil.copy2(ROOT / 'mmlinattn_console.py', tmp_path)
+    tools = tmp_path / 'mmlinattn' / '.mim' / 'tools'
+    tools.mkdir(parents=True)
+    (tmp_path / 'mmlinattn' / '__init__.py').write_text('raise ImportError("mmengine")')
+    (tmp_path / 'tools').mkdir()  # of another distribution in site-packages
+    (tools / 'train.py').write_text('import sys\nprint(__name__, sys.argv)\nsys.exit(3)')
+    command = [sys.executable, tmp_path / 'mmlinattn_console.py', 'train', 'my file.py', '--amp']
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout == f'__main__ {[str(tools / "train.py"), "my file.py", "--amp"]}\n'
+
+
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, '-m', 'mmlinattn', '--help']
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith('usage: mmlinattn {train,test,demo,config,swap,export}'), done.stderr
