@@ -28,6 +28,7 @@ GUIDES = [
     'studies',
     'tables',
     'upstream',
+    'other_frameworks',
 ]
 INSIDE = ['design', 'attentions', 'add_an_attention', 'add_a_host', 'testing']
 REFERENCE = [

@@ -19,6 +19,7 @@ KERNELS = torch.ops.torchvision
 COMPILE = 'bash tools/setup_env.sh --compiled'
 TINY = torch.finfo(torch.float32).tiny
 HEAD, WIDTH = 255, 128  # boxes of a block of NMS
+ROTATED_PAIRS = 2**17
 
 
 def __getattr__(name: str):
@@ -178,6 +179,70 @@ def nms_match(dets, iou_threshold):
         matched.append([order[0], *order[1:][goes[1:]]])
         left, order = left[:, ~goes], order[~goes]
     return [[int(index) for index in group] for group in matched]
+
+
+# --- rotated boxes (x, y, w, h, angle): centre, size, and radians, clockwise in the image ---
+
+
+def _rotated_common(a, b):
+    """Return the area of intersection (...) of rotated boxes (..., 5), by Green's theorem.
+
+    In the frame of ``b``, clamping to ``b`` maps the outline of ``a`` to a closed curve around the intersection. The
+    area is the integral of clamped y over clamped x, exact for each edge and continuous in both boxes.
+    """
+    half = b[..., 2:4].abs() / 2
+    width, height = half[..., :1], half[..., 1:]
+    shift, turn = a[..., :2] - b[..., :2], a[..., 4] - b[..., 4]
+    cos, sin = b[..., 4].cos(), b[..., 4].sin()
+    x = (shift[..., 0] * cos + shift[..., 1] * sin).unsqueeze(-1)
+    y = (shift[..., 1] * cos - shift[..., 0] * sin).unsqueeze(-1)
+    cos, sin = turn.cos().unsqueeze(-1), turn.sin().unsqueeze(-1)
+    right, down = a[..., 2:3] / 2 * a.new_tensor([-1, 1, 1, -1]), a[..., 3:4] / 2 * a.new_tensor([-1, -1, 1, 1])
+    x, y = x + right * cos - down * sin, y + right * sin + down * cos
+    step_x, step_y = x.roll(-1, -1) - x, y.roll(-1, -1) - y
+    start, end = (torch.minimum(torch.maximum(end, -width), width) for end in (x, x + step_x))
+    length = torch.where(step_x == 0, 1, step_x)
+    ends = [y + ((end - x) / length).clamp(0, 1) * step_y for end in (start, end)]
+    low, high = torch.minimum(*ends), torch.maximum(*ends)
+    inner_low, inner_high = (torch.minimum(torch.maximum(end, -height), height) for end in (low, high))
+    below = (torch.minimum(high, -height) - low).clamp(min=0)
+    above = (high - torch.maximum(low, height)).clamp(min=0)
+    total = (inner_high - inner_low) * (inner_high + inner_low) / 2 + height * (above - below)
+    mean = torch.where(high > low, total / torch.where(high > low, high - low, 1), inner_low)
+    return (mean * (end - start)).sum(-1).abs()
+
+
+def _rotated_overlaps(a, b, mode_flag=0):
+    """Return intersection over union (mode 0) or over the area of ``a`` (mode 1), 0 for a box without area."""
+    a, b = torch.broadcast_tensors(a, b)
+    common, areas = _rotated_common(a, b), [box[..., 2] * box[..., 3] for box in (a, b)]
+    base = areas[0] if mode_flag else areas[0] + areas[1] - common
+    return torch.where(torch.minimum(*areas) < 1e-14, 0, common / base)
+
+
+def box_iou_rotated(boxes1, boxes2, ious, mode_flag, aligned):
+    """Fill ``ious``: (N,) of aligned boxes (N, 5), else (N * M,) of boxes (N, 5) and (M, 5)."""
+    boxes1, boxes2 = boxes1.double(), boxes2.double()
+    if aligned:
+        ious.copy_(_rotated_overlaps(boxes1, boxes2, mode_flag))
+        return
+    rows = max(ROTATED_PAIRS // max(len(boxes2), 1), 1)  # bounds the memory
+    for part, result in zip(boxes1.split(rows), ious.view(len(boxes1), len(boxes2)).split(rows)):
+        result.copy_(_rotated_overlaps(part[:, None], boxes2, mode_flag))
+
+
+def nms_rotated(dets, scores, order, dets_sorted, labels, iou_threshold, multi_label):
+    """Return the indices of the kept boxes, best score first.
+
+    As in MMCV's kernels, labels do not separate boxes. An overlap equal to the threshold suppresses on CPUs only.
+    """
+    boxes, kept = dets_sorted[:, :5].double(), []
+    suppresses = torch.gt if dets.is_cuda else torch.ge
+    while len(boxes):
+        kept.append(order[:1])
+        stays = ~suppresses(_rotated_overlaps(boxes[:1], boxes[1:]).to(_wide(scores)[0].dtype), iou_threshold)
+        boxes, order = boxes[1:][stays], order[1:][stays]
+    return torch.cat(kept) if kept else order
 
 
 # --- RoIAlign ---

@@ -1,10 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The base classes of hosts: OpenMMLab arguments, checks, stage bookkeeping, freezing, checkpoints."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from copy import deepcopy
-from itertools import islice
-from typing import Any, Callable, Optional
+from itertools import accumulate, islice
+from typing import Any, Callable, Optional, Union
 
 import numpy as np
 import torch
@@ -19,6 +20,14 @@ from ..layers import FactorisedLinear, MapLayerNorm, build_ffn, is_batch_norm
 from ..ops.tensors import clone_if_open, to_image
 from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
+
+# Learned tables and scales of the backbones, exempt from weight decay in every recipe
+UNDECAYED = ('relative_bias.table', 'position_table', 'cls_token', 'mixer.position', 'mixer.scale')
+
+
+def describe_output(stage: int, channels: int, stride: int, module: str) -> dict:
+    """Entry of ``feature_info``, with timm's keys (``num_chs``, ``reduction``, ``module``) beside this package's."""
+    return dict(stage=stage, channels=channels, stride=stride, num_chs=channels, reduction=stride, module=module)
 
 
 def numbered(key: str) -> tuple[str, Optional[int]]:
@@ -158,6 +167,72 @@ class Backbone(Arch, BaseModule):
         fused on a CPU without gradients, see :mod:`mmlinattn.inference`. Blocks alone get a stage's context."""
         raise NotImplementedError
 
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: Union[int, Sequence[int], None] = None,
+        norm: Optional[bool] = None,
+        stop_early: bool = False,
+        output_fmt: str = 'NCHW',
+        intermediates_only: bool = False,
+    ) -> Union[list[Tensor], tuple[Tensor, list[Tensor]]]:
+        """Return feature maps by timm's interface.
+
+        Args:
+            x (Tensor): (B, in_channels, H, W).
+            indices (int | Sequence[int], optional): Entries of ``feature_info``; an int n selects the last n, None
+                all. Negative entries count from the end.
+            norm (bool, optional): The model's ``out_norm``. None takes either.
+            stop_early (bool): Ignored: the model has no stages after the last output.
+            output_fmt (str): ``'NCHW'``.
+            intermediates_only (bool): Return the selected maps without the last output.
+
+        Returns:
+            list[Tensor] | tuple[Tensor, list[Tensor]]: Selected maps (B, C_i, H_i, W_i) in ascending order, with the
+            model's last output before them.
+
+        Raises:
+            ValueError: For an index out of range, another layout, a ``norm`` other than the model's, or an ``out_type``
+                other than ``'featmap'``.
+        """
+        info: Any = self.feature_info
+        count = len(info)
+        given = count if indices is None else indices
+        entries = list(range(-given, 0)) if type(given) is int else list(given)  # type: ignore[arg-type]
+        if not entries or not all(type(i) is int and -count <= i < count for i in entries):
+            raise ValueError(f'indices={indices!r}: expected 1 to {count}, or entries in [-{count}, {count})')
+        if output_fmt != 'NCHW':
+            raise ValueError(f"output_fmt={output_fmt!r}: expected 'NCHW'")
+        if norm is not None and norm != bool(self.out_norm):
+            raise ValueError(f'norm={norm!r}: expected {bool(self.out_norm)}. Build the model with out_norm={norm!r}')
+        if getattr(self, 'out_type', 'featmap') != 'featmap':
+            raise ValueError(f"out_type={self.out_type!r}: expected 'featmap' for forward_intermediates")
+        outs = self(x)
+        maps = [outs[i] for i in sorted({i % count for i in entries})]
+        return maps if intermediates_only else (outs[-1], maps)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Set ``with_cp``, by timm's name."""
+        self.with_cp = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of tables and scales without weight decay; timm's optimizers exempt vectors themselves."""
+        return {name for name, _ in self.named_parameters() if any(part in name for part in UNDECAYED)}
+
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
+        """Return the function from a parameter's name to its layer, for timm's layer-wise learning rate decay.
+
+        Args:
+            coarse (bool): Number stages rather than blocks.
+        """
+        ends = list(accumulate(self.built_depths, initial=0))
+
+        def layer_of(name: str) -> int:
+            depth = self.get_layer_depth(name)[0]
+            return bisect_left(ends, depth) if coarse else depth
+
+        return layer_of
+
     def train(self, mode: bool = True):
         super().train(mode)
         self.freeze()
@@ -261,7 +336,7 @@ class PyramidBackbone(Backbone):
         ValueError: As :class:`Backbone`, and for ``out_indices`` or ``frozen_stages`` out of range.
 
     Attributes:
-        feature_info (list[dict]): ``stage``, ``channels`` and ``stride`` of each output.
+        feature_info (list[dict]): ``stage``, ``channels`` and ``stride`` of each output, and timm's keys.
 
     Shape: (B, in_channels, H, W) with H, W >= 32 -> tuple of (B, C_i, ceil(H / 4 / 2^i), ceil(W / 4 / 2^i)).
     """
@@ -308,7 +383,10 @@ class PyramidBackbone(Backbone):
 
     @property
     def feature_info(self) -> list[dict]:
-        return [dict(stage=i, channels=self.embed_dims[i], stride=4 * 2**i) for i in self.out_indices]
+        modules = {i: f'stages.{i}.{self.depths[i] - 1}' for i in self.out_indices}
+        if self.out_norm:
+            modules.update({int(i): f'out_norms.{i}' for i in self.out_norms})
+        return [describe_output(i, self.embed_dims[i], 4 * 2**i, modules[i]) for i in self.out_indices]
 
     def embed(self, stage: int, x: Tensor, call: Callable) -> Tensor:
         """The map that enters the blocks of a stage."""

@@ -11,7 +11,7 @@ from ..attention import Attention, Grid, StageContext
 from ..layers import MLP, Block, FactorisedLinear, PatchEmbed, PositionTable, TokenBlock, build_token_norm
 from ..ops.grid import to_map
 from .arch import check_type
-from .base import Backbone, numbered
+from .base import Backbone, describe_output, numbered
 
 NORM = dict(type='LN', eps=1e-6)
 OUT_TYPES = ('raw', 'cls_token', 'featmap', 'avg_featmap')
@@ -121,7 +121,7 @@ class LinearDeiT(Backbone):
 
     @property
     def feature_info(self) -> list[dict]:
-        return [dict(stage=i, channels=self.embed_dims[0], stride=16) for i in self.out_indices]
+        return [describe_output(i, self.embed_dims[0], 16, f'blocks.{i}') for i in self.out_indices]
 
     def features(self, x: Tensor, call: Callable) -> tuple[Tensor, ...]:
         x = call(self.patch_embeds[0], x.permute(0, 2, 3, 1).contiguous())

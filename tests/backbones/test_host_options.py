@@ -52,7 +52,9 @@ def test_outputs_of_deit(out_type):
 @pytest.mark.parametrize(('given', 'blocks'), [(-1, [1]), (0, [0]), ([0, 1], [0, 1]), ((-2,), [0]), ((-2, -1), [0, 1])])
 def test_out_indices_of_deit(given, blocks):
     model = build('LinearDeiT', 'focused', out_indices=given)
-    assert model.feature_info == [dict(stage=i, channels=16, stride=16) for i in blocks]
+    assert [(info['stage'], info['channels'], info['stride']) for info in model.feature_info] == [
+        (i, 16, 16) for i in blocks
+    ]
     assert len(model(image())) == len(blocks) and len(model.blocks) == blocks[-1] + 1
 
 

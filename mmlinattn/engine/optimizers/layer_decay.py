@@ -6,10 +6,8 @@ from mmengine.logging import print_log
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from torch import nn
 
+from ...backbones.base import UNDECAYED
 from .merged_groups import MergedOptimWrapperConstructor
-
-# Learned tables and scales of the backbones, which no recipe decays
-_TABLES = ('relative_bias.table', 'position_table', 'cls_token', 'mixer.position', 'mixer.scale')
 
 
 def _default_decay(optimizer: Any) -> Optional[float]:
@@ -80,7 +78,7 @@ class BackboneLayerDecayOptimWrapperConstructor(MergedOptimWrapperConstructor):
         names, keys = {p: name for name, p in model.named_parameters()}, self.paramwise_cfg['custom_keys']
         for group in params:
             name = names[group['params'][0]]
-            if any(table in name for table in _TABLES) and not any(key in name for key in keys):
+            if any(table in name for table in UNDECAYED) and not any(key in name for key in keys):
                 group['weight_decay'] = 0.0
 
     def _scale(self, params: list, model: nn.Module) -> None:
