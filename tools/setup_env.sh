@@ -72,7 +72,7 @@ has_driver() { [ -e /proc/driver/nvidia/version ] || [ -e /sys/module/nvidia/ver
 # The stamp of a finished environment: its recipe, with or without compiled MMCV; the source of PyTorch, used and asked
 # for. A GPU replaces a CPU build that nobody asked for; a machine without one keeps the build with CUDA, since nodes
 # of a cluster share environments.
-recipe() { echo "$stack $("$vpy" -V) $ROOT $(cat "$lock" "$ROOT"/mmcv_ops/{pyproject.toml,setup.py,*.pth,mmcv/_ext.py} | cksum)"; }
+recipe() { echo "$stack $("$vpy" -V) $ROOT $(cat "$lock" "$ROOT"/setup.py "$ROOT"/mmcv_ops/{pyproject.toml,setup.py,*.pth,mmcv/_ext.py} | cksum)"; }
 is_ready() {
   local made used asked
   [ -f "$stamp" ] && { read -r made && read -r used asked; } <"$stamp" || return 1
