@@ -214,10 +214,14 @@ def _rotated_common(a, b):
 
 def _rotated_overlaps(a, b, mode_flag=0):
     """Return intersection over union (mode 0) or over the area of ``a`` (mode 1), 0 for a box without area."""
-    a, b = torch.broadcast_tensors(a, b)
+    reach = (a[..., 2:4].norm(dim=-1) + b[..., 2:4].norm(dim=-1)) / 2
+    near = (a[..., :2] - b[..., :2]).norm(dim=-1) <= reach  # most pairs are apart: their circles do not meet
+    overlaps = torch.zeros_like(reach)
+    a, b = (box[near] for box in torch.broadcast_tensors(a, b))
     common, areas = _rotated_common(a, b), [box[..., 2] * box[..., 3] for box in (a, b)]
     base = areas[0] if mode_flag else areas[0] + areas[1] - common
-    return torch.where(torch.minimum(*areas) < 1e-14, 0, common / base)
+    overlaps[near] = torch.where(torch.minimum(*areas) < 1e-14, 0, common / base)
+    return overlaps
 
 
 def box_iou_rotated(boxes1, boxes2, ious, mode_flag, aligned):
