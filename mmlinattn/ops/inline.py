@@ -90,8 +90,8 @@ def _forward(q, k, v, mask, num_heads, scale, kernel):
     q, k = _mapped(q, num_heads, kernel, products), _mapped(k, num_heads, kernel, products)
     v = split_heads(v, num_heads).to(products)
     count = count_tokens(k, mask)
-    # padded values are zero
-    key_mean, value_mean = token_mean(k, mask, count), v.sum(dim=2, keepdim=True, dtype=wide) / count
+    key_mean = token_mean(k, mask, count)
+    value_mean = token_mean(v, mask if dispatch.on_cpu(v) else None, count)  # padded values are zero
     batch, heads, tokens, _ = k.shape
 
     def covary(images=slice(None), rows=slice(None)) -> Tensor:

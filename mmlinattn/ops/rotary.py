@@ -9,7 +9,16 @@ from torch import Tensor
 
 from . import dispatch
 from .gradients import GradientRule, apply_rule
-from .tensors import accumulation_dtype, copies_by_head, gradients_by_head, is_known, split_heads, unflatten, widened
+from .tensors import (
+    accumulation_dtype,
+    copies_by_head,
+    gradients_by_head,
+    is_known,
+    pair_by_head,
+    split_heads,
+    unflatten,
+    widened,
+)
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -141,7 +150,11 @@ def _pair(q, k, table, num_heads):
 
 
 def _pair_forward(q, k, table, num_heads):
-    both = rotate(copies_by_head(q, k, num_heads, table.dtype), table, inplace=True)
+    pair = pair_by_head(q, k, num_heads) if q.dtype == table.dtype else None
+    if pair is not None:
+        both = rotate(pair, table)
+    else:
+        both = rotate(copies_by_head(q, k, num_heads, table.dtype), table, inplace=True)
     return tuple(both.to(q.dtype).unbind()), ()
 
 
