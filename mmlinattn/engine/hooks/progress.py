@@ -63,7 +63,7 @@ class ProgressHook(Hook):
         if not is_main_process():
             return
         if sys.stdout.isatty() and self._bar is None:
-            from rich import progress
+            from rich import console, progress
 
             self._bar = progress.Progress(
                 progress.TextColumn('{task.description}'),
@@ -73,6 +73,7 @@ class ProgressHook(Hook):
                 progress.TimeElapsedColumn(),
                 progress.TimeRemainingColumn(),
                 expand=True,
+                console=console.Console(),  # the shared one keeps its first answer to isatty
             )
             self._bar.start()
             atexit.register(self._bar.stop)  # also after an error: the cursor is hidden
