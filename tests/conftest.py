@@ -77,8 +77,12 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Slow tests run last: a broken equation shows within seconds. Of these the longest files begin first, so that
     no process is left alone with one in the end."""
+    if 'exhaustive' not in config.option.markexpr:
+        left = [item for item in items if item.get_closest_marker('exhaustive')]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
     longest = 'test_pairs', 'test_swap', 'test_stopping', 'test_rounds'
     items.sort(key=lambda item: (item.get_closest_marker('slow') is not None) * (1 + (item.path.stem not in longest)))

@@ -158,7 +158,7 @@ def test_forms_of_random_hosts(seed):
     check(seed, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize('first', range(100, 300, 10))
 def test_every_form_of_many_random_hosts(first):
     for seed in range(first, first + 10):

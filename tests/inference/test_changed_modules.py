@@ -386,7 +386,7 @@ def test_changed_layers_act_in_every_form(host, mix):
     check_forms(*changed(build(host, mix), mixed_changes((host, mix))), image())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @every_change
 @every_model
 def test_one_change_of_all_layers_acts_in_every_form(host, mix, change):
@@ -394,7 +394,7 @@ def test_one_change_of_all_layers_acts_in_every_form(host, mix, change):
     check_forms(*changed(model, {path: change for path, m in layers_of(model).items() if CHANGES[change](m)}), image())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @every_model
 def test_each_change_of_each_layer_acts_alone(host, mix):
     """Without gradients, where the layers around it are fused. One layer of each kind."""
@@ -467,7 +467,7 @@ def test_changed_layers_are_folded_right_or_refused(change):
 
 
 def graph_cases():
-    return [pytest.param(*case, marks=() if case == ('LinearDeiT', 0) else pytest.mark.slow) for case in CASES]
+    return [pytest.param(*case, marks=() if case == ('LinearDeiT', 0) else pytest.mark.exhaustive) for case in CASES]
 
 
 @pytest.mark.parametrize('record', ['trace', 'export'])
