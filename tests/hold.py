@@ -17,5 +17,6 @@ class HoldHook(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if runner.iter + 1 != int(os.environ.get('HOLD', '0')):
             return
-        while not (Path(runner.work_dir, 'go_on').exists() or any(getattr(h, 'is_signalled', False) for h in runner.hooks)):
+        go_on = Path(runner.work_dir, 'go_on')
+        while not (go_on.exists() or any(getattr(hook, 'is_signalled', False) for hook in runner.hooks)):
             time.sleep(0.02)

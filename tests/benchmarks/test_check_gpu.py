@@ -45,7 +45,7 @@ sys.exit(check_gpu.main(['--out', sys.argv[1], '--rehearse']))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rehearsal(tmp_path):
     """Run all parts on a CPU, with small models."""
     pytest.importorskip('mmdet')

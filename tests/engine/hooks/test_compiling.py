@@ -289,7 +289,7 @@ print(counters['inductor']['fxgraph_cache_hit'], counters['inductor']['fxgraph_c
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(torch.compiler, 'save_cache_artifacts'), reason='PyTorch before 2.6')
 def test_compiled_code_moves_to_another_machine(tmp_path):
     """Another machine has an empty cache folder."""

@@ -62,7 +62,7 @@ FAST = [('FCOS', 'onnx'), ('CascadeRCNN', 'onnx'), ('MaskRCNN', 'openvino')]
 
 
 @pytest.mark.parametrize(
-    ('family', 'form'), FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in FAST]
+    ('family', 'form'), FAST + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in SLOW if case not in FAST]
 )
 def test_files_hold_heads_of_detectors(family, form, tmp_path):
     """At the smallest size, too. The check of the export finds boxes below the threshold, where noise has none."""

@@ -150,7 +150,7 @@ def test_torch_export_finds_the_open_sizes_by_itself_and_keeps_gradients():
     torch.testing.assert_close(gradient, x.grad, rtol=1e-3, atol=1e-4 * x.grad.abs().max().item())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not private_apis.CAN_BE_SIZE_OBLIVIOUS, reason='since torch 2.6')
 @pytest.mark.parametrize('host', HOSTS)
 def test_torch_export_of_all_stages_with_gradients_leaves_sizes_open(host):
