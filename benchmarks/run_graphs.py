@@ -19,11 +19,9 @@ from mmengine.registry import MODELS
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'tests'))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'tests' / 'tooling' / 'export'))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import goldens
-import graphs
+from helpers import goldens, graphs
 
 from mmlinattn.tooling.export import FORMATS, ExportableModel
 from mmlinattn.tooling.export.models import deviation

@@ -1,12 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What all tests share. Helpers next to the tests are imported by name (``import goldens``)."""
+"""Fixtures of all tests. Helpers are the package ``helpers`` beside this file."""
 
 import functools
 import gc
 import multiprocessing
 import random
-import sys
-from pathlib import Path
 
 import mmengine.config.config as config_module
 import mmengine.config.utils as config_utils
@@ -18,11 +16,6 @@ from mmengine.utils import ManagerMixin
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from mmlinattn import ops
-
-# the benchmarks; their literal RAVLT is checked against ours
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / 'benchmarks'))
-# the quadratic twins, small models of all hosts
-sys.path[:0] = [str(Path(__file__).resolve().parent / folder) for folder in ('attention', 'backbones')]
 
 
 def forget_instances(kind=ManagerMixin) -> None:

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from helpers.twins import ATTENTIONS, DIM, HEADS, assert_same, attend, filled
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import interpolate, pad
-from twins import ATTENTIONS, DIM, HEADS, assert_same, attend, filled
 
 from mmlinattn import ops
 from mmlinattn.attention import (

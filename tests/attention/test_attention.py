@@ -5,11 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
-import twins
+from helpers import twins
+from helpers.twins import ATTENTIONS, DIM, FORMS, HEAD_DIM, HEADS, assert_same, attend, build, form, tokens
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from twins import ATTENTIONS, DIM, FORMS, HEAD_DIM, HEADS, assert_same, attend, build, form, tokens
 
 from mmlinattn import ops
 from mmlinattn.attention import (

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
+from helpers.twins import ATTENTIONS, DIM, HEAD_DIM, HEADS, assert_same, attend, build, filled, tokens
 from torch import nn
-from twins import ATTENTIONS, DIM, HEAD_DIM, HEADS, assert_same, attend, build, filled, tokens
 
 from mmlinattn import ops
 from mmlinattn.attention import Attention, Grid, StageContext, WindowAttention

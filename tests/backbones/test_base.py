@@ -4,14 +4,14 @@
 import copy
 
 import pytest
-import small_hosts
 import torch
+from helpers import small_hosts
+from helpers.small_hosts import ARCHS, build, image, loss, mixes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmcv.cnn.bricks import DropPath
 from mmengine.registry import MODELS
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
-from small_hosts import ARCHS, build, image, loss, mixes
 from torch import nn
 
 from mmlinattn.checkpoints.fit import compare

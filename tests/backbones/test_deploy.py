@@ -5,8 +5,8 @@ import copy
 
 import pytest
 import torch
+from helpers.small_hosts import ARCHS, build, image
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
-from small_hosts import ARCHS, build, image
 from torch import nn
 
 from mmlinattn import ops

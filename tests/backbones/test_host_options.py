@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from small_hosts import ARCHS, build, image
+from helpers.small_hosts import ARCHS, build, image
 
 
 def test_window_size():

@@ -2,9 +2,9 @@
 """The hosts against the authors' released code. Sizes, as
 printed: tests/configs."""
 
-import goldens
 import pytest
 import torch
+from helpers import goldens
 from mmengine.registry import MODELS
 from torch import nn
 

@@ -4,13 +4,12 @@
 import functools
 import re
 
-import goldens
 import pytest
-import small_hosts
 import torch
+from helpers import goldens, small_hosts
+from helpers.twins import attend
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from torch import nn
-from twins import attend
 
 from mmlinattn.attention import GlobalAttention, Grid, StageContext
 from mmlinattn.backbones import LinearNextViT

@@ -7,13 +7,13 @@ import math
 import pickle
 
 import pytest
-import small_hosts
 import torch
+from helpers import small_hosts
+from helpers.small_hosts import ARCHS, EVERY_ATTN, image, loss
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mmengine.registry import MODELS
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
-from small_hosts import ARCHS, EVERY_ATTN, image, loss
 from torch import nn
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel

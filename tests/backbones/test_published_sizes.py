@@ -4,9 +4,9 @@ released. Norms: test_hosts_parity.py."""
 
 import json
 
-import goldens
 import pytest
 import torch
+from helpers import goldens
 from mmengine.registry import MODELS
 
 import mmlinattn  # noqa: F401

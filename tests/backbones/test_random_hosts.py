@@ -4,12 +4,12 @@
 import copy
 import random
 
-import goldens
 import pytest
 import torch
+from helpers import goldens
+from helpers.small_hosts import ARCHS
+from helpers.twins import ATTENTIONS
 from mmengine.registry import MODELS
-from small_hosts import ARCHS
-from twins import ATTENTIONS
 
 from mmlinattn import ops
 

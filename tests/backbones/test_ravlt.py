@@ -1,11 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """RAVLT against its equations written plainly, and its options."""
 
-import goldens
 import literal_ravlt
 import pytest
 import torch
-from small_hosts import ARCHS, image
+from helpers import goldens
+from helpers.small_hosts import ARCHS, image
 
 from mmlinattn.backbones import RAVLT
 

@@ -4,10 +4,10 @@
 import copy
 
 import pytest
-import small_hosts
 import torch
+from helpers import small_hosts
+from helpers.small_hosts import ARCHS
 from mmengine.registry import MODELS
-from small_hosts import ARCHS
 
 DEIT, NEXT, SWIN = 'LinearDeiT', 'LinearNextViT', 'LinearSwin'
 

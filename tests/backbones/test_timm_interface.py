@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from small_hosts import ARCHS, PYRAMIDS, build, image, loss
+from helpers.small_hosts import ARCHS, PYRAMIDS, build, image, loss
 
 every_host = pytest.mark.parametrize('host', ARCHS)
 

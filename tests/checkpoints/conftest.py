@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import pytest
-from checkpoint_helpers import FileServer
+from helpers.checkpoint_helpers import FileServer
 
 
 @pytest.fixture

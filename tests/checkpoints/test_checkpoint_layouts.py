@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import goldens
 import pytest
 import torch
-from checkpoint_helpers import ARCH
+from helpers import goldens
+from helpers.checkpoint_helpers import ARCH
 
 from mmlinattn.backbones import RAVLT
 from mmlinattn.checkpoints.layouts import LAYOUTS, find_layout

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 import torch
-from checkpoint_helpers import released_ravlt, saved
+from helpers.checkpoint_helpers import released_ravlt, saved
 from mmengine.runner import CheckpointLoader
 
 from mmlinattn.checkpoints import CheckpointError, download, released, released_checkpoints

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from checkpoint_helpers import ARCH, released_ravlt
+from helpers.checkpoint_helpers import ARCH, released_ravlt
 
 from mmlinattn.backbones import RAVLT
 from mmlinattn.checkpoints import CheckpointError, load_pretrained

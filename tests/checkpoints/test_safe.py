@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoint_helpers import Hostile, touch_when_loaded
+from helpers.checkpoint_helpers import Hostile, touch_when_loaded
 from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler import OneCycleLR

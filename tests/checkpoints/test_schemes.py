@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import saved, touch_when_loaded
-from engine_toys import make_runner
+from helpers.checkpoint_helpers import saved, touch_when_loaded
+from helpers.engine_toys import make_runner
 from mmengine.model import BaseModule
 from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
 from torch import nn

@@ -7,11 +7,11 @@ from pathlib import Path
 import mmengine.registry
 import numpy as np
 import pytest
-from config_helpers import CONFIG_DIR, ROOT, load
+from helpers.config_helpers import CONFIG_DIR, ROOT, load
+from helpers.tool_runs import TOOLS, in_one_process
 from mmengine.config import Config
 from mmengine.registry import DATASETS, MODELS, Registry, init_default_scope
 from PIL import Image
-from tool_runs import TOOLS, in_one_process
 
 import mmlinattn  # noqa: F401
 from mmlinattn.tooling.datasets import DatasetSpec, write_dataset

@@ -1,11 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The classifiers of the configs, under released files."""
 
-import goldens
 import numpy as np
 import pytest
 import torch
-from config_helpers import build
+from helpers import goldens
+from helpers.config_helpers import build
 
 import mmlinattn  # noqa: F401
 from mmlinattn.backbones import LinearSwin

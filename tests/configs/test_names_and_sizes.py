@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from config_helpers import CONFIG_DIR, CONFIGS, build, configs_of, load
+from helpers.config_helpers import CONFIG_DIR, CONFIGS, build, configs_of, load
 
 import mmlinattn  # noqa: F401
 from mmlinattn.checkpoints.released import released_checkpoints

@@ -2,7 +2,7 @@
 """One training step of each family of configs."""
 
 import pytest
-from config_helpers import build, without_gradient
+from helpers.config_helpers import build, without_gradient
 
 import mmlinattn  # noqa: F401
 

@@ -4,7 +4,7 @@
 import ast
 import re
 
-from config_helpers import ROOT
+from helpers.config_helpers import ROOT
 
 ROWS = re.findall(r'^\| `([\w/]+)` \|.*\|([^|]*)\|$', (ROOT / 'docs' / 'design.md').read_text(encoding='utf-8'), re.M)
 ROOMS = {room: set(re.findall('`([^`]+)`', imports)) for room, imports in ROWS}

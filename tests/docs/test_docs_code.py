@@ -22,11 +22,11 @@ from unittest import mock
 
 import pytest
 import torch
-from config_helpers import ROOT, build_model
+from helpers.config_helpers import ROOT, build_model
+from helpers.tool_runs import in_this_process, python
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS
-from tool_runs import in_this_process, python
 
 from mmlinattn.attention import TOKEN_MIXERS
 from mmlinattn.checkpoints.released import find_released

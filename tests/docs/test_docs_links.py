@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from config_helpers import ROOT
+from helpers.config_helpers import ROOT
 
 PAGES = sorted(
     path for pattern in ('*.md', 'docs/**/*.md', 'docs/*.ipynb', 'projects/**/*.md') for path in ROOT.glob(pattern)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from config_helpers import ROOT
+from helpers.config_helpers import ROOT
 
 pytest.importorskip('mkdocs')
 pytest.importorskip('mkdocstrings')

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from config_helpers import ROOT
+from helpers.config_helpers import ROOT
 from test_docs_code import blocks_of
 
 

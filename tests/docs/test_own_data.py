@@ -5,7 +5,7 @@ import re
 import shlex
 
 import pytest
-from tool_runs import ROOT, TOOLS, in_one_process
+from helpers.tool_runs import ROOT, TOOLS, in_one_process
 
 PAGE = (ROOT / 'docs' / 'own_data.md').read_text(encoding='utf-8')
 BLOCKS = dict(zip(('detection', 'segmentation', 'classification'), re.findall(r'```shell\n(.*?)```', PAGE, re.S)))

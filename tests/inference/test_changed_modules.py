@@ -12,14 +12,14 @@ from collections import defaultdict
 from unittest import mock
 
 import pytest
-import small_hosts
 import torch
+from helpers import small_hosts
+from helpers.small_hosts import ARCHS
+from helpers.twins import filled
 from mmcv.cnn.bricks import DropPath
-from small_hosts import ARCHS
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 from torch.overrides import TorchFunctionMode
-from twins import filled
 
 from mmlinattn import ops
 from mmlinattn.attention import GlobalAttention

@@ -5,10 +5,10 @@ tests/backbones/test_pairs.py."""
 import itertools
 
 import pytest
-import small_hosts
 import torch
+from helpers import small_hosts
+from helpers.twins import ATTENTIONS, DIM, HEADS, filled
 from torch import nn
-from twins import ATTENTIONS, DIM, HEADS, filled
 
 from mmlinattn.attention import Attention, GlobalAttention, Grid, ReducedAttention, StageContext, StripeAttention
 from mmlinattn.attention import WindowAttention as Windowed

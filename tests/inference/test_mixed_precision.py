@@ -4,9 +4,9 @@
 import copy
 
 import pytest
-import small_hosts
 import torch
-from small_hosts import ARCHS, build, image, mixes
+from helpers import small_hosts
+from helpers.small_hosts import ARCHS, build, image, mixes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

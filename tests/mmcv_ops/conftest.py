@@ -21,7 +21,7 @@ def ext():
 @pytest.fixture(autouse=True)
 def used(ext, monkeypatch):
     """Let ``mmcv.ops`` call the module of this checkout."""
-    import cases
+    from helpers import cases
 
     for user in cases.users():
         monkeypatch.setattr(user, 'ext_module', ext)

@@ -3,7 +3,7 @@
 
 import mmcv._ext
 import numpy as np
-from cases import RECORDS, make_cases, summary
+from helpers.cases import RECORDS, make_cases, summary
 
 if __name__ == '__main__':
     if mmcv._ext.__file__.endswith('.py'):

@@ -1,12 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """MMCV's operators by torchvision and PyTorch, on CPU and GPU, beside compiled MMCV's results and definitions."""
 
-import cases
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from helpers import cases
 from mmcv import ops
 from mmcv.ops import multi_scale_deform_attn as attention
 from torch.utils._python_dispatch import TorchDispatchMode

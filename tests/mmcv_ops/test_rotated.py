@@ -5,7 +5,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from cases import uniform
+from helpers.cases import uniform
 from mmcv import ops
 
 PI = torch.pi

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attentions import ATTENTIONS, FORMS, form
+from helpers.attentions import ATTENTIONS, FORMS, form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -2,7 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attentions import FORMS, form
+from helpers.attentions import FORMS, form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

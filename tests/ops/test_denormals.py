@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from attentions import LINEAR, focused, form
+from helpers.attentions import LINEAR, focused, form
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmlinattn.ops import dispatch

@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from attentions import LINEAR
+from helpers.attentions import LINEAR
+from helpers.twins import DIM, HEADS, attend, build
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
-from twins import DIM, HEADS, attend, build
 
 from mmlinattn import ops
 from mmlinattn.attention import TOKEN_MIXERS, Grid, StageContext

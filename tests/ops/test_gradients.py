@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from attentions import ATTENTIONS, FORMS, LINEAR, form
+from helpers.attentions import ATTENTIONS, FORMS, LINEAR, form
 
 from mmlinattn import ops
 

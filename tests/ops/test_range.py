@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-from attentions import FORMS, LINEAR, form
+from helpers.attentions import FORMS, LINEAR, form
+from helpers.twins import by_head, focused_map, kernel, linear_map, rala_map, side_by_side
 from torch import nn
-from twins import by_head, focused_map, kernel, linear_map, rala_map, side_by_side
 
 from mmlinattn import ops
 

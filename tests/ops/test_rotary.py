@@ -3,8 +3,8 @@
 
 import pytest
 import torch
-import twins
-from attentions import FORMS, form
+from helpers import twins
+from helpers.attentions import FORMS, form
 
 from mmlinattn import ops
 from mmlinattn.layers import rotary_table

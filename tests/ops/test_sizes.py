@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from attentions import ATTENTIONS, FORMS, form
+from helpers.attentions import ATTENTIONS, FORMS, form
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

@@ -4,7 +4,7 @@
 import subprocess
 import sys
 
-from config_helpers import ROOT
+from helpers.config_helpers import ROOT
 
 
 def test_importing_the_package_warns_of_nothing_and_leaves_upstream_alone():

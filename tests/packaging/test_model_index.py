@@ -3,7 +3,7 @@
 
 import pytest
 import yaml
-from config_helpers import CONFIG_DIR, ROOT
+from helpers.config_helpers import CONFIG_DIR, ROOT
 
 from mmlinattn.checkpoints.released import find_link, released_checkpoints
 

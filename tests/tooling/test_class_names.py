@@ -4,7 +4,7 @@
 import copy
 
 import pytest
-from config_helpers import load
+from helpers.config_helpers import load
 from mmengine.config import Config
 
 from mmlinattn.tooling.class_names import class_names, num_classes

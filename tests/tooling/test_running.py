@@ -3,9 +3,9 @@
 
 import logging
 
-import engine_toys  # noqa: F401 -- registers its toys
 import pytest
 import torch
+from helpers import engine_toys  # noqa: F401 -- registers its toys
 from mmengine.config import Config
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import RUNNERS

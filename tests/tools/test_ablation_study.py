@@ -4,7 +4,7 @@
 import json
 
 import pytest
-from tool_runs import in_this_process
+from helpers.tool_runs import in_this_process
 
 TOOL = 'analysis_tools/ablation_study.py'
 QUICK = '--iterations=2 --batch=4 --num-train=8 --num-val=8 --seeds=1'.split()

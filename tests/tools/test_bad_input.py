@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import touch_when_loaded
+from helpers.checkpoint_helpers import touch_when_loaded
+from helpers.tool_runs import QUICK, in_this_process
 from PIL import Image
-from tool_runs import QUICK, in_this_process
 
 from mmlinattn.tooling.datasets import DatasetSpec, write_dataset
 

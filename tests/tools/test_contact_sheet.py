@@ -3,8 +3,8 @@
 
 import numpy as np
 import pytest
+from helpers.tool_runs import in_this_process
 from PIL import Image
-from tool_runs import in_this_process
 
 COLOURS = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0), (0, 200, 200)]
 

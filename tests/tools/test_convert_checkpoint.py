@@ -3,10 +3,10 @@
 
 import pytest
 import torch
-from checkpoint_helpers import ARCH, released_ravlt
+from helpers.checkpoint_helpers import ARCH, released_ravlt
+from helpers.tool_runs import in_this_process
 from mmengine.config import Config
 from mmengine.runner import load_checkpoint
-from tool_runs import in_this_process
 
 from mmlinattn.checkpoints import load_file
 from mmlinattn.utils.building import build_model

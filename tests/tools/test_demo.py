@@ -11,10 +11,10 @@ import mmcv
 import numpy as np
 import pytest
 import torch
-from config_helpers import load
+from helpers.config_helpers import load
+from helpers.tool_runs import QUICK, in_this_process
 from mmengine import fileio
 from mmengine.registry import MODELS, DefaultScope, init_default_scope
-from tool_runs import QUICK, in_this_process
 
 INFERENCERS = dict(
     mmdet='mmdet.apis:DetInferencer',

@@ -4,7 +4,7 @@
 import re
 
 import pytest
-from tool_runs import ROOT, in_this_process
+from helpers.tool_runs import ROOT, in_this_process
 
 
 def test_it_prints_totals_and_downloads_nothing(monkeypatch, capsys):

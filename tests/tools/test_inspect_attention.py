@@ -6,8 +6,8 @@ import runpy
 
 import numpy as np
 import pytest
+from helpers.tool_runs import QUICK, TOOLS, in_this_process
 from PIL import Image
-from tool_runs import QUICK, TOOLS, in_this_process
 
 TOOL = 'analysis_tools/inspect_attention.py'
 CLASSIFIER = QUICK['mmpretrain']

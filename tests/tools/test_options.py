@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tool_runs import QUICK, TOOLS
+from helpers.tool_runs import QUICK, TOOLS
 
 from mmlinattn.tooling import configs, running
 from mmlinattn.utils.errors import RunError

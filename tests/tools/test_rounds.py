@@ -17,8 +17,8 @@ from pprint import pformat
 import numpy as np
 import pytest
 import torch
-from config_helpers import load
-from tool_runs import TOOLS, in_one_process, losses
+from helpers.config_helpers import load
+from helpers.tool_runs import TOOLS, in_one_process, losses
 from torch.utils._pytree import tree_leaves
 
 from mmlinattn.tooling.datasets import DatasetSpec, write_dataset

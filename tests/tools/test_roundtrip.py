@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tool_runs import HELD, QUICK, ROOT, TOOLS, in_one_process, losses, python, start, wait_for
+from helpers.tool_runs import HELD, QUICK, ROOT, TOOLS, in_one_process, losses, python, start, wait_for
 
 from mmlinattn.tooling.datasets import DatasetSpec, write_dataset
 

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 import torch
-from tool_runs import HELD, QUICK, TOOLS, free_port, losses, run, start, wait_for
+from helpers.tool_runs import HELD, QUICK, TOOLS, free_port, losses, run, start, wait_for
 
 from mmlinattn.tooling.datasets import DatasetSpec, write_dataset
 

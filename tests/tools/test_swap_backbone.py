@@ -5,8 +5,8 @@ import re
 import shlex
 
 import pytest
+from helpers.tool_runs import ROOT, in_this_process
 from mmengine.config import Config
-from tool_runs import ROOT, in_this_process
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 from types import SimpleNamespace
 
 import pytest
-from data_checks import Loop
+from helpers.data_checks import Loop
 
 from mmlinattn.engine import DataCheckHook, RunError
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from engine_toys import LOADER, Count, ToyModel, make_runner
+from helpers.engine_toys import LOADER, Count, ToyModel, make_runner
 from mmengine.model import BaseTTAModel
 from mmengine.registry import MODELS
 from torch import nn

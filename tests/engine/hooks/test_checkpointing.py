@@ -3,7 +3,7 @@ import errno
 import os
 
 import pytest
-from engine_toys import Count, make_runner, validation
+from helpers.engine_toys import Count, make_runner, validation
 from mmengine.hooks import CheckpointHook
 from mmengine.runner import find_latest_checkpoint
 

@@ -9,10 +9,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import small_hosts
 import torch
 import torch.multiprocessing
-from engine_toys import make_runner
+from helpers import small_hosts
+from helpers.engine_toys import make_runner
 from mmcv.cnn.bricks import DropPath
 from mmengine.registry import MODELS
 from torch import distributed, nn

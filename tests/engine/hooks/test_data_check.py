@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from data_checks import DETECTOR, build, model
+from helpers.data_checks import DETECTOR, build, model
 from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.registry import METRICS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, ValLoop

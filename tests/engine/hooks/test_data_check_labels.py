@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from data_checks import CLASSIFIER, DETECTOR, SEGMENTOR, Data, Loop, build, model
-from engine_toys import make_runner
+from helpers.data_checks import CLASSIFIER, DETECTOR, SEGMENTOR, Data, Loop, build, model
+from helpers.engine_toys import make_runner
 from mmengine.registry import METRICS
 from PIL import Image
 from torch import nn

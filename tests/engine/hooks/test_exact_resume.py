@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_toys import ToyDataset, make_runner
+from helpers.engine_toys import ToyDataset, make_runner
 from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
 from mmengine.registry import DATA_SAMPLERS

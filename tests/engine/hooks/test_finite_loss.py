@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_toys import make_runner
+from helpers.engine_toys import make_runner
 
 from mmlinattn.engine import FiniteLossHook, RunError
 

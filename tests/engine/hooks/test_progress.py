@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from engine_toys import Count, make_runner, validation
+from helpers.engine_toys import Count, make_runner, validation
 from mmengine.logging import MMLogger
 
 from mmlinattn.engine.hooks.progress import scalars

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engine_toys import Count, make_runner, validation
+from helpers.engine_toys import Count, make_runner, validation
 from mmengine.structures import BaseDataElement, InstanceData, LabelData, PixelData
 
 from mmlinattn.engine.data.detections import Boxes, count_confusion, objects_of, precision_over_recall

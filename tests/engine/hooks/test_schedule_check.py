@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_toys import make_runner
+from helpers.engine_toys import make_runner
 from mmengine.optim import OptimWrapper
 from mmengine.registry import PARAM_SCHEDULERS
 

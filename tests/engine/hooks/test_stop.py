@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from engine_toys import make_runner, validation
+from helpers.engine_toys import make_runner, validation
 from mmengine.dataset import DefaultSampler
 from mmengine.hooks import EMAHook, Hook
 

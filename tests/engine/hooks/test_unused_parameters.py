@@ -4,7 +4,7 @@
 from functools import partial
 
 import pytest
-from engine_toys import make_runner
+from helpers.engine_toys import make_runner
 from torch import nn
 
 from mmlinattn.engine import CPUDistributedDataParallel, RunError

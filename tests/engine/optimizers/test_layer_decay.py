@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from config_helpers import build
+from helpers.config_helpers import build
 from mmengine.config import ConfigDict
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, init_default_scope

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from engine_toys import ToyModel, make_runner
+from helpers.engine_toys import ToyModel, make_runner
 from mmengine.config import ConfigDict
 from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper

@@ -5,8 +5,8 @@ import os
 import sys
 
 import pytest
-import tool_runs
 import torch
+from helpers import tool_runs
 from mmengine.config import Config
 from torch import nn
 
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed
-from engine_toys import make_runner
+from helpers.engine_toys import make_runner
 from mmengine.config import Config
 
 from mmlinattn.engine import CPUDistributedDataParallel, prepare_distributed

@@ -5,10 +5,10 @@ import copy
 from functools import partial
 from pathlib import Path
 
-import engine_toys
 import pytest
 import torch
-from engine_toys import validation
+from helpers import engine_toys
+from helpers.engine_toys import validation
 from mmengine.runner import EpochBasedTrainLoop
 
 from mmlinattn.checkpoints import load_file

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from config_helpers import load
+from helpers.config_helpers import load
 from mmengine.config import Config
 from mmengine.registry import MODELS
 from torch import nn

@@ -3,10 +3,10 @@
 
 import pytest
 import torch
+from helpers.twins import ATTENTIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from twins import ATTENTIONS
 
 from mmlinattn.attention import Grid, TokenMixer, get_mixer
 from mmlinattn.layers import rotary_table

@@ -5,7 +5,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from tool_runs import in_this_process
+from helpers.tool_runs import in_this_process
 
 from mmlinattn.tooling.datasets import COCO_CLASSES, DatasetSpec, write_dataset
 from mmlinattn.tooling.datasets.writer import NOTE, STAGING

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from graphs import metadata_of
+from helpers.graphs import metadata_of
 from mmengine.config import Config, ConfigDict
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
@@ -16,8 +16,8 @@ from mmlinattn.utils.errors import RunError
 
 pytest.importorskip('mmdet')
 
-import small_detectors
-from small_detectors import FAMILIES
+from helpers import small_detectors
+from helpers.small_detectors import FAMILIES
 
 SHAPES = [(1, 160, 192), (2, 130, 251)]
 INF = float('inf')

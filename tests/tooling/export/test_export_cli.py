@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from graphs import metadata_of
+from helpers.graphs import metadata_of
 from mmengine.config import Config
 
 from mmlinattn.tooling.export import FORMATS

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from graphs import metadata_of
+from helpers.graphs import metadata_of
 from torch import nn
 
 from mmlinattn.tooling.export import FORMATS, Format

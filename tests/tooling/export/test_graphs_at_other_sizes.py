@@ -3,11 +3,10 @@
 
 import warnings
 
-import graphs
 import pytest
-import small_hosts
 import torch
-from graphs import HOSTS, TRACED_AT
+from helpers import graphs, small_hosts
+from helpers.graphs import HOSTS, TRACED_AT
 from mmengine.registry import MODELS, init_default_scope
 from torch._dynamo.testing import CompileCounter
 from torch.export import Dim

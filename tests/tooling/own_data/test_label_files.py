@@ -8,7 +8,7 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 import pytest
-from own_files import HEIGHT, WIDTH, picture, text
+from helpers.own_files import HEIGHT, WIDTH, picture, text
 from PIL import Image
 from pycocotools import mask as coco_masks
 

@@ -8,9 +8,9 @@ import sys
 
 import numpy as np
 import pytest
+from helpers.own_files import picture, text
+from helpers.tool_runs import in_this_process
 from mmengine.config import Config
-from own_files import picture, text
-from tool_runs import in_this_process
 
 from mmlinattn.tooling.own_data import finding, making
 from mmlinattn.tooling.swapping import smoke

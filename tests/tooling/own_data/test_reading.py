@@ -7,9 +7,9 @@ import re
 
 import numpy as np
 import pytest
-from own_files import HEIGHT, WIDTH, picture, text
+from helpers.own_files import HEIGHT, WIDTH, picture, text
+from helpers.tool_runs import ROOT
 from PIL import Image
-from tool_runs import ROOT
 
 from mmlinattn.tooling.own_data import folders, label_images
 from mmlinattn.tooling.own_data.boxes import read_boxes as read

@@ -6,7 +6,7 @@ import re
 import cv2
 import numpy as np
 import pytest
-from own_files import HEIGHT, WIDTH, picture, text
+from helpers.own_files import HEIGHT, WIDTH, picture, text
 from PIL import Image, TiffImagePlugin
 
 from mmlinattn.tooling.own_data import finding, folders, label_images, label_values

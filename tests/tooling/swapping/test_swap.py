@@ -5,7 +5,7 @@ import ast
 
 import pytest
 import torch
-from config_helpers import without_gradient
+from helpers.config_helpers import without_gradient
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 

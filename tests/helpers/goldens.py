@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FOLDER = Path(__file__).resolve().parent / 'data' / 'goldens'
+FOLDER = Path(__file__).resolve().parents[1] / 'data' / 'goldens'
 
 
 def cases() -> list[str]:

@@ -7,9 +7,9 @@ import os
 import threading
 from pathlib import Path
 
-import goldens
 import torch
 
+from helpers import goldens
 from mmlinattn.backbones import RAVLT
 
 ARCH = dict(RAVLT.arch_zoo['tiny'], embed_dims=(8, 16, 32, 64))

@@ -3,11 +3,11 @@
 
 import copy
 
-import goldens
 import torch
 from mmengine.registry import MODELS
 
 import mmlinattn  # noqa: F401  registers the hosts
+from helpers import goldens
 from mmlinattn.attention import TOKEN_MIXERS
 
 EVERY_ATTN = tuple(sorted(TOKEN_MIXERS.module_dict))

@@ -3,18 +3,12 @@
 
 import copy
 import json
-import sys
 import warnings
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'backbones'))
-
-import goldens
-import small_hosts
 from mmengine.registry import MODELS
 
+from helpers import goldens, small_hosts
 from mmlinattn.tooling.export.models import deviation
 
 # one block a stage, and of Swin two in the middle ones, whose second shifts

@@ -11,7 +11,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFIG_DIR = ROOT / 'configs'
 # No rows of a paper: the small models for the shapes data sets
 UNPUBLISHED = {f'{task}/ravlt_shapes_quickstart' for task in ('mmdet', 'mmseg', 'mmpretrain')}

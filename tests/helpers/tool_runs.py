@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / 'tools'
 # The small model of each task, for a data set of shapes
 QUICK = {task: str(ROOT / 'configs' / task / 'ravlt_shapes_quickstart.py') for task in ('mmdet', 'mmseg', 'mmpretrain')}
@@ -33,7 +33,7 @@ val_dataloader = dict(num_workers=1, dataset=dict(data_root='shapes'))
 test_dataloader = val_dataloader
 default_hooks = dict(logger=dict(interval=1))
 log_processor = dict(window_size=1)
-custom_imports = dict(imports=['mmlinattn', 'hold'], allow_failed_imports=False)
+custom_imports = dict(imports=['mmlinattn', 'helpers.hold'], allow_failed_imports=False)
 custom_hooks = [*_base_.custom_hooks, dict(type='HoldHook')]
 """
 

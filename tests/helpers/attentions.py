@@ -4,8 +4,8 @@
 from functools import partial
 
 import torch
-from twins import FORMS, form  # noqa: F401  the forms they have
 
+from helpers.twins import FORMS, form  # noqa: F401  the forms they have
 from mmlinattn import ops
 from mmlinattn.layers import rotary_table
 
