@@ -1,16 +1,18 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Loops, models and data sets that ``DataCheckHook`` looks at."""
+"""Loops, models, data sets and COCO files for the tests of ``DataCheckHook``."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 from mmengine.registry import DATASETS, init_default_scope
 from mmengine.runner.base_loop import BaseLoop
+from PIL import Image
 from torch import nn
 
 
 class Loop(BaseLoop):
-    """A loop over a data set, as a runner has it."""
+    """Loop of a runner over one data set."""
 
     def __init__(self, dataset, *metrics):
         self.dataloader, self.evaluator = SimpleNamespace(dataset=dataset), SimpleNamespace(metrics=metrics)
@@ -29,7 +31,7 @@ DETECTOR, SEGMENTOR, CLASSIFIER = model(bbox_head=3), model(decode_head=2), mode
 
 
 class Data(list):
-    """Samples with names of classes."""
+    """Samples with class names."""
 
     get_data_info = list.__getitem__
 
@@ -43,3 +45,26 @@ def build(scope, config):
     pytest.importorskip(scope)
     init_default_scope(scope)
     return DATASETS.build(config)
+
+
+IMAGES = [dict(id=i, file_name=f'{i}.png', width=40, height=30) for i in (1, 2)]
+BOX = dict(iscrowd=0, area=100, bbox=[2, 2, 10, 10])
+NAMES = ('cat', 'dog', 'owl')
+
+
+def coco(folder, names=NAMES, name='a.json', box=(), **changes):
+    """Write a COCO file with gaps between category ids and one object of each category, and its images."""
+    for entry in IMAGES:
+        Image.new('RGB', (40, 30)).save(folder / entry['file_name'])
+    ids = [7 * i + 3 for i in range(len(names))]
+    boxes = [dict(BOX, id=i + 1, image_id=1 + i % 2, category_id=each) | dict(box) for i, each in enumerate(ids)]
+    categories = [dict(id=i, name=name) for i, name in zip(ids, names)]
+    content = {**dict(images=IMAGES, annotations=boxes, categories=categories), **changes}
+    (folder / name).write_text(json.dumps(content))
+    return folder / name
+
+
+def coco_data(file, classes=NAMES, **settings):
+    folder = str(file.parent) + '/'
+    config = dict(type='CocoDataset', ann_file=str(file), data_prefix=dict(img=folder), metainfo=dict(classes=classes))
+    return build('mmdet', dict(config, **settings))

@@ -6,15 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers.data_checks import CLASSIFIER, DETECTOR, SEGMENTOR, Data, Loop, build, model
-from helpers.engine_toys import make_runner
+from helpers.data_checks import CLASSIFIER, DETECTOR, SEGMENTOR, Data, build, model
 from mmengine.registry import METRICS
 from PIL import Image
 from torch import nn
 
-from mmlinattn.engine import DataCheckHook, RunError
 from mmlinattn.engine.data import checks, label_images
-from mmlinattn.engine.hooks import data_check
 
 TWO = SimpleNamespace(num_classes=2)
 OBJECT = dict(instances=[dict(bbox_label=2)])
@@ -154,16 +151,6 @@ def test_a_checkpoint_of_other_classes(look, tested, stops, warns):
         assert look(nn.Module(), test=[data], checkpoint=dict(meta=meta, state_dict={})) == ('', [])
 
 
-def test_a_loop_over_several_data_sets(look):
-    """As MMagic's and those of users have them."""
-    loop = Loop(Data(0, classes=['a', 'b']))
-    loop.dataloaders = [loop.dataloader, SimpleNamespace(dataset=Data(0, classes=['b', 'a'])), SimpleNamespace()]
-    runner = SimpleNamespace(work_dir='gone', model=nn.Module(), visualizer=None, _train_loop=None, _test_loop=None)
-    runner._val_loop, runner.cfg = loop, {}
-    with pytest.raises(RunError, match="label 0 is 'a' in val_dataloader and 'b' in val_dataloader"):
-        DataCheckHook().before_run(runner)
-
-
 @pytest.mark.parametrize(
     ('meta', 'words'),
     [
@@ -183,16 +170,6 @@ def test_data_sets_of_others_pass(look):
             return 3
 
     assert look(DETECTOR, train=[Bare()], val=[[1, 2]], test=[Data(1, 2, 3)]) == ('', [])
-
-
-def test_an_empty_data_set(tmp_path, monkeypatch):
-    runner = make_runner(tmp_path, [dict(type='DataCheckHook')], loader=dict(dataset=dict(type='ToyDataset', size=0)))
-    with pytest.raises(RunError, match='train_dataloader .ToyDataset, ann_file .* holds no image'):
-        runner.train()
-    monkeypatch.setattr(data_check, 'is_main_process', lambda: False)  # one process looks for all
-    DataCheckHook().before_run(runner)
-    with pytest.raises(ValueError, match="fault = 'no' has to be 'stop', 'warn' or 'skip'"):
-        DataCheckHook(fault='no')
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------
