@@ -4,6 +4,7 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from mmengine.registry import DATASETS, init_default_scope
 from mmengine.runner.base_loop import BaseLoop
@@ -68,3 +69,21 @@ def coco_data(file, classes=NAMES, **settings):
     folder = str(file.parent) + '/'
     config = dict(type='CocoDataset', ann_file=str(file), data_prefix=dict(img=folder), metainfo=dict(classes=classes))
     return build('mmdet', dict(config, **settings))
+
+
+def segmentation(root, *pictures, names=('sky', 'bird'), dtype=np.uint8, loading=None, **settings):
+    """Data set of MMSegmentation with label images that repeat the given values."""
+    for i, values in enumerate(pictures):
+        for kind in ('img', 'ann'):
+            (root / kind).mkdir(parents=True, exist_ok=True)
+        Image.new('RGB', (8, 8)).save(root / 'img' / f'{i}.jpg')
+        labels = np.resize(np.array(values, dtype), (8, 8) + np.shape(values)[1:])
+        Image.fromarray(labels).save(root / 'ann' / f'{i}.png')
+    prefix = dict(img_path=str(root / 'img'), seg_map_path=str(root / 'ann'))
+    pipeline = [
+        dict(type='LoadImageFromFile'),
+        dict(type='LoadAnnotations', **(loading or {})),
+        dict(type='PackSegInputs'),
+    ]
+    config = dict(type='BaseSegDataset', data_prefix=prefix, metainfo=dict(classes=names), pipeline=pipeline)
+    return build('mmseg', dict(config, **settings))

@@ -1,17 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Checks of labels, folders and label images before the first step."""
+"""Labels, class names and folders against the heads and against each other."""
 
-import re
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from helpers.data_checks import CLASSIFIER, DETECTOR, SEGMENTOR, Data, build, model
-from mmengine.registry import METRICS
+from helpers.data_checks import CLASSIFIER, DETECTOR, Data, build, model
 from PIL import Image
 from torch import nn
 
-from mmlinattn.engine.data import checks, label_images
+from mmlinattn.engine.data import checks
 
 TWO = SimpleNamespace(num_classes=2)
 OBJECT = dict(instances=[dict(bbox_label=2)])
@@ -151,17 +148,13 @@ def test_a_checkpoint_of_other_classes(look, tested, stops, warns):
         assert look(nn.Module(), test=[data], checkpoint=dict(meta=meta, state_dict={})) == ('', [])
 
 
-@pytest.mark.parametrize(
-    ('meta', 'words'),
-    [
+def test_class_names_that_are_not_read(look):
+    data = Data(0)
+    for data.metainfo, words in (
         (dict(CLASSES=('a', 'b')), "CLASSES is read by nobody. Write metainfo=dict(classes=('a', 'b'))"),
         (dict(classes='nowhere.txt'), "metainfo.classes = 'nowhere.txt': there is no such file"),
-    ],
-)
-def test_names_that_nobody_reads(look, meta, words):
-    data = Data(0)
-    data.metainfo = meta
-    assert words in look(nn.Module(), train=[data])[0]
+    ):
+        assert words in look(nn.Module(), train=[data])[0]
 
 
 def test_data_sets_of_others_pass(look):
@@ -170,9 +163,6 @@ def test_data_sets_of_others_pass(look):
             return 3
 
     assert look(DETECTOR, train=[Bare()], val=[[1, 2]], test=[Data(1, 2, 3)]) == ('', [])
-
-
-# -- folders ----------------------------------------------------------------------------------------------------------
 
 
 def folders(root, names, **settings):
@@ -222,138 +212,3 @@ def test_lists_that_number_folders_otherwise(look, tmp_path):
     assert "label 1 is the folder 'y' in train_dataloader and the folder 'x' in val_dataloader" in line
     assert look(CLASSIFIER, train=made['train'], val=made['days'])[0] == ''  # its folders are no classes
     assert look(CLASSIFIER, train=made['train'], val=made['more'])[0] == ''  # a sample may miss some folders
-
-
-# -- label images -----------------------------------------------------------------------------------------------------
-
-
-def segmentation(root, *pictures, names=('sky', 'bird'), dtype=np.uint8, loading=None, **settings):
-    for i, values in enumerate(pictures):
-        for kind in ('img', 'ann'):
-            (root / kind).mkdir(parents=True, exist_ok=True)
-        Image.new('RGB', (8, 8)).save(root / 'img' / f'{i}.jpg')
-        labels = np.resize(np.array(values, dtype), (8, 8) + np.shape(values)[1:])
-        Image.fromarray(labels).save(root / 'ann' / f'{i}.png')
-    prefix = dict(img_path=str(root / 'img'), seg_map_path=str(root / 'ann'))
-    pipeline = [
-        dict(type='LoadImageFromFile'),
-        dict(type='LoadAnnotations', **(loading or {})),
-        dict(type='PackSegInputs'),
-    ]
-    config = dict(type='BaseSegDataset', data_prefix=prefix, metainfo=dict(classes=names), pipeline=pipeline)
-    return build('mmseg', dict(config, **settings))
-
-
-REDUCED = dict(reduce_zero_label=True)
-
-
-@pytest.mark.parametrize(
-    ('pictures', 'settings', 'words'),
-    [
-        (
-            [[0, 255]],
-            {},
-            r'have label 0 sky, and 255, which is ignored .* Write the number of the class in place of 255',
-        ),
-        ([[0, 128]], {}, r'ann/0.png has the label 128, which num_classes = 2 .* Write the numbers 0 to 1'),
-        ([[0, 1], [0, 1, 2]], {}, 'ann/1.png has the label 2, .* or reduce_zero_label=True'),
-        (
-            [[0, 1]],
-            REDUCED,
-            r'have label 0 sky, and 255 \(the value 0 or 255 in the file\).*reduce_zero_label=True ignores the value',
-        ),
-        ([[0, 255]], REDUCED, 'no label at all'),
-        ([[1, 2, 5]], REDUCED, r'the label 4 \(the value 5 in the file\)'),
-        ([[[9, 9, 9]]], {}, 'ann/0.png has 3 channels'),
-        ([[0, 257]], dict(dtype=np.uint16), 'has the value 257, of which MMSegmentation keeps 8 bits: 1'),
-        ([[0, 1]], dict(loading=REDUCED), 'ann/0.png cannot be loaded: '),
-        ([[0, 1, 255]], {}, ''),
-        ([[0, 1, 2]], REDUCED, ''),
-    ],
-)
-def test_values_of_label_images(look, tmp_path, pictures, settings, words):
-    dataset = segmentation(tmp_path / 'data', *pictures, **settings)
-    line, warnings = look(SEGMENTOR, train=[dataset])
-    assert re.search(words, line) and bool(words) == bool(line), line
-    assert warnings == []
-    line, warnings = look(SEGMENTOR, test=[dataset])  # no fault of a test
-    assert bool(warnings) == ('no label' in words or 'label 0' in words) and bool(words) == bool(line or warnings)
-
-
-def test_one_channel_tells_two_classes(look, tmp_path):
-    dataset = segmentation(tmp_path / 'data', [0, 1, 255], names=('road',))
-    head = SimpleNamespace(num_classes=1, out_channels=1, ignore_index=None)
-    made = nn.Module()
-    made.decode_head = head
-    assert look(made, train=[dataset]) == ('', [])
-    dataset.METAINFO = dataset._metainfo = dict(classes=('background', 'road'))
-    assert look(made, train=[dataset]) == ('', [])
-    head.loss_decode = SimpleNamespace(use_sigmoid=False)
-    assert 'the label 1' in look(made, train=[dataset])[0]
-
-
-def test_label_images_of_another_size(look, tmp_path):
-    dataset = segmentation(tmp_path / 'data', [0, 1])
-    Image.new('RGB', (4, 8)).save(tmp_path / 'data' / 'img' / '0.jpg')
-    assert re.search('ann/0.png is 8x8, and its image .*img/0.jpg 4x8', look(SEGMENTOR, train=[dataset])[0])
-    Image.new('RGB', (8, 8)).save(tmp_path / 'data' / 'img' / '0.jpg')
-    assert look(SEGMENTOR, train=[dataset]) == ('', [])  # the facts of an earlier run are outdated
-
-
-@pytest.mark.parametrize(
-    ('names', 'ignored', 'words'),
-    [
-        (('sky', 'bird'), 255, ''),
-        (('bird',), 255, 'of one class, .* it counts every pixel as found. Write classes='),
-        (('sky', 'bird'), 99, 'ignore_index = 99, and 255 of the decode_head'),
-    ],
-)
-def test_metrics_that_count_otherwise(look, tmp_path, names, ignored, words):
-    dataset = segmentation(tmp_path / 'data', [0, 1], names=names)
-    metric = METRICS.build(dict(type='mmseg.IoUMetric', ignore_index=ignored))
-    made = model(decode_head=2)
-    made.decode_head.ignore_index = 255
-    line, _ = look(made, val=[dataset, metric])
-    assert re.search(words, line) and bool(words) == bool(line)
-
-
-def test_zero_that_may_be_a_class(look, tmp_path):
-    dataset = segmentation(tmp_path / 'data', [0, 1, 2], names=('sky', 'bird', 'bat'), **REDUCED)
-    line, (warning,) = look(model(decode_head=3), train=[dataset])
-    assert not line and 'and 1 is the first class sky; the last, bat, then' in warning
-
-
-def test_classes_that_cannot_train_are_named(look, tmp_path):
-    """By every task; those of validation need no object."""
-    dataset = segmentation(tmp_path / 'data', [0, 2], names=('sky', 'bird', 'bat'))
-    line, (warning,) = look(model(decode_head=3), train=[dataset])
-    assert not line and "label images has ('bird',): nothing of it trains" in warning
-    assert look(model(decode_head=3), val=[dataset]) == ('', [])
-    data = Data(dict(gt_label=0, img_path='a.jpg'), dict(gt_label=2, img_path='b.jpg'), classes=['a', 'b', 'c'])
-    line, (warning,) = look(CLASSIFIER, train=[data])
-    assert not line and "none of its 2 images is of ('b',)" in warning
-
-
-def test_label_images_that_are_not_there(look, tmp_path):
-    dataset = segmentation(tmp_path / 'data', [0, 1], [0, 1])
-    path = tmp_path / 'data' / 'ann' / '1.png'
-    path.write_text('no image')
-    assert f'the label image {path} cannot be read as an image' in look(SEGMENTOR, train=[dataset])[0]
-    path.unlink()
-    assert look(SEGMENTOR, train=[dataset])[0] == f'train_dataloader: the label image {path} is not there.'
-    dataset.pipeline.transforms = dataset.pipeline.transforms[:1]  # a test without labels
-    assert look(SEGMENTOR, test=[dataset]) == ('', [])
-
-
-def test_a_sample_of_many(look, tmp_path, monkeypatch):
-    """Twenty if they show several classes, else ten times as many."""
-    dataset = segmentation(tmp_path / 'data', *[[0, 255]] * 40, [0, 1])
-    assert look(SEGMENTOR, train=[dataset], num_images=20) == ('', [])
-    opened = []
-    load = label_images.Image.open
-    monkeypatch.setattr(label_images.Image, 'open', lambda path: opened.append(path) or load(path))
-    other = segmentation(tmp_path / 'other', *[[0, 1]] * 40)
-    assert look(SEGMENTOR, train=[other], num_images=20) == ('', [])
-    assert len({str(path) for path in opened if 'ann' in str(path)}) == 20
-    opened.clear()
-    assert look(SEGMENTOR, train=[other], num_images=20) == ('', []) and not opened
