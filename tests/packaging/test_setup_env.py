@@ -46,7 +46,7 @@ def bare(tmp_path):
 
 
 @pytest.mark.parametrize('version', ['3.9.25', '3.15.0'])
-def test_python_that_the_stack_does_not_run_on_is_refused(version, tmp_path):
+def test_python_out_of_range_is_refused(version, tmp_path):
     numbers = tuple(map(int, version.split('.')))
     code = f'import sys; sys.version_info = {numbers}; exec(sys.argv[1])'
     python = program(tmp_path / 'python', f'exec {sys.executable} -c "{code}" "$2"')
@@ -54,14 +54,11 @@ def test_python_that_the_stack_does_not_run_on_is_refused(version, tmp_path):
     assert 'Python 3.10 to 3.14' in line and 'uv python install' in line and not (tmp_path / 'venv').exists()
 
 
-def test_another_python_than_the_one_asked_for_is_not_used(bare):
+def test_environments_of_others_are_neither_used_nor_erased(bare, tmp_path):
+    """One of another Python than asked for, and one that the script did not make."""
     answer = '[ "$1" != -V ] || { echo Python 3.10.99; exit; }'
     python = program(bare / 'python', answer, f'exec {sys.executable} "$@"')
     assert 'not Python 3.10.99' in refused(setup_env('--venv', bare, '--python', python))
-
-
-def test_an_environment_of_somebody_else_is_not_erased(tmp_path):
-    """For example, one of an unsupported Python."""
     kept = tmp_path / 'venv' / 'lib' / 'python3.8' / 'site-packages' / 'mine.py'
     kept.parent.mkdir(parents=True)
     kept.touch()
@@ -70,16 +67,13 @@ def test_an_environment_of_somebody_else_is_not_erased(tmp_path):
     assert 'exists and is no environment that this script made' in line and kept.exists()
 
 
-def test_missing_compiler_is_told_before_anything_is_made(tmp_path):
-    line = refused(setup_env('--compiled', '--venv', tmp_path / 'venv', CXX='no-such-g++'))
-    assert "needs 'no-such-g++'" in line and 'build-essential' in line and not (tmp_path / 'venv').exists()
-
-
-def test_unreachable_index_is_one_line_without_the_password(tmp_path):
-    index = 'http://user:secret@127.0.0.1:9/simple'
-    done = setup_env('--venv', tmp_path / 'venv', '--python', sys.executable, PIP_INDEX_URL=index)
-    assert 'package index http://127.0.0.1:9/simple' in refused(done)
-    assert 'secret' not in done.stderr
+def test_missing_compiler_and_index_are_told_before_anything_is_made(tmp_path):
+    """The address of the index without its password."""
+    venv, index = tmp_path / 'venv', 'http://user:secret@127.0.0.1:9/simple'
+    line = refused(setup_env('--compiled', '--venv', venv, CXX='no-such-g++'))
+    assert "needs 'no-such-g++'" in line and 'build-essential' in line and not venv.exists()
+    done = setup_env('--venv', venv, '--python', sys.executable, PIP_INDEX_URL=index)
+    assert 'package index http://127.0.0.1:9/simple' in refused(done) and 'secret' not in done.stderr
 
 
 def wheel(folder: Path, name: str, version: str, script: str = '') -> None:
