@@ -79,10 +79,7 @@ def labels(truth, predicted):
         ([label_map([[0, 1], [1, 255]], [[0, 0], [1, 1]])], [[1, 0], [1, 1]]),
         ([label_map([[0, 0, 1, 1, 1]], [[0, 1, 1, 1, 1]])], [[1, 1], [0, 3]]),
         ([labels(0, 1), labels(1, 1), labels(1, 1)], [[0, 1], [0, 2]]),
-        (
-            [labels(0, 0), labels(0, 0), labels(0, 0), labels(0, 0)],
-            [[3, 0], [0, 0]],
-        ),  # three images, and a repeated one
+        ([labels(0, 0)] * 4, [[3, 0], [0, 0]]),  # three images, and a repeated one
     ],
 )
 def test_confusion_of_labels(tmp_path, samples, expected):
@@ -101,16 +98,13 @@ def test_images_that_samplers_repeat_count_once(monkeypatch):
     assert predictions.matrix.sum() == 1
 
 
-@pytest.mark.parametrize('with_annotations', [True, False])
-def test_plots_of_a_detector(tmp_path, with_annotations):
-    instances = [dict(bbox=[0, 0, 10, 10], bbox_label=1)]
-    loader = loader_of(instances if with_annotations else ())
-    if not with_annotations:  # nothing is counted as false
-        loader.dataset.get_data_info = lambda index: dict(img_path=f'{index}.jpg', instances=[])
-    predictions = results._Predictions(loader)
+@pytest.mark.parametrize('instances', [[dict(bbox=[0, 0, 10, 10], bbox_label=1)], []])
+def test_plots_of_a_detector(tmp_path, instances):
+    """Without annotations nothing is counted as false, and nothing plotted."""
+    predictions = results._Predictions(loader_of(instances))
     boxes = InstanceData(bboxes=torch.tensor([[0.0, 0, 9, 10]]), labels=torch.tensor([1]), scores=torch.tensor([0.5]))
     predictions.add([BaseDataElement(metainfo=dict(img_path=f'{i}.jpg'), pred_instances=boxes) for i in range(3)])
-    names = ['test_confusion_matrix.png', 'test_precision_recall.png'] * with_annotations
+    names = ['test_confusion_matrix.png', 'test_precision_recall.png'] * len(instances)
     assert predictions.write(str(tmp_path), 'test_') == [str(tmp_path / name) for name in names]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
@@ -122,7 +116,7 @@ def test_other_predictions_have_no_plots(tmp_path):
 
 
 def test_early_stopping_and_averages(tmp_path):
-    """The run ends early: its rows and plots are there."""
+    """A run that ends early has its rows and plots."""
     stop = dict(type='EarlyStoppingHook', monitor='acc', patience=1, rule='less')
     average = dict(type='EMAHook', momentum=2e-4)
     loop = dict(by_epoch=True, max_epochs=9)
