@@ -58,7 +58,7 @@ def test_every_config_is_the_same_by_name(task, tmp_path):
 
 @pytest.mark.parametrize('task', TASKS)
 def test_the_scope_is_that_of_the_run(task):
-    """Types with the same name in each package, also where one part of a config belongs to another task."""
+    """Types of the same name in each package, also in a part of another task."""
     pytest.importorskip(task)
     init_default_scope(task)
     loss = dict(type='CrossEntropyLoss', _scope_='mmlinattn')
@@ -148,7 +148,7 @@ model = dict(head=dict(loss=dict(_delete_=True, type='LabelSmoothLoss', label_sm
 @pytest.mark.slow
 @pytest.mark.parametrize('task', TASKS)
 def test_a_child_with_other_types_trains(task, tmp_path):
-    """By our tool, and by upstream's, which do not import mmlinattn before they read a config."""
+    """Train by our tool and by upstream's, which read the config before an import of mmlinattn."""
     pytest.importorskip(task)
     write_dataset(tmp_path / 'data', DatasetSpec(DATA[task], 4, 2, size=(64, 64)))
     for tool, base in ('ours', "'mmlinattn::"), ('upstream', "__import__('mmlinattn').__name__ + '::"):

@@ -26,7 +26,7 @@ NAMES = {
 }
 
 
-# by their places, which docs/configs.md names and commands of users have
+# in the order of docs/configs.md and of users' commands
 HOOKS = ('DataCheckHook FiniteLossHook ExactResumeHook CheckpointMatchHook StopHook UnusedParametersHook').split()
 
 
@@ -78,9 +78,9 @@ HOSTS = dict(
     nextvit='LinearNextViT',
 )
 SIZES = dict(t='tiny', s='small', m='medium', b='base', l='large')
-# Rows whose paper and whose released code disagree; the release decides.
+# In these rows paper and released code disagree; the release decides.
 CONTRADICTORY = {'mmpretrain/inline_pvt_l_in1k', 'mmpretrain/inline_swin_t_in1k'}
-# Rows whose size is not rounded from our count but explained by it (in millions).
+# Sizes that are not rounded from our count but explained by it (in millions).
 MISPRINTED = {
     'mmpretrain/flatten_pvt_t_in1k': 12.149,  # printed 12.2; the release has a norm of 0.001 that it never applies
     'mmpretrain/flatten_pvt_v2_b2_in1k': 22.548,  # printed 22.6: 22.55, rounded once more

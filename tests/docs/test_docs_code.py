@@ -190,7 +190,7 @@ def scripts():
 
 @pytest.mark.parametrize('blocks', scripts())
 def test_python_runs(blocks, tmp_path, monkeypatch):
-    """Run the blocks of a page as one file; slow pages, which fill upstream's registries, in a process of their own."""
+    """Run the blocks of a page as one file. Slow pages fill upstream's registries and run in a process of their own."""
     code = '\n'.join(block.text for block in blocks)
     if any(block.kind == 'slow' for block in blocks):
         (tmp_path / 'page.py').write_text(code)

@@ -90,7 +90,7 @@ FAMILIES = dict(
 
 
 def build(family):
-    """A detector in eval mode, whose scores spread from 0 to 1 and whose boxes differ in shape."""
+    """Build a detector in eval mode with scores from 0 to 1 and boxes of several shapes."""
     init_default_scope('mmdet')
     torch.manual_seed(0)
     model = MODELS.build(ConfigDict(FAMILIES[family], data_preprocessor=PREPROCESSOR)).eval().requires_grad_(False)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Small models of all hosts, for the tests of what all of them promise."""
+"""Small models of all hosts, for the tests of their shared promises."""
 
 import copy
 
@@ -19,7 +19,7 @@ ARCHS = {
     'LinearPVTv2': dict(_PYRAMID, grids=(10, 5, 3, 2)),
     'LinearSwin': dict(_PYRAMID, window=3, linear_windows=(7, 4, 3, 2)),
     'LinearCSWin': dict(_PYRAMID, num_heads=(2, 2, 2, 4), grids=(10, 5, 3, 2), stripes=(1, 2, 3, None)),
-    # convolution blocks in the first and third stage; keys of which some are averaged over fewer tokens
+    # convolution blocks in the first and third stage; some keys are averages of fewer tokens
     'LinearNextViT': dict(
         _PYRAMID, attn_every=(0, 1, 2, 1), grids=(10, 5, 3, 2), sr_ratios=(4, 3, 2, 1), group_dim=2, stem_dims=(8, 4, 6)
     ),

@@ -28,7 +28,7 @@ BROKEN = {
 
 
 def overlay(folder: Path, packages) -> Path:
-    """Install packages into a new environment that sees the rest of this one's, which pip then leaves alone."""
+    """Install packages into a new environment on top of this one's other packages, untouched by pip."""
     view, python = folder / 'view', folder / 'env' / 'bin' / 'python'
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', folder / 'env'], check=True)
     view.mkdir()

@@ -164,7 +164,7 @@ def tested(tmp_path):
 
 
 def test_files_of_a_test(tested, tmp_path):
-    """Folders are kept where names repeat; the threshold is that of the config."""
+    """Repeated names keep their folders; the threshold is that of the config."""
     out = str(tmp_path / 'out')
     assert tested(show_dir=out, interval=2) == ['x/1.png', 'y/2.png']
     found = tested(save_txt=out, save_json=f'{out}/all.json')

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Configs of each task through tools/train.py and tools/test.py, on shapes: a few iterations of training on small
-images, and a test of the checkpoint that has to predict what the model in memory did.
+"""Configs of each task through tools/train.py and tools/test.py, on shapes: a few iterations on small images, and a
+test of the checkpoint with the predictions of the model in memory.
 
 One process trains and tests all configs of a task. Detection in processes of its own: ``test_roundtrip.py``.
 """

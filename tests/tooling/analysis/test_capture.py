@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What is caught of attentions while they run: tokens and features of every arrangement, and hooks that go away."""
+"""Captured tokens and features of every arrangement, and hooks that are removed."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from mmlinattn.tooling.analysis.capture import watched
 
 
 def looked_into(attention, x):
-    """The block of one attention, whose weights are drawn anew, and what the attention gave."""
+    """Return the block of one attention with new random weights, and the output of the attention."""
     for parameter in attention.parameters():
         nn.init.normal_(parameter, std=0.5)
     found = []
@@ -32,7 +32,7 @@ def looked_into(attention, x):
 
 
 class Doubled(GlobalAttention):
-    """An arrangement of a user, who calls the mixer and writes over what that gives."""
+    """A user's arrangement that calls the mixer and writes over its output."""
 
     def mix(self, q, k, v, grid, **_):
         return self.mixer(q, k, v, grid, grid).mul_(2)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the model of a config costs: against numbers worked out by hand and those measured on the released models."""
+"""Costs of the model of a config, against numbers worked out by hand and those of the released models."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_a_model_is_counted_without_memory_and_reads_no_file(monkeypatch, auxili
 
 
 def test_the_size_that_models_are_counted_at():
-    """Of a classifier the pipeline's, see tests/tooling/test_images.py."""
+    """Classifiers take the size of their pipeline: tests/tooling/test_images.py."""
     crop = dict(type='CenterCrop', crop_size=288)
     data = dict(test_dataloader=dict(dataset=dict(pipeline=[crop])))
     for scope, shape in dict(mmdet=(800, 1280), mmseg=(512, 2048), mmpretrain=(288, 288)).items():

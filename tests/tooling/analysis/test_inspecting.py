@@ -154,7 +154,7 @@ def uniform(attention):
 
 @pytest.mark.parametrize(('size', 'sizes'), [((5, 6), (16, 8, 4, 2)), ((5, 5), (16, 4, 4)), ((4, 5), (16, 4))])
 def test_windows_of_several_sizes(size, sizes):
-    """Padding is no key; a window of one token, which has no pair, is not looked at beside others."""
+    """Padding is no key. Windows of one token have no pairs and are left out beside larger ones."""
     entry = measured(uniform(WindowAttention(8, 2, 'softmax', (4, 4))), torch.randn(1, *size, 8), num_queries=1000)
     total = sum(sizes)
     assert entry['sampled_queries'] == total and entry['confusion']['share'] == [1, 1]
@@ -214,7 +214,7 @@ def test_tokens_outside_of_a_map_and_fewer_of_a_full_one(monkeypatch):
     monkeypatch.setattr(inspecting, 'NUMEL', 3 * 2 * 42)  # however few weights fit at a time
     torch.testing.assert_close(full_map(block, 42), whole)
     assert measure_block(block)['sampled_queries'] == 3
-    # windows of which no token is among those that are shown hide none of the others
+    # windows without a shown token hide none of the others
     block = block_of(WindowAttention(8, 2, 'softmax', window=(2, 2)), torch.randn(1, 4, 10, 8))
     torch.testing.assert_close(full_map(block, 5), full_map(block, 40)[:, ::8, ::8], equal_nan=True)
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Models and images as the analysis tools load them: which weights, which pixels, and what is refused."""
+"""Weights and pixels of models and images under analysis, and refused inputs."""
 
 import copy
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ class Pack:
 
 
 class LoadAnnotations:
-    """Fails where there are none."""
+    """Stand-in for a transform that fails without annotations."""
 
 
 def config(*steps, **pack):
@@ -87,7 +87,7 @@ def test_a_picture_as_the_pipeline_makes_it():
     ids=str,
 )
 def test_a_pixel_is_found_whatever_a_pipeline_does(step, at):
-    """Of an image of 64 x 64, at (20, 20)."""
+    """Follow pixel (20, 20) of an image of 64 x 64."""
     picture = loading.prepare(config(step), model(), photo(64, 64), 'photo')
     assert max(abs(a - b) for a, b in zip(picture.to_shown(20, 20), at)) <= 2
 

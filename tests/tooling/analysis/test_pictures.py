@@ -18,13 +18,13 @@ from mmlinattn.tooling.analysis.loading import Picture, token_at
 
 
 def of_size(shown, inputs=None):
-    """A grey image as shown, and what the network is given of it, padded."""
+    """A grey image as shown, and the padded input of the network."""
     inputs = torch.zeros(1, 3, *(inputs or shown))
     return Picture('photo', np.full((*shown, 3), 100, np.uint8), inputs, None, np.asarray, shown[::-1])
 
 
 def test_colours_of_weights():
-    """Red and blue for the signs, by magnitude; grey where there is nothing, dark where the query cannot look."""
+    """Red and blue for the signs, by magnitude. Zero weights are grey, keys out of reach dark."""
     drawn, peak = pictures.overlay(np.array([[0.2, -0.4], [0.0, math.nan]]), of_size((8, 8)))
     grey = 100 / 255 * 0.6 + 0.35
     half_red, full_blue, nothing, blind = drawn[0, 0], drawn[0, 7], drawn[7, 0], drawn[7, 7]
@@ -38,7 +38,7 @@ def test_colours_of_weights():
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.integers(8, 140), st.integers(8, 140), st.sampled_from([4, 8, 16, 32]), st.data())
 def test_weights_lie_over_the_pixels_of_their_tokens(height, width, stride, data):
-    """Of the token that a pixel belongs to; padding is cut off, the last token may reach over the border."""
+    """Mark the token of a pixel. Padding is cropped; the last token may reach over the border."""
     size = -(-height // stride), -(-width // stride)
     shown = data.draw(st.integers(1, height)), data.draw(st.integers(1, width))
     picture = of_size(shown, (height, width))
@@ -55,7 +55,7 @@ def test_weights_lie_over_the_pixels_of_their_tokens(height, width, stride, data
 
 
 def test_plots_are_of_what_a_block_has(tmp_path):
-    """Of each measure; every line finds its numbers."""
+    """Plot each measure; every line finds its numbers."""
     block = block_of(GlobalAttention(8, 2, 'inline'), torch.randn(1, 12, 12, 8))
     maps = pictures.collect_query(block, of_size((48, 48)), 47, 5)
     np.testing.assert_array_equal(maps.maps, query_map(block, 1, 11)[0].numpy())

@@ -17,7 +17,7 @@ from mmlinattn.tooling.datasets import (
 )
 from mmlinattn.tooling.datasets.writer import GENERATOR_VERSION
 
-# Of DatasetSpec(form, 4, 2, seed=11, size=(128, 96), size_jitter=0.3), in generator version 7
+# DatasetSpec(form, 4, 2, seed=11, size=(128, 96), size_jitter=0.3), in generator version 7
 SIZES = [(113, 92), (113, 77), (97, 94), (102, 89), (97, 90), (119, 77)]
 # means over the pictures: of red, green and blue, of standard deviations, of steps from pixel to pixel
 PICTURES = dict(

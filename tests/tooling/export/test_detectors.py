@@ -65,7 +65,7 @@ FAST = [('FCOS', 'onnx'), ('CascadeRCNN', 'onnx'), ('MaskRCNN', 'openvino')]
     ('family', 'form'), FAST + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in SLOW if case not in FAST]
 )
 def test_files_hold_heads_of_detectors(family, form, tmp_path):
-    """At the smallest size, too. The check of the export finds boxes below the threshold, where noise has none."""
+    """Also at the smallest size. The check of the export finds boxes below the threshold, as noise has none above."""
     for package in FORMATS[form].needs:
         pytest.importorskip(package)
     torch.manual_seed(1)

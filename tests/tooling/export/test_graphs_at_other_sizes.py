@@ -34,7 +34,7 @@ def trace(model, image):
         return torch.jit.trace(model, image, check_trace=False)
 
 
-# --- the old exporter, by which MMDeploy exports: it traces -----------------------------------------------------------
+# --- the old exporter, used by MMDeploy: it traces --------------------------------------------------------------------
 
 
 def check_onnx(model, file):

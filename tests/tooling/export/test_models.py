@@ -273,7 +273,7 @@ def test_folding_that_changes_the_numbers_is_found(fake):
 
 
 def test_from_which_size_on_a_dynamic_graph_serves(fake):
-    """Classifiers from 32, others from where the format can."""
+    """Classifiers serve sizes from 32, other models from the smallest of the format."""
     for model, smallest in ((Toy(), 65), (Segmentor(), 65), (Classifier(), 32)):
         found = fake.export(model, Sizes(1, 96, 96, dynamic=True))
         assert fake.smallest == smallest and f'height and width >= {smallest}' in found.metadata['serves']
@@ -328,7 +328,7 @@ def test_deviating_graphs_are_not_written(fake, tmp_path, monkeypatch):
 
 
 class Pyramid(nn.Module):
-    """FPN whose extra levels are pooled from the last one."""
+    """FPN with extra levels pooled from the last one."""
 
     def __init__(self):
         super().__init__()
