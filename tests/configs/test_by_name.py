@@ -148,7 +148,7 @@ model = dict(head=dict(loss=dict(_delete_=True, type='LabelSmoothLoss', label_sm
 @pytest.mark.slow
 @pytest.mark.parametrize('task', TASKS)
 def test_a_child_with_other_types_trains(task, tmp_path):
-    """Train by our tool and by upstream's, which read the config before an import of mmlinattn."""
+    """Train by our tool and by upstream's, without an import of mmlinattn before the config."""
     pytest.importorskip(task)
     write_dataset(tmp_path / 'data', DatasetSpec(DATA[task], 4, 2, size=(64, 64)))
     for tool, base in ('ours', "'mmlinattn::"), ('upstream', "__import__('mmlinattn').__name__ + '::"):

@@ -156,7 +156,7 @@ def test_backbone_is_the_one_in_the_name(name):
 
 
 @pytest.mark.parametrize('name', configs_of('mmpretrain/'))
-def test_what_a_classifier_reads(name):
+def test_features_of_a_classifier(name):
     """The class token of a plain backbone, RAVLT's projection of the last map as it is, the mean of the last map of all
     others: PVT's as it is, as the release leaves its norm out."""
     model, host = load(name).model, load(name).model.backbone.type

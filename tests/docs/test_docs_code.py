@@ -73,7 +73,7 @@ SHELL = [block for block in BLOCKS if block.language in ('bash', 'shell')]
 
 
 @pytest.mark.parametrize('block', BLOCKS, ids=str)
-def test_every_block_says_what_it_is(block):
+def test_every_block_has_a_kind(block):
     assert block.language in {'python', 'bash', 'shell', *PROSE}, f'{block}: which language?'
     assert block.language not in PROSE or not block.note
     if block.language == 'python':

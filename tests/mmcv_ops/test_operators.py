@@ -92,7 +92,7 @@ def test_gradients_of_channels_last_offsets_and_masks(kernel):
     torch.testing.assert_close(*found)
 
 
-def test_several_backward_passes_whose_input_needs_no_gradient():
+def test_several_backward_passes_without_input_gradient():
     x, offset, weight = cases.normal(1, 2, 4, 6, 6), cases.normal(2, 2, 18, 6, 6), cases.normal(3, 4, 4, 3, 3)
     out = ops.deform_conv2d(x, offset, weight.requires_grad_(), 1, 1).sum()
     one, two = (torch.autograd.grad(out * scale, weight, retain_graph=True)[0] for scale in (1, 2))

@@ -144,7 +144,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(('build', 'words'), REFUSED, ids=range(len(REFUSED)))
-def test_messages_name_the_argument_its_value_and_what_is_allowed(build, words):
+def test_messages_name_argument_value_and_allowed_values(build, words):
     with pytest.raises(ValueError) as error:
         build()
     assert not [word for word in words if word not in str(error.value)] and '\n' not in str(error.value)

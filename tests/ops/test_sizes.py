@@ -25,7 +25,7 @@ def test_numbers_are_known_and_tensors_are_not(old, monkeypatch):
         assert not tensors.is_known(*unknown)
 
 
-def test_known_sizes_leave_maps_where_they_are():
+def test_known_sizes_copy_no_map():
     x = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
     assert tensors.clone_if_open(x) is x
     image = tensors.to_image(x)

@@ -72,7 +72,7 @@ def copied(folder: Path) -> Path:
 
 @pytest.fixture(scope='module')
 def installed(tmp_path_factory):
-    """Return a copy of the checkout, the content of the wheel of its source archive, and where it is installed."""
+    """Return a copy of the checkout, the content of the wheel of its source archive, and the install folder."""
     folder = tmp_path_factory.mktemp('wheel')
     checkout, site = copied(folder), folder / 'site'
     archive = "from setuptools.build_meta import build_sdist; build_sdist('..')"

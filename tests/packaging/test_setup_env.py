@@ -149,7 +149,7 @@ def test_wrong_arguments(arguments, message):
     assert message in refused(setup_env(*arguments.split()))
 
 
-def test_existing_environment_is_told_what_it_lacks(bare):
+def test_existing_environment_lists_missing_packages(bare):
     before = sorted(path for path in bare.rglob('*') if '__pycache__' not in path.parts)
     for how in (dict(), dict(MMLINATTN_USE_EXISTING_ENV='1')):
         done = setup_env(

@@ -112,7 +112,7 @@ def test_checkpoints_by_path_and_by_address(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('root', ['', '.', './'])
-def test_a_data_root_where_there_was_none_moves_relative_files(root):
+def test_a_new_data_root_moves_relative_files(root):
     others = [dict(ann_file='/ann/a.json'), dict(ann_file=''), dict(ann_file=None)]
     metrics = [dict(ann_file='ann/a.json', metric='bbox'), *others]
     cfg = Config(dict(test_dataloader=dict(dataset=dict(COCO, data_root=root)), test_evaluator=metrics))
@@ -129,7 +129,7 @@ def test_a_data_root_where_there_was_none_moves_relative_files(root):
         ('mmpretrain', "__import__('mmpretrain')", '"mmpretrain>=1.2,<1.3"'),
     ],
 )
-def test_what_is_missing_is_named_as_pip_knows_it(tmp_path, monkeypatch, scope, line, pip):
+def test_missing_packages_are_named_for_pip(tmp_path, monkeypatch, scope, line, pip):
     config = tmp_path / 'config.py'
     config.write_text(line)
     monkeypatch.setattr(configs, 'find_spec', lambda name: None)  # not installed
@@ -162,7 +162,7 @@ def test_the_task_of_a_config_without_a_scope(tmp_path):
         assert configs.read_config(str(tmp_path / 'config.py')).get('default_scope') == scope
 
 
-def test_a_config_by_name_where_nothing_is_installed(tmp_path, monkeypatch):
+def test_a_config_by_name_without_an_installation(tmp_path, monkeypatch):
     """The folder of an installation is missing."""
     (tmp_path / 'mmlinattn').mkdir()
     monkeypatch.setattr('mmengine.config.config.get_installed_path', lambda name: str(tmp_path / 'mmlinattn'))

@@ -102,7 +102,7 @@ RESTARTS = ['--max_restarts=2', '--rdzv_backend=c10d']
     ],
     ids=['alone', 'machines', 'machines and restarts'],
 )
-def test_what_torchrun_is_asked_for(script, environment, nodes, rendezvous):
+def test_arguments_of_torchrun(script, environment, nodes, rendezvous):
     store = '1' if RESTARTS[0] in rendezvous else ''
     launched = [str(TOOL), f'--nnodes={nodes}', '--nproc_per_node=2', *rendezvous]
     for name, own in (('train', ['config.py']), ('test', ['config.py', 'last.pth'])):
@@ -155,7 +155,7 @@ def test_a_port_that_is_taken(script):
         (dict(GPUS='2', GPUS_PER_NODE='0'), ['--ntasks=2', '--cpus-per-task=5']),
     ],
 )
-def test_what_srun_is_asked_for(script, environment, asked):
+def test_arguments_of_srun(script, environment, asked):
     words = ['gpus', 'my job', 'config.py', 'my work', '--cfg-options', 'a=b c']
     status, lines, said = script('slurm_train.sh', *words, SRUN_ARGS='--time=9 -x n1', PYTHON='other', **environment)
     tool = ['other', '-u', f'{TOOLS}/train.py', 'config.py', '--work-dir=my work', '--launcher=slurm']

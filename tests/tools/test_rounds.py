@@ -166,7 +166,7 @@ METRICS = dict(mmseg='mIoU', mmpretrain='accuracy/top1')
 
 
 @pytest.mark.parametrize('task', METRICS)
-def test_upstream_tools_and_what_else_a_run_leaves(rounds, task):
+def test_upstream_tools_and_files_of_a_run(rounds, task):
     """The same hooks and losses; the same metric of the same checkpoint; drawings."""
     pytest.importorskip(task)
     folder, printed, errors = rounds(task)

@@ -222,7 +222,7 @@ def test_a_test_loads_its_checkpoint_once(tmp_path):
 
 
 def test_models_in_wrappers(tmp_path, one_process):
-    """Of processes and of test-time augmentation."""
+    """Look through wrappers of processes and of test-time augmentation."""
     augmented = type('Augmented', (BaseTTAModel,), dict(merge_preds=None))
     with pytest.raises(RunError, match='1 parameters not in the file: layer.bias'):
         load(

@@ -40,7 +40,7 @@ def test_iteration_based_runs(tmp_path, validates):
     assert [row['iteration'] for row in found if row.get('acc')] == [3, 6] * validates
 
 
-def test_a_resumed_run_goes_on_where_its_checkpoint_is(tmp_path):
+def test_a_resumed_run_continues_the_rows_of_its_checkpoint(tmp_path):
     make_runner(tmp_path, HOOKS, **validation()).train()
     before = rows(tmp_path)
     loop = dict(by_epoch=True, max_epochs=3)

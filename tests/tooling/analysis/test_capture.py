@@ -52,7 +52,7 @@ ARRANGEMENTS = {
 
 
 @pytest.mark.parametrize('make', ARRANGEMENTS.values(), ids=ARRANGEMENTS)
-def test_features_are_what_the_output_projection_sees(make):
+def test_features_are_the_input_of_the_output_projection(make):
     """With convolution and gate, token by token of a map of 5 x 6, heads of each branch in their order."""
     attention, x = make(), torch.randn(1, 5, 6, 8)
     block, out = looked_into(attention, x)
@@ -69,7 +69,7 @@ def test_features_are_what_the_output_projection_sees(make):
 
 
 @pytest.mark.parametrize('make', [*ARRANGEMENTS.values(), lambda: Doubled(8, 2, 'softmax')])
-def test_what_a_mixer_was_given_and_gave_is_kept_as_it_was(make):
+def test_captured_tokens_are_not_overwritten(make):
     """Gates and convolutions write over its output, mixers over their queries and keys; in inference."""
     attention, given, gave = make(), [], []
     for module in attention.modules():
@@ -89,7 +89,7 @@ def test_what_a_mixer_was_given_and_gave_is_kept_as_it_was(make):
         assert window.error(rows, weights) < 1e-4 < 0.1 < window.error(rows, 2 * weights)
 
 
-def test_hooks_go_also_where_something_fails():
+def test_hooks_are_removed_after_an_error():
     model, found = nn.Sequential(GlobalAttention(8, 2, 'softmax')).eval(), []
     images = [torch.randn(*size, 8) for size in ((1, 3, 4), (1, 2, 5), (2, 3, 4))]
     with pytest.raises(ValueError, match='one image at a time, not 2'), watched(model, found.append):
@@ -114,7 +114,7 @@ class Strided(WindowAttention):
         return super().forward(x.flip(1), stage).flip(1)
 
 
-def test_what_cannot_be_looked_into_is_named():
+def test_unsupported_arrangements_are_named():
     for attention in (Strided(8, 2, 'softmax', (2, 2)), Halves(8, 2, 'softmax')):
         with pytest.raises(NotImplementedError, match=f'{type(attention).__name__} lays its tokens in a way'):
             block_of(attention, torch.randn(1, 4, 4, 8))

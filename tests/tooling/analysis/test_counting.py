@@ -86,7 +86,7 @@ def test_hallucinated_attention_counts_as_its_paper_counts(steps, taps):
     assert count.peak_bytes < 2 * 4 * 30 * 24 * 4
 
 
-def test_memory_is_what_is_alive_at_one_time():
+def test_memory_counts_live_storages():
     """Each map lives beside the one before it, freed afterwards; a view keeps its whole storage."""
     with OpCounter(nn.Identity()) as count:
         for length in range(1, 8):

@@ -86,7 +86,7 @@ def test_a_picture_as_the_pipeline_makes_it():
     ],
     ids=str,
 )
-def test_a_pixel_is_found_whatever_a_pipeline_does(step, at):
+def test_a_pixel_is_found_after_any_transform(step, at):
     """Follow pixel (20, 20) of an image of 64 x 64."""
     picture = loading.prepare(config(step), model(), photo(64, 64), 'photo')
     assert max(abs(a - b) for a, b in zip(picture.to_shown(20, 20), at)) <= 2
@@ -155,7 +155,7 @@ def test_a_model_without_a_checkpoint_fetches_nothing(cfg):
     assert loading.load_model(cfg, 'none', 'meta').head.weight.is_meta
 
 
-def test_what_of_a_checkpoint_is_loaded(cfg, tmp_path):
+def test_loaded_parts_of_a_checkpoint(cfg, tmp_path):
     """Backbone and head; never a backbone in part without a word."""
     own = loading.load_model(cfg, 'none')
     for parameter in own.parameters():

@@ -54,7 +54,7 @@ def test_weights_lie_over_the_pixels_of_their_tokens(height, width, stride, data
     assert np.array_equal(drawn[..., 0] > drawn[..., 2] + 0.1, expected)
 
 
-def test_plots_are_of_what_a_block_has(tmp_path):
+def test_plots_of_the_measures_of_a_block(tmp_path):
     """Plot each measure; every line finds its numbers."""
     block = block_of(GlobalAttention(8, 2, 'inline'), torch.randn(1, 12, 12, 8))
     maps = pictures.collect_query(block, of_size((48, 48)), 47, 5)

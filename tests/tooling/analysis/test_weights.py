@@ -150,7 +150,7 @@ def test_rows_that_are_no_indices_are_refused(rows):
 
 
 @pytest.mark.parametrize('kind', [WithNeighbours, NotANumber, OfContext])
-def test_what_is_no_map_is_refused(kind):
+def test_mixers_without_a_map_are_refused(kind):
     mixer = kind(DIM, HEADS)
     q, k, _ = tokens(mixer)
     with pytest.raises(NotImplementedError, match=f'^{kind.__name__} has no weights'):

@@ -32,7 +32,7 @@ def test_an_image_depends_on_its_number_split_and_seed_alone(tmp_path):
 
 
 @pytest.mark.parametrize('content', ['train2017/mine.jpg', 'somebody.txt', NOTE])
-def test_what_is_there_stays(tmp_path, content):
+def test_existing_files_stay(tmp_path, content):
     (tmp_path / content).parent.mkdir(exist_ok=True)
     (tmp_path / content).write_text('{"content": "precious"}')
     before = digest(tmp_path)
@@ -70,7 +70,7 @@ def test_a_run_that_was_killed_is_begun_anew(tmp_path):
         *(('size_jitter', 0.51), ('size_jitter', -0.1)),
     ],
 )
-def test_what_a_data_set_may_be(name, value):
+def test_refused_settings_of_a_data_set(name, value):
     allowed = dict(format='coco', num_train=1, num_val=1, seed=0, size=(64, 8192), size_jitter=0.5)
     DatasetSpec(**allowed)
     with pytest.raises(ValueError, match=f'^{name} must be .*, got '):

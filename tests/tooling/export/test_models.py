@@ -272,7 +272,7 @@ def test_folding_that_changes_the_numbers_is_found(fake):
     assert fake.export(model, Sizes(1, 64, 64)).errors == {(1, 3, 64, 64): 0.0}
 
 
-def test_from_which_size_on_a_dynamic_graph_serves(fake):
+def test_smallest_size_of_a_dynamic_graph(fake):
     """Classifiers serve sizes from 32, other models from the smallest of the format."""
     for model, smallest in ((Toy(), 65), (Segmentor(), 65), (Classifier(), 32)):
         found = fake.export(model, Sizes(1, 96, 96, dynamic=True))
@@ -340,7 +340,7 @@ class Pyramid(nn.Module):
 
 
 @pytest.mark.skipif(not private_apis.CAN_BE_SIZE_OBLIVIOUS, reason='since torch 2.6')
-def test_a_graph_of_a_detector_serves_sizes_whose_last_levels_are_odd(tmp_path):
+def test_a_graph_of_a_detector_serves_odd_last_levels(tmp_path):
     pytest.importorskip('mmdet.models')
     sizes = Sizes(1, 96, 160, dynamic=True)
     export = export_model(Pyramid(), Config(dict(model=dict())), tmp_path / 'graph.pt2', 'torch-export', sizes)

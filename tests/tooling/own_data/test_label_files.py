@@ -508,7 +508,7 @@ def test_tables_of_classes_that_are_refused(tmp_path, rows, said):
     assert said in str(error.value)
 
 
-def test_boxes_where_classes_were_asked_for(tmp_path):
+def test_boxes_in_place_of_classes_are_refused(tmp_path):
     images(tmp_path)
     for path in sorted((tmp_path / 'images').iterdir()):
         path.rename(tmp_path / path.name)

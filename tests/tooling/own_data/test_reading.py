@@ -247,7 +247,7 @@ def test_images_of_xml_files_that_have_several(tmp_path):
         read(tmp_path)
 
 
-def test_coco_files_whose_images_may_be_in_two_folders(tmp_path):
+def test_coco_files_with_images_in_two_folders(tmp_path):
     for folder in ('gt', 'images', 'train', 'val'):
         for i in range(2):
             picture(tmp_path / folder / f'{i}.jpg')

@@ -379,7 +379,7 @@ def test_channels(tmp_path, pixels, channels, expected):
     assert any('grey images are read as three' in note for note in form.notes) == (is_plain and pixels.ndim == 2)
 
 
-def test_images_whose_values_are_no_numbers(tmp_path):
+def test_images_with_nan(tmp_path):
     with pytest.raises(RunError, match='have values that are NaN or infinite'):
         finding.image_format([picture(tmp_path / 'a.tif', np.full((8, 9), np.nan, np.float32))])
 
