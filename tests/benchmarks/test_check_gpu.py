@@ -48,7 +48,6 @@ sys.exit(check_gpu.main(['--out', sys.argv[1], '--rehearse']))
 
 @pytest.mark.exhaustive
 def test_rehearsal(tmp_path):
-    """Run all parts on a CPU, with small models."""
     pytest.importorskip('mmdet')
     done = run('-c', REHEARSAL, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

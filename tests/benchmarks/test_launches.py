@@ -39,7 +39,6 @@ def test_python_calls_of_a_training_forward_pass():
 
 
 def test_swin_of_mmdetection():
-    """Hold the counter itself: 12 blocks in bfloat16."""
     found = step(launches.SWIN, 224)
     assert found['forward'] + found['backward'] == pytest.approx(1214, rel=0.03)
     assert found['forward_calls'] == pytest.approx(PYTHON_CALLS, rel=0.03)

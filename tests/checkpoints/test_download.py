@@ -16,7 +16,6 @@ WHOLE = saved({'model': released_ravlt()})
 
 @pytest.fixture
 def server(server, monkeypatch):
-    """The published links lead to the server."""
     table = {
         name: entry._replace(link=f'{server.root}/{entry.name}/?dl=1') for name, entry in released_checkpoints().items()
     }

@@ -12,8 +12,6 @@ ONE, NAN = torch.ones(1), torch.tensor(float('nan'))
 
 
 class Tensors(nn.Module):
-    """Parameters and buffers of given names."""
-
     def __init__(self, parameters, buffers=None):
         super().__init__()
         for name, value in parameters.items():
@@ -76,7 +74,6 @@ def test_a_shared_weight_has_several_names():
 
 
 def test_nonfinite_values():
-    """In floating-point weights of any width, not in masks and counters."""
     broken = dict(bad=torch.tensor([1, -float('inf')]), half=NAN.half(), small=NAN.to(torch.float8_e4m3fn))
     state = dict(broken, fine=ONE, count=torch.ones(1, dtype=torch.int64))
     assert not_finite(state, [*state, 'not there']) == list(broken) and not_finite(state, ['bad']) == ['bad']

@@ -139,7 +139,7 @@ def test_backbone_is_the_one_in_the_name(name):
     model = load(name).model
     backbone, arch = model.backbone, SIZES.get(size, size) + ('-384' if larger else '')
     assert (backbone.type, backbone.arch) == (HOSTS[host], f'{method}-{arch}' if method else arch)
-    # its own widths, windows and rates are the arch's: tests/backbones/test_published_sizes.py
+    # its widths, windows and rates are those of the arch
     assert set(backbone) <= {'type', 'arch', 'init_cfg', 'out_indices', 'out_norm', 'out_type', 'norm_cfg'}
     weights, init_cfg = f'{method}_{host}_{size}' if method else f'{host}_{size}', backbone.get('init_cfg')
     assert task == 'mmpretrain' or 'out_norm' not in backbone, 'a LayerNorm on each map, as the default'

@@ -132,7 +132,6 @@ def test_parameters_without_weight_decay(names, undecayed):
 
 @pytest.mark.parametrize('name', CONFIGS)
 def test_transforms_of_pipelines_exist(name):
-    """Tests in ``tools/test_rounds.py`` run them."""
     cfg = load(name)
     init_default_scope(cfg.default_scope)
     for loader in (cfg.train_dataloader, cfg.test_dataloader):

@@ -11,7 +11,6 @@ for project in ('mmdet', 'mmseg', 'mmpretrain'):
 
 
 def small_heads(name: str) -> dict:
-    """Options for full heads on fewer regions, and no padding to 512x512."""
     if 'maskrcnn' in name:
         return dict(model__train_cfg__rcnn__sampler__num=16)
     return dict(model__data_preprocessor__size=(64, 64)) if name.startswith('mmseg') else {}

@@ -40,8 +40,6 @@ PROSE = {'text', 'mermaid'}
 
 @dataclass
 class Block:
-    """A fenced block with the comment before it."""
-
     page: str
     line: int
     language: str
@@ -179,7 +177,6 @@ def test_commands_in_sentences_have_options_of_the_tools(path):
 
 
 def scripts():
-    """Yield the Python blocks to run, by page."""
     pages = {}
     for block in BLOCKS:
         if block.language == 'python' and block.kind in ('run', 'slow'):

@@ -23,7 +23,6 @@ _INITIALISERS = 'kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
 
 
 def configs_of(prefix: str) -> list[str]:
-    """Names (``task/stem``) that begin so."""
     return [name for name in CONFIGS if name.startswith(prefix)]
 
 
@@ -49,7 +48,6 @@ def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Co
 
 
 def build_model(cfg: Config, random_init: bool) -> nn.Module:
-    """As the Runner does."""
     init_default_scope(cfg.default_scope)
     cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))  # MMPretrain keeps it outside the model
     kept = {} if random_init else dict.fromkeys(_INITIALISERS, lambda tensor, *_, **__: tensor)

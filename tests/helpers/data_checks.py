@@ -32,8 +32,6 @@ DETECTOR, SEGMENTOR, CLASSIFIER = model(bbox_head=3), model(decode_head=2), mode
 
 
 class Data(list):
-    """Samples with class names."""
-
     get_data_info = list.__getitem__
 
     def __init__(self, *infos, classes=(), **more):

@@ -48,7 +48,6 @@ def check(graph, model, shapes=SHAPES):
 
 
 def metadata_of(form, path):
-    """The metadata in a file."""
     files = {'metadata.json': ''}
     if form == 'torch-export':
         with open(path, 'rb') as file:

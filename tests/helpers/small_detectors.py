@@ -103,7 +103,6 @@ def build(family):
 
 
 def predict(model, images):
-    """Detections of upstream's ``predict`` for normalised images."""
     height, width = images.shape[2:]
     info = dict(img_shape=(height, width), ori_shape=(height, width), scale_factor=(1.0, 1.0))
     padded = F.pad(images, (0, -width % 32, 0, -height % 32))

@@ -80,7 +80,6 @@ def python(script, *args, **kwargs):
 
 
 def in_this_process(tool, *args):
-    """A script, of ours by its path below ``tools``."""
     with mock.patch.object(sys, 'argv', [tool, *map(str, args)]):
         runpy.run_path(str(TOOLS / tool), run_name='__main__')
 

@@ -58,7 +58,6 @@ def run(*command, cwd, env=CLEAN) -> str:
 
 
 def copied(folder: Path) -> Path:
-    """Copy the files that packaging reads."""
     copy = folder / 'checkout'
     copy.mkdir()
     ignore = shutil.ignore_patterns('__pycache__', '.mim', '*.egg-info', 'build')

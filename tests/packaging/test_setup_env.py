@@ -40,7 +40,6 @@ def program(path, *lines):
 
 @pytest.fixture
 def bare(tmp_path):
-    """An environment without packages."""
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(tmp_path / 'bare')], check=True)
     return tmp_path / 'bare'
 
@@ -55,7 +54,6 @@ def test_python_out_of_range_is_refused(version, tmp_path):
 
 
 def test_environments_of_others_are_neither_used_nor_erased(bare, tmp_path):
-    """One of another Python than asked for, and one that the script did not make."""
     answer = '[ "$1" != -V ] || { echo Python 3.10.99; exit; }'
     python = program(bare / 'python', answer, f'exec {sys.executable} "$@"')
     assert 'not Python 3.10.99' in refused(setup_env('--venv', bare, '--python', python))
@@ -68,7 +66,6 @@ def test_environments_of_others_are_neither_used_nor_erased(bare, tmp_path):
 
 
 def test_missing_compiler_and_index_are_told_before_anything_is_made(tmp_path):
-    """The address of the index without its password."""
     venv, index = tmp_path / 'venv', 'http://user:secret@127.0.0.1:9/simple'
     line = refused(setup_env('--compiled', '--venv', venv, CXX='no-such-g++'))
     assert "needs 'no-such-g++'" in line and 'build-essential' in line and not venv.exists()

@@ -46,7 +46,6 @@ class Files:
         return build_model(Config.fromfile(self.config))
 
     def publish(self, change=lambda state: None) -> dict:
-        """Old backbone names, today's head names."""
         state = {key: v for key, v in self.model().state_dict().items() if not key.startswith('backbone.')}
         state.update({f'backbone.{key}': v for key, v in released_ravlt(dense=True).items()})
         change(state)
@@ -54,7 +53,6 @@ class Files:
         return state
 
     def run(self, status=0, source=None, target=None):
-        """Lines on stdout and stderr of the tool."""
         paths = source or self.source, target or self.target
         with pytest.raises(SystemExit) as end:
             in_this_process('convert_checkpoint.py', *paths, '--config', self.config)

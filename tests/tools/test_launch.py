@@ -94,11 +94,7 @@ RESTARTS = ['--max_restarts=2', '--rdzv_backend=c10d']
     [
         ({}, 1, ONE),
         (SEVERAL, 3, ['--node_rank=1', '--master_addr=first', '--master_port=1234']),
-        (
-            dict(SEVERAL, MAX_RESTARTS='2'),
-            3,
-            [*RESTARTS, '--rdzv_endpoint=first:1234', '--rdzv_conf=is_host=0'],
-        ),
+        (dict(SEVERAL, MAX_RESTARTS='2'), 3, [*RESTARTS, '--rdzv_endpoint=first:1234', '--rdzv_conf=is_host=0']),
     ],
     ids=['alone', 'machines', 'machines and restarts'],
 )
@@ -113,7 +109,6 @@ def test_arguments_of_torchrun(script, environment, nodes, rendezvous):
 
 
 def test_processes_and_gpus(script):
-    """At most as many as there are; without any, the processes run on the CPU."""
     status, lines, said = script('dist_train.sh', 'config.py', 3, PYTHONPATH='/mine')
     assert (status, said) == (0, 'notice: no GPU here, 3 processes on the CPU over gloo.\n')
     assert '--nproc_per_node=3' in lines and lines[0] == f'PYTHONPATH={TOOLS}/..:/mine'
@@ -130,7 +125,6 @@ def test_processes_and_gpus(script):
 
 
 def test_a_port_that_is_taken(script):
-    """Taken by another run; only the first machine listens on it."""
     with socket.socket() as taken:
         taken.bind(('', 0))
         taken.listen()

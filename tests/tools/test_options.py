@@ -68,7 +68,6 @@ def test_switches_of_a_test(configured, monkeypatch, capsys):
 
 @pytest.mark.parametrize('device', ['cpu', 'cuda'])
 def test_loaders_of_classifiers_have_the_settings_their_configs_rely_on(configured, tmp_path, monkeypatch, device):
-    """As MMPretrain's own tools set them; settings of a config stay."""
     for module in (configs, running):
         monkeypatch.setattr(module, 'get_device', lambda: device)
     cfg = configured('train.py', CLASSIFIER)
@@ -161,7 +160,6 @@ def test_checkpoint_that_a_training_begins_with(configured, monkeypatch, capsys,
 
 
 def test_options_of_hooks_go_by_name_or_place(configured):
-    """Also of hooks of this package that the config lacks."""
     words = ['custom_hooks.StopHook.interval=3', 'custom_hooks.3.left_out=a', 'custom_hooks.CompileHook.priority=LOW']
     hooks = {hook.type: hook for hook in configured('train.py', DETECTOR, '--cfg-options', *words).custom_hooks}
     assert (hooks['StopHook'].interval, hooks['CheckpointMatchHook'].left_out) == (3, 'a')

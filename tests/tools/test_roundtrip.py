@@ -25,7 +25,6 @@ test_evaluator = val_evaluator
 
 @pytest.fixture(scope='module')
 def place(tmp_path_factory):
-    """A folder with a tiny data set and a config for it."""
     folder = tmp_path_factory.mktemp('roundtrip')
     write_dataset(folder / 'shapes', DatasetSpec('coco', 12, 4, size=(96, 96)))
     (folder / 'config.py').write_text(HELD.format(base=QUICK['mmdet'], batch=4) + EVALUATOR)

@@ -28,7 +28,6 @@ TRAIN = 'bash', TOOLS / 'dist_train.sh', 'config.py'
 
 @pytest.fixture(scope='module')
 def place(tmp_path_factory):
-    """A folder with a tiny data set and a config for it."""
     folder = tmp_path_factory.mktemp('stopping')
     write_dataset(str(folder / 'shapes'), DatasetSpec('imagenet', 24, 12, size=(64, 64)))
     (folder / 'config.py').write_text(HELD.format(base=QUICK['mmpretrain'], batch=3) + SMALL)

@@ -193,7 +193,6 @@ def test_files_are_read_once_until_they_change(look, tmp_path, monkeypatch):
 
 
 def test_images_without_objects(look, tmp_path):
-    """Hard negatives may be joined to labelled images."""
     (tmp_path / 'none').mkdir()
     some, none = coco_data(coco(tmp_path)), coco_data(coco(tmp_path / 'none', annotations=[]))
     line, warnings = look(DETECTOR, train=[SimpleNamespace(datasets=[some, none])])

@@ -80,7 +80,6 @@ def test_objects_without_iscrowd(look, tmp_path, kind):
 
 @pytest.mark.parametrize('metric', ['Accuracy', 'DumpResults'])
 def test_predictions_for_images_without_labels(look, tmp_path, metric):
-    """Upstream's metrics would end in a KeyError after the first batch."""
     Image.new('RGB', (40, 30)).save(tmp_path / '1.png')
     dataset = build('mmpretrain', dict(type='CustomDataset', data_root=str(tmp_path), with_label=False))
     judge = METRICS.build(dict(type=metric, **dict(out_file_path='a.pkl') if metric == 'DumpResults' else {}))

@@ -15,7 +15,6 @@ OBJECT = dict(instances=[dict(bbox_label=2)])
 
 
 def kind(name, **parts):
-    """A model of a class that upstream has."""
     made = type(name, (nn.Module,), {})()
     vars(made).update(parts)
     return made
@@ -55,7 +54,6 @@ def test_labels_that_are_no_outputs_of_a_head(look):
 
 
 def compares(how):
-    """A model that compares images, and its head of two classes."""
     if how == 'prototype':
         return kind('A', head=TWO, prototype=None)
     pytest.importorskip('mmdet')

@@ -17,8 +17,6 @@ from mmlinattn.engine import CPUDistributedDataParallel, RunError
 
 @MODELS.register_module(force=True)
 class ToyClassifier(ToyModel):
-    """ToyModel with a head and an auxiliary head."""
-
     def __init__(self, num_classes=3, **kwargs):
         super().__init__(**kwargs)
         self.decode_head = nn.ModuleDict(dict(conv_seg=nn.Linear(4, num_classes)))
@@ -222,7 +220,6 @@ def test_a_test_loads_its_checkpoint_once(tmp_path):
 
 
 def test_models_in_wrappers(tmp_path, one_process):
-    """Look through wrappers of processes and of test-time augmentation."""
     augmented = type('Augmented', (BaseTTAModel,), dict(merge_preds=None))
     with pytest.raises(RunError, match='1 parameters not in the file: layer.bias'):
         load(

@@ -64,7 +64,6 @@ def loader_of(instances=(), classes=('a', 'b'), size=3):
 
 
 def label_map(truth, predicted):
-    """Classes of the pixels of an image."""
     maps = {key: PixelData(data=torch.tensor([row])) for key, row in (('gt', truth), ('pred', predicted))}
     return BaseDataElement(gt_sem_seg=maps['gt'], pred_sem_seg=maps['pred'])
 
@@ -116,7 +115,6 @@ def test_other_predictions_have_no_plots(tmp_path):
 
 
 def test_early_stopping_and_averages(tmp_path):
-    """A run that ends early has its rows and plots."""
     stop = dict(type='EarlyStoppingHook', monitor='acc', patience=1, rule='less')
     average = dict(type='EMAHook', momentum=2e-4)
     loop = dict(by_epoch=True, max_epochs=9)

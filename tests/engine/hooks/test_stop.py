@@ -28,7 +28,6 @@ class Kill(Hook):
 
 
 def stopped(folder, kill, hooks=HOOKS, **options):
-    """Train until a SIGTERM; return the contents of stopped.pth, or None."""
     runner = make_runner(folder, hooks, **options)
     runner.register_hook(kill, 'VERY_HIGH')
     with pytest.raises(SystemExit) as end:
@@ -103,7 +102,6 @@ def test_accumulated_gradients_are_applied_first(tmp_path):
 
 
 def test_a_process_stops_with_another(tmp_path, monkeypatch):
-    """All exchange signals every ``interval`` iterations."""
     asked = []
     monkeypatch.setattr(stop, 'get_world_size', lambda: 2)
     monkeypatch.setattr(stop, 'all_reduce', lambda own, op: asked.append((own.item(), op)) or own.fill_(len(asked) > 1))

@@ -26,8 +26,6 @@ HOSTS = sorted(
 
 
 class Detector(nn.Module):
-    """A backbone and a linear head."""
-
     def __init__(self, backbone):
         super().__init__()
         self.backbone = backbone
@@ -41,7 +39,6 @@ def smallest(host, **options):
 
 
 def blocks_of(model) -> list:
-    """Return the blocks of a backbone, shallow to deep."""
     return list(model.blocks) if hasattr(model, 'blocks') else [block for stage in model.stages for block in stage]
 
 
@@ -91,7 +88,6 @@ class Layers(nn.Module):
 
 
 def groups_of(rate=0.5, optimizer=None, model=None, constructor=OURS, **paramwise):
-    """Map the name of each parameter to its group."""
     model = Detector(Layers()) if model is None else model
     wrapper = build_optim_wrapper(
         model,

@@ -211,7 +211,6 @@ def test_states_with_a_group_for_each_parameter(paramwise, fused):
 
 
 def test_settings_and_order_of_groups_are_those_of_the_checkpoint():
-    """Settings as MMEngine resumes them; states of groups in another order."""
     net = Net()
     plain = wrap(net, THEIRS, optimizer=dict(lr=0.5))
     train(net, plain)
@@ -248,8 +247,6 @@ def test_states_that_do_not_fit_are_refused(saved, paramwise, line):
 
 @MODELS.register_module(force=True)
 class DeepToy(ToyModel):
-    """Two layers with a norm between them, in a backbone with depths."""
-
     def __init__(self):
         super().__init__()
         self.backbone = Depths()

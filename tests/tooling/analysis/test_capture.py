@@ -7,6 +7,7 @@ from test_inspecting import block_of
 from torch import nn
 
 from mmlinattn.attention import (
+    Attention,
     GlobalAttention,
     Grid,
     ReducedAttention,
@@ -15,7 +16,6 @@ from mmlinattn.attention import (
     TokenMixer,
     WindowAttention,
 )
-from mmlinattn.attention.arrangements import Attention
 from mmlinattn.tooling.analysis.capture import watched
 
 
@@ -53,7 +53,6 @@ ARRANGEMENTS = {
 
 @pytest.mark.parametrize('make', ARRANGEMENTS.values(), ids=ARRANGEMENTS)
 def test_features_are_the_input_of_the_output_projection(make):
-    """With convolution and gate, token by token of a map of 5 x 6, heads of each branch in their order."""
     attention, x = make(), torch.randn(1, 5, 6, 8)
     block, out = looked_into(attention, x)
     features = block.features()
@@ -70,7 +69,6 @@ def test_features_are_the_input_of_the_output_projection(make):
 
 @pytest.mark.parametrize('make', [*ARRANGEMENTS.values(), lambda: Doubled(8, 2, 'softmax')])
 def test_captured_tokens_are_not_overwritten(make):
-    """Gates and convolutions write over its output, mixers over their queries and keys; in inference."""
     attention, given, gave = make(), [], []
     for module in attention.modules():
         if isinstance(module, TokenMixer):
@@ -78,9 +76,8 @@ def test_captured_tokens_are_not_overwritten(make):
             module.register_forward_hook(lambda mixer, args, out: gave.append(out.clone()))
     block, _ = looked_into(attention, torch.randn(1, 5, 6, 8))
     tokens = [torch.cat([one for call in given for one in call[i]]) for i in range(3)]
-    assert torch.equal(
-        torch.cat([window.out for window in block.windows]), torch.cat([out.flatten(0, 1) for out in gave])
-    )
+    caught = torch.cat([window.out for window in block.windows])
+    assert torch.equal(caught, torch.cat([out.flatten(0, 1) for out in gave]))
     for name, expected in zip('qkv', tokens):
         assert torch.equal(torch.cat([window.given[name][0] for window in block.windows]), expected)
     for window in block.windows:

@@ -15,7 +15,6 @@ from mmlinattn.utils.errors import RunError
 
 
 def test_ravlt_costs():
-    """G multiply-adds at 224x224 of convolutions and linear layers."""
     pytest.importorskip('mmpretrain')
     cost = count_model(load('mmpretrain/ravlt_l_in1k'))
     assert cost.shape == (224, 224)
@@ -82,7 +81,6 @@ def test_a_model_is_counted_without_memory_and_reads_no_file(monkeypatch, auxili
 
 
 def test_the_size_that_models_are_counted_at():
-    """Classifiers take the size of their pipeline: tests/tooling/test_images.py."""
     crop = dict(type='CenterCrop', crop_size=288)
     data = dict(test_dataloader=dict(dataset=dict(pipeline=[crop])))
     for scope, shape in dict(mmdet=(800, 1280), mmseg=(512, 2048), mmpretrain=(288, 288)).items():

@@ -52,19 +52,12 @@ def test_every_number_of_a_block(monkeypatch):
     entry = measured(GlobalAttention(8, 1, 'softmax'), torch.randn(1, 1, 4, 8))
     ranks = entry.pop('rank')
     last = -(3 / 7 * math.log(3 / 7) + 4 / 7 * math.log(4 / 7))
+    locality = dict(chance=9 / 4, if_uniform=10 / 16, sum=[(3 - 0.4) / 4], share=[1], sum_with_local=[1])
+    sharpness = dict(entropy=[last / 4], entropy_if_uniform=math.log(4), negative=[4 / 7 / 4], top_9=[1], top_25=[1])
     expected = dict(
         confusion=dict(share=[1 / 6], median_distance=[2**0.5], mean_norm=[5 / 4]),
-        locality=dict(
-            chance=9 / 4, if_uniform=10 / 16, sum=[(3 - 0.4) / 4], share=[1], sum_with_local=[1], share_with_local=[1]
-        ),
-        sharpness=dict(
-            entropy=[last / 4],
-            entropy_if_uniform=math.log(4),
-            negative=[4 / 7 / 4],
-            top_1=[(3 + 4 / 7) / 4],
-            top_9=[1],
-            top_25=[1],
-        ),
+        locality=dict(locality, share_with_local=[1]),
+        sharpness=dict(sharpness, top_1=[(3 + 4 / 7) / 4]),
     )
     for measure, numbers in expected.items():
         assert entry.pop(measure) == {key: pytest.approx(value) for key, value in numbers.items()}
@@ -87,16 +80,14 @@ def test_the_negative_share_is_a_mean_over_the_sampled_queries(monkeypatch):
 
 COMPARED = (['hallucinated', 'angular'], ['hydra', 'efficient'], 'hallucinated', 'enhanced')
 IN_A_ROW = (['hallucinated', dict(type='angular', conv='sequence'), 'hydra', 'inline', 'softmax', 'focused'],)
+SWIN = dict(stage_attns=('inline', 'focused', 'softmax', 'rala'), linear_windows=(13, 7, 7, 7), window=4)
+CSWIN = dict(stage_attns=('inline', 'softmax', 'rala', 'softmax'), stripes=(1, 2, 3, None))
 HOSTS = {
     'windows': lambda: LinearSwin(dict(SMALL, depths=(2, 2, 2, 2), stage_attns=COMPARED, window=4)),
-    'windows, cut and shifted': lambda: LinearSwin(
-        dict(SMALL, stage_attns=('inline', 'focused', 'softmax', 'rala'), linear_windows=(13, 7, 7, 7), window=4)
-    ),
+    'windows, cut and shifted': lambda: LinearSwin(dict(SMALL, **SWIN)),
     'whole map, gate, 5x5, rotary': lambda: RAVLT(SMALL),
     'reduced keys': lambda: LinearPVT(dict(SMALL, stage_attns=('inline', 'softmax', 'softmax', 'focused'))),
-    'stripes': lambda: LinearCSWin(
-        dict(SMALL, stage_attns=('inline', 'softmax', 'rala', 'softmax'), stripes=(1, 2, 3, None))
-    ),
+    'stripes': lambda: LinearCSWin(dict(SMALL, **CSWIN)),
     'class token': lambda: LinearDeiT(dict(embed_dims=(32,), depths=(6,), num_heads=(2,), stage_attns=IN_A_ROW)),
 }
 
@@ -147,7 +138,6 @@ def test_weights_in_hosts_are_those_of_the_forward_pass(host):
 
 
 def uniform(attention):
-    """All keys alike to all queries."""
     nn.init.zeros_(attention.qkv.weight)
     return attention
 
@@ -172,14 +162,11 @@ def test_ranks_are_those_of_features_state_and_weights():
     assert rank['state'] == measures.ranks(window.state())
     assert rank['weights'] == measures.ranks(window.weights(torch.arange(20)))
     reduced = measured(ReducedAttention(8, 2, 'enhanced', 2, dict(type='LN')), torch.randn(1, 6, 8, 8), ('rank',))
-    assert {part: found['at_most'] for part, found in reduced['rank'].items()} == dict(
-        weights=12, state=4, output=4, projected=4
-    )
+    found = {part: numbers['at_most'] for part, numbers in reduced['rank'].items()}
+    assert found == dict(weights=12, state=4, output=4, projected=4)
 
 
 class Pooled(ReducedKeysAttention):
-    """Keys of a smaller map without a known ratio."""
-
     def reduce(self, x):
         return x.unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).mean(dim=(2, 4))
 

@@ -57,24 +57,19 @@ def test_a_picture_as_the_pipeline_makes_it():
     picture = loading.prepare(cfg, model(), image, 'photo')
     half = cv2.resize(image, (100, 60), interpolation=cv2.INTER_LINEAR)[10:50, 18:82, ::-1]
     assert np.array_equal(picture.shown, half) and picture.name == 'photo' and picture.size == (200, 120)
-    expected = (torch.from_numpy(half.copy()).permute(2, 0, 1) - torch.tensor([10.0, 20, 30])[:, None, None]) / (
-        torch.tensor([2.0, 4, 8])[:, None, None]
-    )
+    mean, std = torch.tensor([10.0, 20, 30])[:, None, None], torch.tensor([2.0, 4, 8])[:, None, None]
+    expected = (torch.from_numpy(half.copy()).permute(2, 0, 1) - mean) / std
     assert picture.inputs.shape == (1, 3, 64, 64) and not picture.inputs[0, :, 40:].any()  # padding
     torch.testing.assert_close(picture.inputs[0, :, :40], expected)
     assert (picture.sample.img_path, picture.sample.ori_shape) == ('photo', (120, 200))
     for query, at in (((36, 20), (0, 0)), ((100, 60), (32, 20)), ((163, 99), (63, 39))):
         assert max(abs(a - b) for a, b in zip(picture.to_shown(*query), at)) <= 1
-    for query in ((30, 60), (170, 60), (100, 14), (100, 106)):
-        with pytest.raises(
-            RunError, match=f'query {query[0]} {query[1]} of photo is cropped away by the test pipeline'
-        ):
-            picture.to_shown(*query)
-    for query in ((-0.5, 30), (200, 30), (30, -1), (30, 120)):
-        with pytest.raises(
-            RunError, match=rf'query {query[0]:g} {query[1]:g} is outside of photo \(200 x 120 pixels\)'
-        ):
-            picture.to_shown(*query)
+    for x, y in ((30, 60), (170, 60), (100, 14), (100, 106)):
+        with pytest.raises(RunError, match=f'query {x} {y} of photo is cropped away by the test pipeline'):
+            picture.to_shown(x, y)
+    for x, y in ((-0.5, 30), (200, 30), (30, -1), (30, 120)):
+        with pytest.raises(RunError, match=rf'query {x:g} {y:g} is outside of photo \(200 x 120 pixels\)'):
+            picture.to_shown(x, y)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +151,6 @@ def test_a_model_without_a_checkpoint_fetches_nothing(cfg):
 
 
 def test_loaded_parts_of_a_checkpoint(cfg, tmp_path):
-    """Backbone and head; never a backbone in part without a word."""
     own = loading.load_model(cfg, 'none')
     for parameter in own.parameters():
         nn.init.normal_(parameter)

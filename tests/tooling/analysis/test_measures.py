@@ -33,8 +33,6 @@ def test_effective_rank_and_threshold():
 
 
 def test_distances_of_pairs_that_are_close():
-    """Use a tenth of the threshold of confusion, between rows of length ten. For many rows PyTorch multiplies
-    matrices."""
     weights = torch.tensor([10.0, 0, 0]).repeat(1, 30, 1)
     weights[0, 0, 1] = 1e-4
     found = measures.pair_distances(weights)[0]

@@ -55,7 +55,6 @@ def test_weights_lie_over_the_pixels_of_their_tokens(height, width, stride, data
 
 
 def test_plots_of_the_measures_of_a_block(tmp_path):
-    """Plot each measure; every line finds its numbers."""
     block = block_of(GlobalAttention(8, 2, 'inline'), torch.randn(1, 12, 12, 8))
     maps = pictures.collect_query(block, of_size((48, 48)), 47, 5)
     np.testing.assert_array_equal(maps.maps, query_map(block, 1, 11)[0].numpy())
@@ -67,17 +66,7 @@ def test_plots_of_the_measures_of_a_block(tmp_path):
     assert pictures.plot_measures([dict(block='a', mixer='rala', ccs=None)], ['ccs'], tmp_path, 'mine') == []
 
 
-def test_panels_are_of_the_heads_that_they_name(tmp_path, monkeypatch):
-    rows = []
-    monkeypatch.setattr(pictures, '_plot_grid', lambda found, *_: rows.extend(found))
-    maps = pictures.QueryMaps('a', 'softmax', np.array([[[1, 0]], [[0.5, 0.25]]]), (1, 2))
-    pictures.plot_query([maps], of_size((8, 16)), (0, 0), (0, 0), tmp_path / 'q.png')
-    (_, panels), *_ = rows
-    assert [panel[0] for panel in panels[1:]] == ['mean of heads, max 0.75', 'head 0, max 1', 'head 1, max 0.5']
-
-
 def test_numbers_of_lines():
-    """Heads that cannot look give nothing to the mean; a single key says nothing of entropies."""
     maps = pictures.QueryMaps('a', 'softmax', np.array([[[0.5, math.nan, math.nan]], [[0.25, 0.5, math.nan]]]), (1, 3))
     np.testing.assert_array_equal(maps.mean, [[0.375, 0.25, math.nan]])
     entry = dict(sharpness=dict(entropy=[1, 3], log=4, zero=0), rank=dict(state=None), ccs=0.5)

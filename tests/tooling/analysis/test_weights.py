@@ -56,7 +56,6 @@ def terms(mixer, dtype=torch.float64):
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
 def test_weights_times_values_are_the_output(options, dtype, masked):
-    """Compare all queries and some. Nothing is overwritten."""
     mixer, mask = build(options, dtype), None
     if masked:
         mask = torch.rand(2, 15) > 0.4

@@ -15,7 +15,6 @@ SMALL = DatasetSpec('coco', 3, 2, size=(64, 64))
 
 
 def digest(folder):
-    """Content of every file, by path."""
     files = sorted(path for path in Path(folder).rglob('*') if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha1(path.read_bytes()).hexdigest() for path in files}
 

@@ -56,14 +56,13 @@ def test_graphs_of_a_tracer(host, attns, tmp_path):
     check_onnx(small_hosts.build(host, stage_attns=attns), tmp_path / 'model.onnx')
 
 
-@pytest.mark.parametrize(
-    ('host', 'head'),
-    [
-        ('RAVLT', dict(type='FPNHead', feature_strides=[4, 8, 16, 32])),
-        ('LinearSwin', dict(type='UPerHead', pool_scales=(1, 2, 3, 6))),
-    ],
-    ids=['FPNHead', 'UPerHead'],
+FPN_HEAD, UPER_HEAD = (
+    dict(type='FPNHead', feature_strides=[4, 8, 16, 32]),
+    dict(type='UPerHead', pool_scales=(1, 2, 3, 6)),
 )
+
+
+@pytest.mark.parametrize(('host', 'head'), [('RAVLT', FPN_HEAD), ('LinearSwin', UPER_HEAD)])
 def test_segmentors_of_a_tracer(host, head, tmp_path):
     """Upsampling and pools of MMSegmentation's heads would hold at one size: :class:`ExportableModel` replaces them."""
     pytest.importorskip('mmseg')
@@ -109,7 +108,6 @@ def test_a_trace_of_angular_attention_with_a_convolution_over_the_sequence(tmp_p
 
 @pytest.mark.parametrize('host', ['LinearSwin', 'LinearCSWin'])
 def test_a_trace_of_maps_smaller_than_a_window(host):
-    """Maps of one pixel, with the part of the position table that the map covers."""
     model = graphs.build(host, ('inline', 'softmax', 'focused', 'focused'))
     graphs.check(trace(model, graphs.image((2, 32, 32))), model, [(1, 32, 32), *graphs.SHAPES[:2]])
 
