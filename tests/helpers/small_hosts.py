@@ -55,18 +55,6 @@ def build(host, attn=None, **options):
     return goldens.fill(MODELS.build(config(host, attn, **options)))
 
 
-def shallow(host, arch):
-    """A published size of the class ``host`` with its widths, heads and attentions, and two blocks a stage at most: the
-    second shifts its windows. No branch is left out by chance."""
-    published = host.arch_zoo[arch]
-    return host(
-        dict(published, depths=tuple(min(depth, 2) for depth in published['depths'])),
-        drop_path_rate=0.0,
-        with_cp=True,
-        **(dict(out_type='featmap') if host.__name__ == 'LinearDeiT' else {}),
-    )
-
-
 def image(batch=2, height=64, width=96, channels=3):
     return torch.randn(batch, channels, height, width)
 

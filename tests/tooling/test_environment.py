@@ -38,6 +38,7 @@ def test_config_of_a_detector_says_that_mmcv_has_no_operators(no_operators, tmp_
         ('mmpretrain.models', ModuleNotFoundError("No module named 'x'", name='x.y'), 'pip install x'),
         ('mmcv.ops', RuntimeError('operator torchvision::nms does not exist'), 'torch torchvision, both from the same'),
         ('mmdet.models', ImportError('cannot import name'), '--no-deps "mmdet>=3.3,<3.4"'),
+        ('mmpretrain.models', ImportError('x', name='transformers.y'), 'pip install "transformers>=4.28,<4.52"'),
     ],
 )
 def test_line_names_the_part_and_the_command(module, error, command):

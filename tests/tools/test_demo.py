@@ -14,7 +14,6 @@ import pytest
 import torch
 from helpers.config_helpers import load
 from helpers.tool_runs import QUICK, in_this_process
-from mmengine import fileio
 from mmengine.registry import MODELS, DefaultScope, init_default_scope
 
 INFERENCERS = dict(
@@ -211,21 +210,6 @@ def test_a_webcam_or_stream(run, video, tmp_path, monkeypatch, source):
     monkeypatch.undo()
     assert opened == [int(source) if source.isdecimal() else source]
     assert len(mmcv.VideoReader(str(tmp_path / 'out.avi'))) == 3
-
-
-def test_an_image_by_its_url(run, pictures, tmp_path, monkeypatch):
-    read, local = [], fileio.get
-
-    def get(path, *args, **kwargs):
-        if '://' not in str(path):
-            return local(path, *args, **kwargs)
-        read.append(path)
-        return (pictures / 'b.jpg').read_bytes()
-
-    monkeypatch.setattr(fileio, 'get', get)
-    run('mmpretrain', 'https://example.org/some/b.jpg?size=1', tmp_path / 'out.png')
-    assert read == ['https://example.org/some/b.jpg?size=1']
-    assert mmcv.imread(str(tmp_path / 'out.png')).shape == (70, 101, 3)
 
 
 @pytest.mark.parametrize(

@@ -8,59 +8,109 @@ from helpers.data_checks import CLASSIFIER, DETECTOR, Data, build, model
 from PIL import Image
 from torch import nn
 
-from mmlinattn.engine.data import checks
-
 TWO = SimpleNamespace(num_classes=2)
-OBJECT = dict(instances=[dict(bbox_label=2)])
 
 
-def kind(name, **parts):
-    made = type(name, (nn.Module,), {})()
-    vars(made).update(parts)
+def parts(**modules):
+    made = nn.Module()
+    vars(made).update(modules)
     return made
 
 
+def one_hot(**settings):
+    """A classifier with mixed images, as in a recipe of ImageNet."""
+    preprocessor = SimpleNamespace(**{**dict(to_onehot=True, num_classes=1000), **settings})
+    return parts(head=SimpleNamespace(num_classes=3), data_preprocessor=preprocessor)
+
+
+def named(names, *infos, **more):
+    return Data(*infos or [0], classes=list(names), **more)
+
+
+def labelled(label, ignored=0):
+    return dict(img_path='a.jpg', instances=[dict(bbox_label=label, ignore_flag=ignored)])
+
+
+def data_with(meta):
+    data = Data(0)
+    data.metainfo = meta
+    return data
+
+
+SMALL = '{}_dataloader: num_classes = 2 of the head is too small for the data: a.jpg has label 2 (c), and the '
+MORE = 'num_classes = 4 of the decode_head is more than the 3 classes'
+OTHER = "label 1 is 'b' in train_dataloader and 'c' in val_dataloader"
+
+
 @pytest.mark.parametrize(
-    ('made', 'name', 'info'),
+    ('made', 'loops', 'words'),  # '' without a finding, a list for a note
     [
-        (kind('A', head=TWO), 'head', dict(gt_label=2)),
-        (kind('A', head=TWO), 'head', dict(gt_label=[0, 2])),
-        (kind('A', bbox_head=TWO), 'bbox_head', OBJECT),
-        (kind('A', roi_head=SimpleNamespace(bbox_head=TWO)), 'bbox_head', OBJECT),
-        (kind('A', roi_head=SimpleNamespace(mask_head=TWO)), 'mask_head', OBJECT),
+        *(
+            (made, {stage: [named('abc', info)]}, SMALL.format(stage))
+            for stage in ('train', 'val')
+            for made, info in (
+                (parts(head=TWO), dict(img_path='a.jpg', gt_label=2)),
+                (parts(head=TWO), dict(img_path='a.jpg', gt_label=[0, 2])),
+                (parts(bbox_head=TWO), labelled(2)),
+                (parts(roi_head=SimpleNamespace(bbox_head=TWO)), labelled(2)),
+                (parts(roi_head=SimpleNamespace(mask_head=TWO)), labelled(2)),
+            )
+        ),
+        (parts(bbox_head=TWO, language_model=0), dict(train=[named('abc', labelled(2))]), ''),  # positions in a text
+        (DETECTOR, dict(train=[named('abc', labelled(-1, ignored=1), *map(labelled, range(3)))]), ''),
+        (one_hot(), dict(train=[Data(dict(gt_label=2))]), 'data_preprocessor.num_classes = 1000'),
+        (one_hot(), dict(test=[Data(dict(gt_label=2))]), ''),
+        (one_hot(to_onehot=False), dict(train=[Data(dict(gt_label=2))]), ''),
+        (one_hot(num_classes=3), dict(train=[Data(dict(gt_label=2))]), ''),
+        (one_hot(num_classes=None), dict(train=[Data(dict(gt_label=2))]), ''),
+        (model(decode_head=3), dict(train=[named('abc')]), ''),
+        (model(decode_head=4), dict(train=[named('abc')]), [MORE]),
+        (
+            model(decode_head=4, auxiliary_head=3),
+            dict(train=[named('abcd')]),
+            'num_classes = 3 of the head is too small',
+        ),
+        (parts(), dict(train=[named('abc')], val=[named('acb')]), OTHER),
+        (parts(), dict(train=[named('abc')], val=[named('ABC')]), ''),
+        (parts(), dict(train=[named('abc')], val=[named('ab')]), ''),  # the last has no image
+        (parts(), dict(train=[named('a')], val=[named('b')]), ''),  # one class by two names
+        (parts(), dict(train=[named('abc')], val=[named('')]), ''),
+        (parts(), {s: [named(names, return_classes=True)] for s, names in (('train', 'abc'), ('val', 'acb'))}, ''),
+        (parts(), dict(train=[data_with(dict(CLASSES=('a', 'b')))]), "Write metainfo=dict(classes=('a', 'b'))"),
+        (
+            parts(),
+            dict(train=[data_with(dict(classes='no.txt'))]),
+            "metainfo.classes = 'no.txt': there is no such file",
+        ),
+        (DETECTOR, dict(train=[[1, 2]], test=[Data(1, 2, 3)]), ''),  # of others
     ],
 )
-def test_a_label_beyond_the_head(look, made, name, info):
-    for stage in ('train', 'val'):
-        line, _ = look(made, **{stage: [Data(dict(info, img_path='a.jpg'), classes=['a', 'b', 'c'])]})
-        text = 'num_classes = 2 of the head is too small for the data: a.jpg has label 2 (c), and the '
-        assert line.startswith(f'{stage}_dataloader: {text}') and f'Set num_classes of the {name}, or' in line
+def test_labels_and_names(look, made, loops, words):
+    line, warnings = look(made, **loops)
+    assert (words if isinstance(words, str) else '') in line and bool(line) == bool(isinstance(words, str) and words)
+    assert not isinstance(words, list) or words[0] in warnings[0]
 
 
-def test_labels_that_are_no_outputs_of_a_head(look):
-    """Upstream's heads of proposals, depth and edges; positions in a text; objects that do not count."""
+def test_heads_without_classes(look):
+    """Upstream's heads of proposals, depth and edges."""
     pytest.importorskip('mmdet')
     pytest.importorskip('mmseg')
     from mmdet.models.dense_heads import RPNHead
     from mmseg.models.decode_heads import STDCHead, VPDDepthHead
 
-    data = Data(dict(OBJECT), classes=list('abc'))
     edges = STDCHead(in_channels=4, channels=4, num_classes=2, boundary_threshold=0.1)
     for head in (dict(bbox_head=RPNHead(4)), dict(decode_head=VPDDepthHead()), dict(auxiliary_head=edges)):
-        assert look(kind('A', **head), train=[data]) == ('', [])
-    assert look(kind('A', bbox_head=TWO, language_model=0), train=[data]) == ('', [])
-    ignored = Data(dict(instances=[dict(bbox_label=-1, ignore_flag=1), dict(bbox_label=1)]), classes=list('abc'))
-    assert look(DETECTOR, train=[ignored])[0] == ''
+        assert look(parts(**head), train=[named('abc', labelled(2))]) == ('', [])
 
 
 def compares(how):
     if how == 'prototype':
-        return kind('A', head=TWO, prototype=None)
+        return parts(head=TWO, prototype=None)
     pytest.importorskip('mmdet')
     from mmdet.models.reid import LinearReIDHead
 
     loss = dict(type='mmpretrain.CrossEntropyLoss')
-    return kind('A', head=LinearReIDHead(1, 4, 4, 4, num_classes=2, loss_cls=loss))
+    return parts(head=LinearReIDHead(1, 4, 4, 4, num_classes=2, loss_cls=loss))
 
 
 @pytest.mark.parametrize('how', ['prototype', 'triplets'])
@@ -73,57 +123,12 @@ def test_models_that_compare_images(look, how):
     assert 'the folder' in look(model(head=9), train=[train], val=[val])[0]
 
 
-def test_objects_that_the_sample_may_miss(look, monkeypatch):
-    monkeypatch.setattr(checks, '_NUM_READ', 2)
-    empty, found = dict(instances=[]), dict(instances=[dict(bbox_label=0)])
-    assert look(DETECTOR, train=[Data(empty, found, empty, found, classes=list('abc'))])[0] == ''
-    assert look(DETECTOR, train=[Data({}, {}, classes=list('abc'))])[0] == ''  # samples without objects
-    line, warnings = look(DETECTOR, train=[Data(found, found, classes=list('abc'))])
-    assert not line and "none of its 2 images has an object of ('b', 'c')" in warnings[0]
-
-
-def test_one_hot_labels_of_another_number_of_classes(look):
-    """A recipe of ImageNet's mixed images with another head."""
-    made = model(head=3)
-    vars(made).update(data_preprocessor=SimpleNamespace(to_onehot=True, num_classes=1000))
-    data = [Data(dict(gt_label=2))]
-    line, _ = look(made, train=data)
-    assert line.startswith('data_preprocessor.num_classes = 1000') and 'data_preprocessor=dict(num_classes=3)' in line
-    assert look(made, test=data) == ('', [])
-    for change in (dict(to_onehot=False), dict(num_classes=3), dict(num_classes=None)):
-        vars(made).update(data_preprocessor=SimpleNamespace(**{**dict(to_onehot=True, num_classes=1000), **change}))
-        assert look(made, train=data) == ('', [])
-
-
-def test_segmentors_are_compared_by_names(look):
-    three, four = [Data(0, classes=list('abc'))], [Data(0, classes=list('abcd'))]
-    assert look(model(decode_head=3), train=three) == ('', [])
-    more = look(model(decode_head=4), train=three)[1][0]
-    assert 'num_classes = 4 of the decode_head is more than the 3 classes' in more
-    forgotten = look(model(decode_head=4, auxiliary_head=3), train=four)[0]
-    assert 'num_classes = 3 of the head is too small for the 4 classes' in forgotten and 'auxiliary_head' in forgotten
-
-
-@pytest.mark.parametrize(
-    ('train', 'val', 'words'),
-    [
-        ('abc', 'acb', "label 1 is 'b' in train_dataloader and 'c' in val_dataloader"),
-        ('abc', 'ABC', ''),
-        ('abc', 'ab', ''),  # the last has no image
-        ('a', 'b', ''),  # one class by two names
-        ('abc', '', ''),
-    ],
-)
-def test_a_validation_with_other_classes(look, train, val, words):
-    sets = [Data(0, classes=list(names)) for names in (train, val)]
-    line, _ = look(nn.Module(), train=[sets[0]], val=[sets[1]])
-    assert words in line and bool(words) == bool(line)
-    joined = Data(0, datasets=sets)
-    joined.metainfo = [one.metainfo for one in sets]
-    assert bool(look(nn.Module(), train=[joined])[0]) == bool(words)
-    for one in sets:
-        one.return_classes = True  # names are text that the model reads
-    assert look(nn.Module(), train=[sets[0]], val=[sets[1]])[0] == ''
+def test_joined_data_sets_with_other_classes(look):
+    for names, is_wrong in (('acb', True), ('ab', False)):
+        sets = [named('abc'), named(names)]
+        joined = Data(0, datasets=sets)
+        joined.metainfo = [one.metainfo for one in sets]
+        assert bool(look(nn.Module(), train=[joined])[0]) == is_wrong
 
 
 @pytest.mark.parametrize(
@@ -135,39 +140,25 @@ def test_a_validation_with_other_classes(look, train, val, words):
     ],
 )
 def test_a_checkpoint_of_other_classes(look, tested, stops, warns):
-    data = Data(0, classes=list(tested))
     checkpoint = dict(state_dict={}, meta=dict(dataset_meta=dict(classes=['a', 'b', 'c'])))
-    line, warnings = look(nn.Module(), test=[data], checkpoint=checkpoint)
+    line, warnings = look(nn.Module(), test=[named(tested)], checkpoint=checkpoint)
     assert stops in line and bool(line) == bool(stops) and bool(warnings) == warns
-    resumed = look(nn.Module(), train=[data], checkpoint=checkpoint, resumes=True)
+    resumed = look(nn.Module(), train=[named(tested)], checkpoint=checkpoint, resumes=True)
     assert bool(resumed[0]) == bool(stops)
-    assert look(nn.Module(), train=[data], checkpoint=checkpoint) == ('', [])  # fine-tuned
+    assert look(nn.Module(), train=[named(tested)], checkpoint=checkpoint) == ('', [])  # fine-tuned
     for meta in (None, dict(dataset_meta=3), dict(dataset_meta=dict(classes='abc'))):
-        assert look(nn.Module(), test=[data], checkpoint=dict(meta=meta, state_dict={})) == ('', [])
+        assert look(nn.Module(), test=[named(tested)], checkpoint=dict(meta=meta, state_dict={})) == ('', [])
 
 
-def test_class_names_that_are_not_read(look):
-    data = Data(0)
-    for data.metainfo, words in (
-        (dict(CLASSES=('a', 'b')), "CLASSES is read by nobody. Write metainfo=dict(classes=('a', 'b'))"),
-        (dict(classes='nowhere.txt'), "metainfo.classes = 'nowhere.txt': there is no such file"),
-    ):
-        assert words in look(nn.Module(), train=[data])[0]
+# -- folders -----------------------------------------------------------------------------------------------------------
 
 
-def test_data_sets_of_others_pass(look):
-    class Bare:
-        def __len__(self):
-            return 3
-
-    assert look(DETECTOR, train=[Bare()], val=[[1, 2]], test=[Data(1, 2, 3)]) == ('', [])
-
-
-def folders(root, names, **settings):
+def folders(root, names, classes=None):
     for name in names:
         (root / name).mkdir(parents=True)
         Image.new('RGB', (8, 8)).save(root / name / 'a.png')
-    return build('mmpretrain', dict(type='CustomDataset', data_prefix=str(root), pipeline=[], **settings))
+    meta = dict(metainfo=dict(classes=classes)) if classes else {}
+    return build('mmpretrain', dict(type='CustomDataset', data_prefix=str(root), pipeline=[], **meta))
 
 
 @pytest.mark.parametrize(
@@ -183,30 +174,26 @@ def folders(root, names, **settings):
 @pytest.mark.parametrize('named', [False, True])
 def test_folders_that_differ(look, tmp_path, val, words, named):
     """``metainfo.classes`` names folders, and does not move labels."""
-    names = [dict(metainfo=dict(classes=tuple(f'my {i}' for i in range(n)))) if named else {} for n in (3, len(val))]
-    train = folders(tmp_path / 'train', ('ant', 'bee', 'cat'), **names[0])
-    line, _ = look(model(head=4), train=[train], val=[folders(tmp_path / 'val', val, **names[1])])
+    names = [tuple(f'my {i}' for i in range(n * named)) for n in (3, len(val))]
+    train = folders(tmp_path / 'train', ('ant', 'bee', 'cat'), names[0])
+    line, _ = look(model(head=4), train=[train], val=[folders(tmp_path / 'val', val, names[1])])
     assert words in line and bool(words) == bool(line)
 
 
 def test_class_names_in_another_order_than_the_folders(look, tmp_path):
-    names = dict(metainfo=dict(classes=('cat', 'ant', 'bee')))
-    line, _ = look(CLASSIFIER, train=[folders(tmp_path / 'a', ('ant', 'bee', 'cat'), **names)])
+    line, _ = look(CLASSIFIER, train=[folders(tmp_path / 'a', ('ant', 'bee', 'cat'), ('cat', 'ant', 'bee'))])
     assert "label 0 is the folder 'ant', and 'cat' in the config. Write classes=('ant', 'bee', 'cat')" in line
 
 
 def test_lists_that_number_folders_otherwise(look, tmp_path):
-    made = {}
-    for name, lines in dict(
-        train=('x/a.png 0', 'y/b.png 1'),
-        val=('x/c.png 1', 'y/d.png 0'),
-        days=('x/a.png 0', 'x/b.png 1'),
-        more=('x/a.png 0', 'z/b.png 2'),
-    ).items():
-        (tmp_path / f'{name}.txt').write_text('\n'.join(lines))
-        config = dict(type='ImageNet', ann_file=str(tmp_path / f'{name}.txt'), data_prefix=str(tmp_path), pipeline=[])
-        made[name] = [build('mmpretrain', dict(config, metainfo=dict(classes=('x', 'y', 'z'))))]
-    line, _ = look(CLASSIFIER, train=made['train'], val=made['val'])
+    def listed(*lines):
+        (tmp_path / 'list.txt').write_text('\n'.join(lines))
+        files = dict(ann_file=str(tmp_path / 'list.txt'), data_prefix=str(tmp_path))
+        return [build('mmpretrain', dict(type='ImageNet', pipeline=[], metainfo=dict(classes=tuple('xyz')), **files))]
+
+    train = listed('x/a.png 0', 'y/b.png 1')
+    line, _ = look(CLASSIFIER, train=train, val=listed('x/c.png 1', 'y/d.png 0'))
     assert "label 1 is the folder 'y' in train_dataloader and the folder 'x' in val_dataloader" in line
-    assert look(CLASSIFIER, train=made['train'], val=made['days'])[0] == ''  # its folders are no classes
-    assert look(CLASSIFIER, train=made['train'], val=made['more'])[0] == ''  # a sample may miss some folders
+    # folders that are no classes; a sample may miss some folders
+    for lines in (('x/a.png 0', 'x/b.png 1'), ('x/a.png 0', 'z/b.png 2')):
+        assert look(CLASSIFIER, train=train, val=listed(*lines))[0] == ''

@@ -112,20 +112,6 @@ def test_training_from_a_checkpoint_without_a_fitting_weight(tmp_path):
         load(tmp_path, 'train', {f'other.{i}': torch.ones(1) for i in range(4)})
 
 
-def test_a_model_that_renames_while_it_loads(tmp_path):
-    """As MMDetection's semi-supervised detectors, for student and teacher."""
-
-    def wrap(model):
-        def rename(state, prefix, *args):
-            for key in list(state):
-                state[key.removeprefix('other.')] = state.pop(key)
-
-        model._register_load_state_dict_pre_hook(rename)
-        return model
-
-    assert load(tmp_path, 'train', {f'other.{key}': value for key, value in state_of().items()}, wrap) == []
-
-
 ARCH = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4))
 
 

@@ -239,26 +239,6 @@ def test_the_hook_of_a_config_compiles(tmp_path, monkeypatch):
     assert all(block._compiled_call_impl is None for stage in copy.deepcopy(model).stages for block in stage)
 
 
-def test_arguments_of_the_compiler(monkeypatch):
-    """Dynamic sizes with a symbol each, no search for a memory format, recompilations isolated by stage if possible."""
-    asked = []
-    monkeypatch.setattr(torch, 'compile', lambda function, **options: asked.append(options) or function)
-    if HAS_DUCK_SHAPES:
-        shape_config.use_duck_shape = True
-    compile_blocks(nn.ModuleList([ravlt(), ravlt()]))
-    assert not HAS_DUCK_SHAPES or shape_config.use_duck_shape is False
-    assert asked == [dict(dynamic=True, options=dict(layout_optimization=False))] * 4
-    asked.clear()
-
-    def newer(function, isolate_recompiles=False, **options):
-        asked.append(dict(options, isolate_recompiles=isolate_recompiles))
-        return function
-
-    monkeypatch.setattr(torch, 'compile', newer)
-    compile_blocks(ravlt(), backend='eager', fullgraph=True)
-    assert asked == [dict(dynamic=True, backend='eager', fullgraph=True, isolate_recompiles=True)] * 2
-
-
 CACHED = """
 import logging, sys, types
 import torch

@@ -2,12 +2,8 @@
 import re
 import sys
 
-import numpy as np
 import pytest
-import torch
 from helpers.engine_toys import Count, make_runner, validation
-
-from mmlinattn.engine.hooks.progress import scalars
 
 
 def printed(capsys):
@@ -71,8 +67,3 @@ def test_other_processes_are_silent(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr('mmlinattn.engine.hooks.progress.is_main_process', lambda: False)
     make_runner(tmp_path, HOOKS, **validation()).train()
     assert not printed(capsys)
-
-
-def test_metrics_of_any_library():
-    metrics = dict(a=1, b=np.float32(2), c=torch.tensor(3.0), d='text', e=torch.zeros(2), f=None)
-    assert scalars(metrics) == dict(a=1.0, b=2.0, c=3.0) and scalars(None) == {}

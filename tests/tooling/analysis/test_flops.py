@@ -10,7 +10,7 @@ from torch import nn
 
 import mmlinattn  # noqa: F401
 from mmlinattn.tooling.analysis.counting import CONV, LINEAR
-from mmlinattn.tooling.analysis.flops import count_model, image_shape, part_of
+from mmlinattn.tooling.analysis.flops import count_model, part_of
 from mmlinattn.utils.errors import RunError
 
 
@@ -78,14 +78,6 @@ def test_a_model_is_counted_without_memory_and_reads_no_file(monkeypatch, auxili
     for shape in ((31, 64), (64, 31)):
         with pytest.raises(RunError, match=f'shape {shape[0]} {shape[1]}: height and width have to be at least 32'):
             count_model(cfg, shape)
-
-
-def test_the_size_that_models_are_counted_at():
-    crop = dict(type='CenterCrop', crop_size=288)
-    data = dict(test_dataloader=dict(dataset=dict(pipeline=[crop])))
-    for scope, shape in dict(mmdet=(800, 1280), mmseg=(512, 2048), mmpretrain=(288, 288)).items():
-        assert image_shape(Config(dict(data, default_scope=scope))) == shape
-    assert image_shape(Config(dict())) == (224, 224)
 
 
 def test_parts_of_models():

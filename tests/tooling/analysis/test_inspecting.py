@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from mmlinattn.attention import (
-    Attention,
     GlobalAttention,
-    Grid,
     ReducedAttention,
     ReducedKeysAttention,
     StageContext,
@@ -70,12 +68,6 @@ def test_every_number_of_a_block(monkeypatch):
     assert entry == dict(block='0', mixer='softmax', heads=1, ccs=None, **sizes)
     some = measured(GlobalAttention(8, 1, 'softmax'), torch.randn(1, 1, 4, 8), ['ccs'])
     assert set(some) & set(EVERYTHING) == {'ccs'}
-
-
-def test_the_negative_share_is_a_mean_over_the_sampled_queries(monkeypatch):
-    known(monkeypatch, torch.tensor([[0.5, 0.5, 1.0, -2.0]] * 4))
-    entry = measured(GlobalAttention(8, 1, 'softmax'), torch.randn(1, 1, 4, 8), ['sharpness'], num_queries=2)
-    assert entry['sampled_queries'] == 2 and entry['sharpness']['negative'] == [0.5]
 
 
 COMPARED = (['hallucinated', 'angular'], ['hydra', 'efficient'], 'hallucinated', 'enhanced')
@@ -178,14 +170,6 @@ def test_keys_without_a_known_map_have_no_neighbourhood(kind, more):
     assert entry['keys_a_window'] == 12 and 'locality' not in entry and entry['forward_error'] < 1e-5
     with pytest.raises(ValueError, match='lie on no map'):
         query_map(block, 0, 0)
-
-
-def test_weights_of_two_class_tokens_are_one_sum():
-    attention, found = Attention(8, 2, 'softmax').eval(), []
-    with watched(attention, found.append):
-        attention(torch.randn(1, 2 + 12, 8), StageContext(Grid(3, 4, prefix=2)))
-    weights, of_class = query_map(found[0], 1, 1)
-    torch.testing.assert_close(weights.sum((1, 2)) + of_class, torch.ones(2, dtype=weights.dtype))
 
 
 def test_tokens_outside_of_a_map_and_fewer_of_a_full_one(monkeypatch):

@@ -64,13 +64,3 @@ def test_plots_of_the_measures_of_a_block(tmp_path):
     for _, places in pictures.PLOTS.values():
         assert all(np.isfinite(pictures.numbers_at(entry, place)).all() for place in places)
     assert pictures.plot_measures([dict(block='a', mixer='rala', ccs=None)], ['ccs'], tmp_path, 'mine') == []
-
-
-def test_numbers_of_lines():
-    maps = pictures.QueryMaps('a', 'softmax', np.array([[[0.5, math.nan, math.nan]], [[0.25, 0.5, math.nan]]]), (1, 3))
-    np.testing.assert_array_equal(maps.mean, [[0.375, 0.25, math.nan]])
-    entry = dict(sharpness=dict(entropy=[1, 3], log=4, zero=0), rank=dict(state=None), ccs=0.5)
-    places = {'sharpness.entropy / log': [0.25, 0.75], 'sharpness.entropy / zero': [math.nan], 'ccs': [0.5]}
-    for place, expected in {**places, 'rank.state.effective / at_most': [math.nan]}.items():
-        np.testing.assert_array_equal(pictures.numbers_at(entry, place), expected)
-    assert pictures.picked(3, 8) == [0, 1, 2] and pictures.picked(9, 3) == [0, 4, 8]
