@@ -4,7 +4,6 @@
 import socket
 
 import pytest
-import torch
 from helpers.checkpoint_helpers import released_ravlt, saved
 from mmengine.runner import CheckpointLoader
 
@@ -78,13 +77,3 @@ def test_an_unreachable_or_silent_server(server, monkeypatch):
         monkeypatch.setattr(download, 'TIMEOUT', 0.2)
         assert 'timed out' in error_line('mmlinattn://ravlt_t')
     assert socket.getdefaulttimeout() is None and server.kept() == []
-
-
-def test_a_whole_detector_keeps_its_parts_and_classes(server):
-    state = {f'backbone.{key}': v for key, v in released_ravlt(dense=True).items()}
-    state['neck.fpn_convs.0.conv.weight'] = torch.ones(1)
-    name = serve(server, 'ravlt_b_cascade_3x', 200, saved({'state_dict': state, 'meta': {'CLASSES': ('cat',)}}))
-    loaded = LOAD(name, 'cpu')
-    assert loaded['meta']['CLASSES'] == ('cat',) and loaded['meta']['source'] == 'ravlt_b_cascade_3x'
-    assert {'neck.fpn_convs.0.conv.weight', 'backbone.out_norms.3.weight'} <= set(loaded['state_dict'])
-    assert not any('RoPE' in key or 'layers.0.blocks' in key for key in loaded['state_dict'])

@@ -6,13 +6,12 @@ import re
 import pytest
 import torch
 from helpers.engine_toys import LOADER, Count, ToyModel, make_runner
-from mmengine.model import BaseTTAModel
 from mmengine.registry import MODELS
 from torch import nn
 
 from mmlinattn.backbones import RAVLT
 from mmlinattn.checkpoints.loading import check_trained
-from mmlinattn.engine import CPUDistributedDataParallel, RunError
+from mmlinattn.engine import RunError
 
 
 @MODELS.register_module(force=True)
@@ -191,29 +190,6 @@ def test_weights_of_a_compiled_model(tmp_path):
     assert load(tmp_path, 'test', dict(state_dict=state)) == load(tmp_path, 'train', state) == []
     check_trained(model := ToyClassifier(), dict(state_dict=state))
     assert all(parameter.unique().tolist() == [0.5] for parameter in model.parameters())
-
-
-def test_a_test_loads_its_checkpoint_once(tmp_path):
-    """The comparison copies no weight; MMEngine copies each."""
-    versions = {}
-
-    def wrap(model):
-        versions.update({weight: weight._version for weight in model.parameters()})
-        return model
-
-    load(tmp_path, 'test', state_of(), wrap)
-    assert versions and all(weight._version == version + 1 for weight, version in versions.items())
-
-
-def test_models_in_wrappers(tmp_path, one_process):
-    augmented = type('Augmented', (BaseTTAModel,), dict(merge_preds=None))
-    with pytest.raises(RunError, match='1 parameters not in the file: layer.bias'):
-        load(
-            tmp_path,
-            'test',
-            state_of(without=['layer.bias']),
-            lambda model: CPUDistributedDataParallel(augmented(model)),
-        )
 
 
 def resume(folder, before=None, after=None, optimizer=None, change=lambda checkpoint: None):

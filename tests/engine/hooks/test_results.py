@@ -112,11 +112,3 @@ def test_other_predictions_have_no_plots(tmp_path):
     predictions = results._Predictions(loader_of())
     predictions.add([BaseDataElement(pred_depth_map=torch.zeros(1)), label_map([[0]], [[0, 1]]), LabelData()])
     assert predictions.write(str(tmp_path), '') == []
-
-
-def test_early_stopping_and_averages(tmp_path):
-    stop = dict(type='EarlyStoppingHook', monitor='acc', patience=1, rule='less')
-    average = dict(type='EMAHook', momentum=2e-4)
-    loop = dict(by_epoch=True, max_epochs=9)
-    make_runner(tmp_path, [*HOOKS, dict(type='ProgressHook'), stop, average], loop, **validation()).train()
-    assert len(rows(tmp_path)) == 2 and (tmp_path / 'results.png').exists()

@@ -10,7 +10,7 @@ from torch import nn
 
 import mmlinattn  # noqa: F401
 from mmlinattn.tooling.analysis.counting import CONV, LINEAR
-from mmlinattn.tooling.analysis.flops import count_model, part_of
+from mmlinattn.tooling.analysis.flops import count_model
 from mmlinattn.utils.errors import RunError
 
 
@@ -78,18 +78,3 @@ def test_a_model_is_counted_without_memory_and_reads_no_file(monkeypatch, auxili
     for shape in ((31, 64), (64, 31)):
         with pytest.raises(RunError, match=f'shape {shape[0]} {shape[1]}: height and width have to be at least 32'):
             count_model(cfg, shape)
-
-
-def test_parts_of_models():
-    parts = {
-        'backbone.stages.0.5.attn': 'backbone.stage1',
-        'backbone.patch_embeds.3': 'backbone.stage4',
-        'backbone.position_tables.2': 'backbone.stage3',
-        'backbone.out_norms.1': 'backbone.stage2',
-        'backbone.layer3.0': 'backbone.stage3',
-        'backbone.stem.0': 'backbone',
-        'roi_head.mask_head.0.convs': 'roi_head.mask_head',
-        'auxiliary_head.convs': 'auxiliary_head',
-        '': 'model',
-    }
-    assert {name: part_of(name) for name in parts} == parts

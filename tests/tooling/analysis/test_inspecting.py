@@ -188,25 +188,3 @@ def test_tokens_outside_of_a_map_and_fewer_of_a_full_one(monkeypatch):
     # windows without a shown token hide none of the others
     block = block_of(WindowAttention(8, 2, 'softmax', window=(2, 2)), torch.randn(1, 4, 10, 8))
     torch.testing.assert_close(full_map(block, 5), full_map(block, 40)[:, ::8, ::8], equal_nan=True)
-
-
-def test_queries_are_sampled_and_the_whole_map_never_built(monkeypatch):
-    """64 rows of 1024 keys at a time; at most eight windows."""
-    asked, weights = [], Window.weights
-
-    def counted(self, rows, local=False):
-        asked.append(len(rows))
-        return weights(self, rows, local)
-
-    monkeypatch.setattr(Window, 'weights', counted)
-    generators = [torch.Generator().manual_seed(seed) for seed in (0, 0, 1)]
-    block = block_of(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 32, 32, 8))
-    found = [measure_block(block, ('sharpness',), 64, generator)['sharpness'] for generator in generators]
-    assert set(asked) == {64} and found[0] == found[1] != found[2]
-    asked.clear()
-    entry = measured(WindowAttention(8, 2, 'softmax', (4, 4)), torch.randn(1, 40, 40, 8), ['confusion'], num_queries=64)
-    assert asked == [8] * 8 and entry['sampled_queries'] == 64 and entry['windows'] == 100
-    asked.clear()
-    measured(WindowAttention(8, 2, 'softmax', (4, 4)), torch.randn(1, 40, 40, 8), ['confusion'], num_queries=5)
-    assert asked == [2, 2]  # of one query there is no pair
-    assert 'confusion' not in measured(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 1, 1, 8))

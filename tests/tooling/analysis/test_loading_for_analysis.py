@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from mmcv.transforms import CenterCrop, LoadImageFromFile, RandomFlip, Resize
+from mmcv.transforms import CenterCrop, LoadImageFromFile, Resize
 from mmengine.config import Config
 from mmengine.model import ImgDataPreprocessor
 from mmengine.registry import MODELS
@@ -70,21 +70,6 @@ def test_a_picture_as_the_pipeline_makes_it():
     for x, y in ((-0.5, 30), (200, 30), (30, -1), (30, 120)):
         with pytest.raises(RunError, match=rf'query {x:g} {y:g} is outside of photo \(200 x 120 pixels\)'):
             picture.to_shown(x, y)
-
-
-@pytest.mark.parametrize(
-    ('step', 'at'),
-    [
-        (dict(type=RandomFlip, prob=1.0, direction='horizontal'), (43, 20)),
-        (dict(type=Resize, scale=(640, 320)), (205, 102)),
-        (dict(type=Resize, scale=(16, 8)), (5, 2)),
-    ],
-    ids=str,
-)
-def test_a_pixel_is_found_after_any_transform(step, at):
-    """Follow pixel (20, 20) of an image of 64 x 64."""
-    picture = loading.prepare(config(step), model(), photo(64, 64), 'photo')
-    assert max(abs(a - b) for a, b in zip(picture.to_shown(20, 20), at)) <= 2
 
 
 @pytest.mark.parametrize(

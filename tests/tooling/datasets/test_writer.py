@@ -55,13 +55,6 @@ def test_a_run_that_fails_leaves_nothing(tmp_path, is_there):
     assert seen == [STAGING] and out.exists() == is_there and not digest(tmp_path)
 
 
-def test_a_run_that_was_killed_is_begun_anew(tmp_path):
-    (tmp_path / STAGING / 'val2017').mkdir(parents=True)
-    (tmp_path / STAGING / 'val2017' / 'half.jpg').touch()
-    assert write_dataset(tmp_path, SMALL) is True
-    assert not (tmp_path / STAGING).exists() and len(list(tmp_path.rglob('*.jpg'))) == 5
-
-
 @pytest.mark.parametrize(
     ('name', 'value'),
     [

@@ -12,8 +12,7 @@ from helpers.own_files import picture, text
 from helpers.tool_runs import in_this_process
 from mmengine.config import Config
 
-from mmlinattn.tooling.own_data import finding, making
-from mmlinattn.tooling.swapping import smoke
+from mmlinattn.tooling.own_data import making
 from mmlinattn.utils.errors import RunError
 
 
@@ -107,15 +106,6 @@ def test_dense_images_and_ignored_objects_widen_the_limits(tmp_path, untried):
     assert cfg.model.train_cfg.rpn_proposal.max_per_img >= 1200
     assert cfg.val_evaluator.use_mp_eval and cfg.val_evaluator.proposal_nums == (100, 300, 1000)
     assert cfg.model.train_cfg.rpn.assigner.ignore_iof_thr == cfg.model.train_cfg.rcnn.assigner.ignore_iof_thr == 0.5
-
-
-def test_durations_of_a_step_and_of_the_training(tmp_path):
-    trial = smoke.Trial(1.0, (), (), seconds=3.0, size=(288, 384))
-    data = finding.OwnData('', [], dict(train=[tmp_path] * 40), {}, {}, [])
-    args = making.ConfigArgs(tmp_path, 'detection', 'ravlt_t', tmp_path / 'mine.py')
-    values = dict(train_dataloader=dict(batch_size=4), max_epochs=20, train_pipeline=[{}, {}, dict(scale=(768, 576))])
-    (line,) = making._durations(args, values, data, trial)
-    assert 'a step of 2 images of 384x288 took 3.0 s' in line and '20 epochs, takes about 1.3 h' in line
 
 
 def test_segmentation_of_small_images(tmp_path, untried):
