@@ -157,6 +157,24 @@ def test_two_backbones_and_the_user_s_own_factors():
     assert groups['teacher.backbone.position_table']['weight_decay'] == 0.1
 
 
+def adapted(backbone):
+    """Wrap a backbone in a module with the same attributes, as MMPretrain's LoRAModel does."""
+    adapter = nn.ModuleDict(dict(module=backbone))
+    adapter.get_layer_depth = backbone.get_layer_depth
+    return adapter
+
+
+@pytest.mark.parametrize(
+    ('backbone', 'inside'),
+    [(adapted(Layers()), ['module']), (nn.ModuleDict(dict(rgb=Layers(), depth=Layers())), ['rgb', 'depth'])],
+)
+def test_backbones_inside_of_others(backbone, inside):
+    groups = groups_of(model=Detector(backbone))
+    for part in inside:
+        scales = [groups[f'backbone.{part}.{layer}.weight']['lr_scale'] for layer in ('stem', 'block')]
+        assert scales == [0.25, 0.5]
+
+
 @pytest.mark.parametrize(
     'arguments, line',
     [

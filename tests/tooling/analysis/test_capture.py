@@ -117,3 +117,17 @@ def test_unsupported_arrangements_are_named():
             block_of(attention, torch.randn(1, 4, 4, 8))
     with pytest.raises(ValueError, match='Linear has no attention'), watched(nn.Linear(2, 2), print):
         pass
+
+
+def test_states_are_of_the_real_tokens_of_a_window():
+    """A map of 5 rows in stripes of 2: the last one has a row of tokens that are none."""
+    block, _ = looked_into(StripeAttention(8, 2, dict(type='inline', local_residual=False), 2), torch.randn(1, 5, 6, 8))
+    last = block.branches[1][-1]
+    real = last.queries >= 0
+    assert real.sum() == 6 and len(real) == 12
+    k, v = last.given['k'][0, real], last.given['v'][0, real]
+    expected = (k - k.mean(dim=0)).mT @ v
+    state = last.state()[0]
+    torch.testing.assert_close(state / state.norm(), expected / expected.norm(), rtol=1e-4, atol=1e-5)
+    block, _ = looked_into(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 4, 5, 8))
+    assert block.windows[0].state() is None

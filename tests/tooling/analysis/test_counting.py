@@ -44,6 +44,14 @@ def test_convolutions_by_predicted_kernels():
     assert count.macs['residual', CONV] + count.macs['', CONV] == 2 * 20 * 24 * 9
 
 
+def test_attention_called_by_names():
+    q, k, v = (torch.empty(1, 2, n, 4, device='meta') for n in (6, 5, 5))
+    for args, named in ((3, ()), (1, ('key', 'value')), (0, ('query', 'key', 'value'))):
+        with OpCounter(nn.Identity()) as count:
+            F.scaled_dot_product_attention(*(q, k, v)[:args], **dict(zip(named, (q, k, v)[args:])))
+        assert count.macs == {('', PRODUCT): 2 * 6 * 5 * 8}
+
+
 @pytest.mark.parametrize('device', ['cpu', 'meta'])
 def test_counts_by_kind_and_module(device):
     """Count twice with equal results. Nameless modules and products count for their caller."""

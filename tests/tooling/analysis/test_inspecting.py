@@ -84,6 +84,12 @@ HOSTS = {
 }
 
 
+def test_the_negative_share_is_a_mean_over_the_sampled_queries(monkeypatch):
+    known(monkeypatch, torch.tensor([[0.5, 0.5, 1.0, -2.0]] * 4))
+    entry = measured(GlobalAttention(8, 1, 'softmax'), torch.randn(1, 1, 4, 8), ['sharpness'], num_queries=2)
+    assert entry['sampled_queries'] == 2 and entry['sharpness']['negative'] == [0.5]
+
+
 def literal_row(block, token):
     """Weights of a token, key by key: (heads, keys)."""
     rows = []

@@ -32,6 +32,13 @@ def test_effective_rank_and_threshold():
     assert measures.ranks(orthogonal[None])['effective'] == pytest.approx([16])
 
 
+def test_distances_of_pairs_that_are_close():
+    weights = torch.tensor([10.0, 0, 0]).repeat(1, 30, 1)
+    weights[0, 0, 1] = 1e-4
+    found = measures.pair_distances(weights)[0]
+    assert found[:29].tolist() == pytest.approx([1e-4] * 29, rel=1e-3) and found[29:].max() < 1e-6
+
+
 def test_similarity_of_heads():
     one, other = torch.rand(2, 6, 9).unbind()
     assert measures.cross_head_similarity(torch.stack((one, 2 * one, one))) == pytest.approx(1)

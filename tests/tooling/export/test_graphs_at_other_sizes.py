@@ -85,6 +85,11 @@ def test_a_trace_under_autocast_runs_outside_of_it(attns):
         assert (out - other).norm() < 0.03 * other.norm()
 
 
+def test_a_trace_of_angular_attention_with_a_convolution_over_the_sequence(tmp_path):
+    """As in arch ``angular-tiny`` of ``LinearDeiT``."""
+    check_onnx(graphs.build('LinearDeiT', [dict(type='angular', conv='sequence')]), tmp_path / 'model.onnx')
+
+
 @pytest.mark.parametrize('host', ['LinearSwin', 'LinearCSWin'])
 def test_a_trace_of_maps_smaller_than_a_window(host):
     model = graphs.build(host, ('inline', 'softmax', 'focused', 'focused'))
