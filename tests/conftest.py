@@ -53,7 +53,7 @@ def fast_forms():
 
 
 # for each upstream base of a config MMEngine reads the project's whole model index, over a second, and imports
-# pkg_resources anew
+# pkg_resources again
 config_utils.load = functools.cache(config_utils.load)
 config_module.is_installed = functools.cache(config_module.is_installed)
 # each Runner asks compilers for their versions, in processes of their own

@@ -62,7 +62,7 @@ def test_rehearsal(tmp_path):
     assert len(groups) == 6 and min(groups) < 10 < max(groups)
 
 
-def test_the_rehearsal_stands_in_for_pytorch_and_counts_the_same_hosts():
+def test_the_rehearsal_has_the_interface_of_pytorch_and_all_hosts():
     names = [name for name in vars(check_gpu.OnCPU) if not name.startswith('__')]
     assert all(callable(getattr(torch.cuda, name)) for name in names) and check_gpu.cuda is torch.cuda
     assert tuple(launches.HOSTS) == check_gpu.HOSTS and launches.SWIN == check_gpu.PEER

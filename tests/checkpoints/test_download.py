@@ -65,7 +65,7 @@ def test_a_link_of_the_table_is_converted_as_well(server):
 def test_invalid_downloads_are_not_kept(server, reply, said):
     assert said in error_line(serve(server, 'ravlt_t', *reply)) and server.kept() == []
     serve(server, 'ravlt_t', 200, WHOLE)
-    assert LOAD('mmlinattn://ravlt_t')['state_dict']  # the next attempt starts anew
+    assert LOAD('mmlinattn://ravlt_t')['state_dict']  # the next attempt downloads again
 
 
 def test_an_unreachable_or_silent_server(server, monkeypatch):

@@ -87,7 +87,7 @@ OWN = "type='BaseSegDataset', metainfo=dict(classes=('a', 'b', 'c')), "
         (f'{OWN}reduce_zero_label=True, ', [255, 0, 1]),
     ],
 )
-def test_label_images_of_ones_own_take_one_setting(changes, expected, tmp_path):
+def test_label_images_of_the_user_take_one_setting(changes, expected, tmp_path):
     pytest.importorskip('mmseg')
     write_dataset(tmp_path / 'data', DatasetSpec('ade', 1, 1, size=(64, 64)))
     (label,) = tmp_path.glob('data/annotations/validation/*.png')

@@ -54,7 +54,7 @@ def test_upstream_tools_can_run_it(name):
     cfg = load(name)
     assert cfg.default_scope == task
     assert cfg.get('custom_imports') == dict(imports=['mmlinattn'], allow_failed_imports=False)
-    # the documentation names options of some by their places, and each of them checks something
+    # the documentation names some options by their index, and each hook checks something
     assert [hook.type for hook in cfg.custom_hooks][: len(HOOKS)] == HOOKS
     path = CONFIG_DIR / f'{name}.py'
     bases = bases_of(path)
@@ -157,8 +157,8 @@ def test_backbone_is_the_one_in_the_name(name):
 
 @pytest.mark.parametrize('name', configs_of('mmpretrain/'))
 def test_features_of_a_classifier(name):
-    """The class token of a plain backbone, RAVLT's projection of the last map as it is, the mean of the last map of all
-    others: PVT's as it is, as the release leaves its norm out."""
+    """Plain backbones give the class token, RAVLT projects its last map, the others average theirs. RAVLT and PVT have
+    no norm there, as released."""
     model, host = load(name).model, load(name).model.backbone.type
     neck, backbone = (model.get('neck') or {}).get('type'), model.backbone
     expected = dict(LinearDeiT=None, RAVLT='ConvProjectionNeck').get(host, 'GlobalAveragePooling')

@@ -224,7 +224,8 @@ def test_configs_load_and_build(block, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_page_on_deployment(tmp_path, monkeypatch, capsys):
-    """Its Python with small models: a photograph to boxes and masks as MMDetection's, and graphs of one's own."""
+    """Run the Python of the page with small models: a photograph to boxes and masks as MMDetection's, and graphs of a
+    user's model."""
     for package in ('mmdet', 'onnx', 'onnxscript', 'onnxruntime'):
         pytest.importorskip(package)
     import cv2

@@ -20,8 +20,8 @@ HOSTS = tuple(ARCHS)
 # Maps of whole windows, stripes and strides, and maps with remainders; maps smaller than a window.
 SHAPES = [(1, 113, 150), (3, 224, 320), (2, 353, 481), (1, 40, 260)]
 TRACED_AT = (2, 65, 94)
-# A graph with wrong sizes is off by 0.3 and more. Runtimes round in their own way, and some heads here have two
-# channels with small norms.
+# A graph with wrong sizes is off by 0.3 and more. Runtimes round differently, and some heads here have two channels
+# with small norms.
 TOLERANCE = 0.01
 
 

@@ -125,7 +125,7 @@ def error_of(job) -> str:
     from conftest import end_workers, forget_instances  # it has MMEngine read indices once, as in the tests
 
     for command in job:
-        forget_instances()  # upstream's configs name them alike
+        forget_instances()  # upstream's configs share names
         try:
             in_this_process(*command)
         except SystemExit as end:

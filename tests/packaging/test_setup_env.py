@@ -65,7 +65,7 @@ def test_environments_of_others_are_neither_used_nor_erased(bare, tmp_path):
     assert 'exists and is no environment that this script made' in line and kept.exists()
 
 
-def test_missing_compiler_and_index_are_told_before_anything_is_made(tmp_path):
+def test_missing_compiler_and_index_are_refused_first(tmp_path):
     venv, index = tmp_path / 'venv', 'http://user:secret@127.0.0.1:9/simple'
     line = refused(setup_env('--compiled', '--venv', venv, CXX='no-such-g++'))
     assert "needs 'no-such-g++'" in line and 'build-essential' in line and not venv.exists()
@@ -74,7 +74,7 @@ def test_missing_compiler_and_index_are_told_before_anything_is_made(tmp_path):
 
 
 def wheel(folder: Path, name: str, version: str, script: str = '') -> None:
-    """Write a wheel with at most a script into a folder that serves as an index."""
+    """Write a wheel with at most a script into a folder used as an index."""
     module, page = name.replace('-', '_'), folder / name
     page.mkdir(parents=True, exist_ok=True)
     info = f'{module}-{version}.dist-info'
@@ -101,7 +101,7 @@ def wheel(folder: Path, name: str, version: str, script: str = '') -> None:
     ],
 )
 def test_pytorch_comes_from_the_index_that_fits_the_machine(how, expected, tmp_path):
-    """Two folders of empty wheels stand in for PyPI and for PyTorch's index of CPU builds."""
+    """Use two folders of empty wheels for PyPI and PyTorch's index of CPU builds."""
     uv = pytest.importorskip('uv').find_uv_bin()
     if Path('/proc/driver/nvidia/version').exists():
         pytest.skip('this machine has a driver')
@@ -125,7 +125,7 @@ def test_pytorch_comes_from_the_index_that_fits_the_machine(how, expected, tmp_p
             MMLINATTN_TORCH_CPU_INDEX=mirror,
         )
     assert ('cannot be reached: installing' in done.stderr) == ('reach' in how), done.stderr
-    # the set-up fails after this step, since the stand-ins lack setuptools
+    # the set-up fails after this step, since the empty wheels lack setuptools
     (site,) = tmp_path.glob('venv/lib/python3*/site-packages')
     found = {path.name.removesuffix('.dist-info') for path in site.glob('*-9.1*.dist-info')}
     cuda = {'nvidia_cublas-9.1'} if expected == '9.1' or source else set()

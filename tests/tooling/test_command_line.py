@@ -17,7 +17,7 @@ from mmlinattn.utils.errors import RunError
 
 @pytest.mark.parametrize(('age', 'is_resumed', 'is_its_own'), [(0, False, True), (99, True, True), (99, False, False)])
 @pytest.mark.parametrize('rank', ['0', '1'])
-def test_ctrl_c_names_the_run_s_own_checkpoint(tmp_path, monkeypatch, capsys, age, is_resumed, is_its_own, rank):
+def test_ctrl_c_names_the_last_checkpoint(tmp_path, monkeypatch, capsys, age, is_resumed, is_its_own, rank):
     monkeypatch.setenv('RANK', rank)
     (tmp_path / 'last_checkpoint').write_text('work/epoch_1.pth\n')
     os.utime(tmp_path / 'last_checkpoint', (time.time() - age,) * 2)

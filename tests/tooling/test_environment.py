@@ -64,7 +64,7 @@ def test_one_cause_is_one_line(monkeypatch):
     assert line.startswith('cv2 ') and line.endswith(' && pip install opencv-python-headless')
 
 
-def test_gpu_without_operators_is_told_before_training(monkeypatch):
+def test_gpu_without_operators_is_refused_before_training(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip('the GPU has them')
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)

@@ -64,7 +64,7 @@ def test_coco_reads_its_results(tmp_path, with_masks):
         np.testing.assert_array_equal(mask_api.decode(entries[1]['segmentation']), sample.pred_instances.masks[1])
 
 
-def test_ids_that_no_file_gives_are_said(tmp_path, capsys):
+def test_ids_without_an_annotation_file(tmp_path, capsys):
     entries = predictions.coco_results(detections(False), 'a')
     assert [entry['category_id'] for entry in entries] == [2, 1, 2]
     predictions.write_coco(str(tmp_path / 'a.json'), entries, None)

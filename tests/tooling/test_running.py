@@ -64,7 +64,7 @@ SAID = {
         ({}, (8, 0), True, {}, 'nothing'),
     ],
 )
-def test_precision_of_a_gpu_that_stands_in(monkeypatch, capsys, wrapper, capability, is_asked, expected, said):
+def test_precision_of_a_simulated_gpu(monkeypatch, capsys, wrapper, capability, is_asked, expected, said):
     monkeypatch.setattr(running, 'get_device', lambda: 'cuda')
     monkeypatch.setattr('torch.cuda.is_available', lambda: True)
     monkeypatch.setattr('torch.cuda.get_device_capability', lambda: capability)

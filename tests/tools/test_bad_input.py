@@ -157,7 +157,7 @@ def files():
 
 @pytest.fixture
 def fails(tmp_path, monkeypatch, data, capfd):
-    """Run a command that has to be refused, in a folder with the files it names; return its error line."""
+    """Run a command with bad input in a folder with the files it names; return its error line."""
     monkeypatch.chdir(tmp_path)
     for name in ('MMLINATTN_TRACEBACK', 'SLURM_PROCID'):
         monkeypatch.delenv(name, raising=False)

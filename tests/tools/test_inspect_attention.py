@@ -52,7 +52,7 @@ def test_everything_of_a_classifier_without_checkpoint(picture, inspect):
 
 
 def test_several_pictures_of_any_size_and_some_of_it(picture, inspect):
-    """An odd size in place of the pipeline's; numbers are means over images, differing sizes are listed."""
+    """Use an odd size instead of the pipeline's. Numbers are means over images; differing sizes are listed."""
     pytest.importorskip('mmpretrain')
     other = picture.with_name('other.png')
     Image.new('RGB', (140, 90), (200, 0, 0)).save(other)

@@ -51,7 +51,7 @@ def test_the_exit_status_is_that_of_the_run(monkeypatch, capsys, end, status, li
 # ------------------------------------------------------------------------------------ the scripts
 
 TOOLS = TOOL.parent
-# stand-in that knows the number of GPUs and free ports, and records its command
+# a fake Python that knows the number of GPUs and free ports, and records its command
 PYTHON = f"""#!/bin/bash
 case $1 in
 -) if [ "$2" = "${{PROBED:-}}" ]; then exec {sys.executable} -SE "$@"; fi ;;
@@ -69,7 +69,7 @@ VARIABLES = (
 
 @pytest.fixture
 def script(tmp_path):
-    """Run a script with stand-ins for Python and srun in a clean environment; return status, lines and errors."""
+    """Run a script with fake Python and srun in a clean environment; return status, lines and errors."""
     for name, text in (('python', PYTHON), ('srun', SRUN)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

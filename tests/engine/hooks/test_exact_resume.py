@@ -114,7 +114,8 @@ def test_epochs_differ_in_order_and_augmentations(tmp_path):
         note, _ = train(tmp_path / str(len(seen)), cfg, seed=seed)
         epochs = [tuple(sum(note.paths[i : i + 3], [])) for i in range(0, 12, 3)]
         assert len(set(epochs)) == 4 and len(set(map(frozenset, epochs))) == 1
-        first = [float(Path(paths[0]).stem) / 12 for paths in note.paths]  # the first sample of each batch as it was
+        # the first sample of each batch before augmentation
+        first = [float(Path(paths[0]).stem) / 12 for paths in note.paths]
         assert len({round(value - before, 4) for value, before in zip(note.data, first)}) == 12
         seen.append(epochs)
     assert seen[0] == seen[1] != seen[2]

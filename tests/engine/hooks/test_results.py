@@ -49,7 +49,7 @@ def test_a_resumed_run_continues_the_rows_of_its_checkpoint(tmp_path):
     after = rows(tmp_path)
     assert [row['epoch'] for row in after] == [1, 2, 3] and after[0] == before[0]
     assert all(one['seconds'] <= other['seconds'] for one, other in zip(after, after[1:]))
-    make_runner(tmp_path, HOOKS, **validation()).train()  # anew
+    make_runner(tmp_path, HOOKS, **validation()).train()  # a new run
     assert [row['epoch'] for row in rows(tmp_path)] == [1, 2]
 
 

@@ -65,7 +65,7 @@ HOOKS = [dict(type='ScheduleCheckHook')]
 
 
 @pytest.mark.parametrize('max_iters', [6, 20])
-def test_faults_are_told_before_the_first_step(tmp_path, max_iters):
+def test_faults_are_named_before_the_first_step(tmp_path, max_iters):
     schedule, loop = [dict(type='PolyLR', end=20, by_epoch=False)], dict(by_epoch=False, max_iters=max_iters)
     optim = dict(accumulative_counts=2)
     said = warnings_of(make_runner(tmp_path, HOOKS, loop, optim=optim, param_scheduler=schedule), 'schedule')

@@ -144,7 +144,7 @@ def test_constructors_and_optimizers_are_found_in_every_scope(scope):
     assert scales == [0.25, 0.5, 1]
 
 
-def test_two_backbones_and_the_user_s_own_factors():
+def test_two_backbones_and_factors_of_the_user():
     model = nn.ModuleDict(dict(student=Detector(Layers()), teacher=Detector(Layers())))
     keys = {'cls_token': dict(decay_mult=1.0, lr_mult=0.5), 'teacher': dict(lr_mult=2.0)}
     groups = groups_of(0.1, model=model, custom_keys=keys, bias_decay_mult=0.5)

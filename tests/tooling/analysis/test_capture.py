@@ -97,7 +97,7 @@ def test_hooks_are_removed_after_an_error():
 
 
 class Halves(Attention):
-    """Tokens in an order that nobody else has."""
+    """Tokens in an unknown order."""
 
     def forward(self, x, stage):
         tokens = x.flatten(1, 2).unflatten(1, (2, -1))[0]

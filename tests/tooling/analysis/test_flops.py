@@ -63,7 +63,7 @@ def test_a_model_is_counted_without_memory_and_reads_no_file(monkeypatch, auxili
     model = dict(type='CountedToy', auxiliary=auxiliary, teacher_ckpt='gone.pth')
     cfg = Config(dict(model=model, data_preprocessor=dict(a=1)))
     cost = count_model(cfg, (32, 40))
-    assert cfg.model.to_dict() == model  # the config stays as it is
+    assert cfg.model.to_dict() == model  # the config is unchanged
     pixels = 32 * 40
     assert cost.shape == (32, 40) and cost.macs == {('backbone', CONV): pixels * 3 * 4 * 9}
     assert cost.peak_bytes >= 2 * 4 * 4 * pixels

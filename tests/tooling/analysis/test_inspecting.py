@@ -43,7 +43,7 @@ def known(monkeypatch, weights, with_local=None):
 
 
 def test_every_number_of_a_block(monkeypatch):
-    """Worked out by hand, of four tokens in a row: two look alike, one weight of the last is negative."""
+    """Four tokens in a row, worked out by hand: two have equal weights, one weight of the last is negative."""
     weights = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1.2, -1.6]])
     known(monkeypatch, weights, torch.eye(4))
     monkeypatch.setattr(Window, 'error', lambda self, rows, weights: float(weights[0, 3, 3]))

@@ -37,7 +37,7 @@ class LoadAnnotations:
 
 def config(*steps, **pack):
     steps = [dict(type=LoadImageFromFile), *steps, dict(type=LoadAnnotations), dict(type=Pack, **pack)]
-    dataset = dict(type='Wrapper', dataset=dict(datasets=[dict(pipeline=steps)]))  # however deep it lies
+    dataset = dict(type='Wrapper', dataset=dict(datasets=[dict(pipeline=steps)]))  # inside two wrappers
     return Config(dict(test_dataloader=dict(dataset=dataset)))
 
 
@@ -93,7 +93,7 @@ def test_pipelines_that_cannot_be_used():
 
 
 @pytest.mark.parametrize('scope', ['mmdet', 'mmseg', 'mmpretrain'])
-def test_a_shape_takes_the_place_of_the_pipeline(scope):
+def test_a_shape_replaces_the_pipeline(scope):
     pytest.importorskip(f'{scope}.datasets')
     cfg = Config(dict(default_scope=scope, test_dataloader=dict(dataset=dict(pipeline=[dict(type='Unknown')]))))
     picture = loading.prepare(cfg, model(), photo(40, 50), 'photo', (75, 101))
@@ -111,7 +111,7 @@ class SmallModel(nn.Module):
         super().__init__()
         self.backbone = MODELS.build(backbone)
         self.head, self.norm = nn.Linear(4, 3), nn.SyncBatchNorm(4)
-        self.backbone_scale = nn.Linear(1, 1)  # a name that begins alike is another one
+        self.backbone_scale = nn.Linear(1, 1)  # a name with the same beginning is another module
 
     def init_weights(self):
         self.backbone.init_weights()

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Weights lie over the pixels of their tokens; numbers of blocks are found; files are images."""
+"""Positions of weights over pixels, and plots of all measures."""
 
 from pathlib import Path
 

@@ -131,7 +131,7 @@ class OfContext(Squared):
 
 
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
-def test_a_mixer_of_ones_own(masked):
+def test_a_mixer_of_the_user(masked):
     mixer = Squared(DIM, HEADS)
     mask = torch.arange(15).expand(2, 15) < 9 if masked else None
     q, k, v = tokens(mixer, mask=mask)

@@ -149,7 +149,7 @@ def detections(number=20, images=2):
     return [boxes, scores, torch.arange(number).expand(images, -1) % 3, torch.rand(images, number, 4, 4)]
 
 
-def test_detections_may_change_places_but_not_values():
+def test_detections_may_change_order_but_not_values():
     expected = detections()
     assert detection_deviation(expected, expected) == 0
     order = torch.arange(20)
@@ -175,7 +175,7 @@ def test_no_detections_and_detections_that_are_none():
     assert detection_deviation([some[0] * INF * 0, *some[1:]], some) == INF
 
 
-def test_suppression_keeps_the_best_box_of_each_place():
+def test_suppression_keeps_the_best_of_overlapping_boxes():
     boxes = torch.tensor([[0.0, 0, 10, 10], [1, 0, 10, 10], [20, 0, 30, 10], [0, 0, 10, 4], [50, 50, 60, 60]])[None]
     scores = torch.tensor([[0.8, 0.9, 0.3, 0.7, 0.0]])
     assert nms_mask(boxes, scores, 0.5, 5).tolist() == [[0, 1, 1, 1, 0]]

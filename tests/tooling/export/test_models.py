@@ -138,7 +138,7 @@ class Classifier(Toy):
         return super().forward(x, mode).mean((2, 3))
 
 
-def test_models_are_told_apart_and_made_ready():
+def test_models_are_recognised_and_prepared():
     for model, task in ((Toy(), 'detector'), (Segmentor(), 'segmentor'), (Classifier(), 'classifier')):
         model.train()
         found = ExportableModel(model)
@@ -227,7 +227,7 @@ def fake(tmp_path, monkeypatch):
     return form
 
 
-def test_files_take_their_places_and_deviations_are_told(fake, tmp_path):
+def test_files_are_written_with_their_deviations(fake, tmp_path):
     (tmp_path / 'graph.x').write_text('older')
     found = fake.export(Toy(), Sizes(2, 64, 80))
     assert (fake.shape, fake.smallest) == ((2, 3, 64, 80), None)
@@ -278,7 +278,7 @@ def test_deviation_is_that_of_the_worst_output_in_its_standard_deviations():
     for outs in ([x[:2]], [x * float('nan')], [x * INF]):
         assert models.deviation(outs, [x]) == models.deviation([x, *outs], [x, x]) == INF
     assert models.deviation([x], [x, x]) == INF
-    for value in (0.0, -4.0):  # of outputs that are all alike, one logit of one image say, in units of their size
+    for value in (0.0, -4.0):  # constant outputs, such as one logit of one image, in units of their size
         alike = torch.full((1, 1), value)
         assert models.deviation(alike, alike) == 0
         assert models.deviation(alike + 0.5, alike) == pytest.approx(0.5 / (abs(value) or 1))

@@ -208,7 +208,7 @@ def test_colours_without_a_list(tmp_path):
 
 
 def test_palettes_that_differ_are_colours(tmp_path):
-    """Editors sort the palette of each file anew: the number 1 is another class in each."""
+    """Editors sort the palette of each file again: the number 1 is another class in each."""
     root = tmp_path / 'data'
     text(root / 'label_colors.txt', COLOUR_FILES['label_colors.txt'])
     for number in range(4):
@@ -233,7 +233,7 @@ def test_values_and_classes_of_a_table(tmp_path):
     for split in ('train', 'val'):
         text(tmp_path / f'data/{split}/_classes.csv', 'Pixel Value, Class\n0, background\n90, leaf\n170, root')
     layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 170))
-    assert np.unique(Image.open(tmp_path / 'copies/train/0.png')).tolist() == [0, 2]  # by its value, not its place
+    assert np.unique(Image.open(tmp_path / 'copies/train/0.png')).tolist() == [0, 2]  # by its value, not its index
 
 
 LINEAR, CUBIC = cv2.INTER_LINEAR, cv2.INTER_CUBIC
