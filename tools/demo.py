@@ -16,9 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-runpy.run_path(
-    str(Path(__file__).resolve().with_name('check_env.py'))
-)  # put the checkout on the path, report missing packages
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
 import cv2
 import mmcv

@@ -8,9 +8,7 @@ import os.path as osp
 import runpy
 from pathlib import Path
 
-runpy.run_path(
-    str(Path(__file__).resolve().with_name('check_env.py'))
-)  # put the checkout on the path, report missing packages
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
 import mmengine
 import torch

@@ -6,9 +6,7 @@ import argparse
 import runpy
 from pathlib import Path
 
-runpy.run_path(
-    str(Path(__file__).resolve().with_name('check_env.py'))
-)  # put the checkout on the path, report missing packages
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
 from mmlinattn.engine.runner import find_latest_checkpoint
 from mmlinattn.tooling.command_line import add_common_arguments, clean_end, explained_setup, notice, one_line_errors

@@ -7,7 +7,7 @@ import runpy
 from itertools import zip_longest
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout, and what is missing
+runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
 from matplotlib.figure import Figure
 
@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def find_pictures(show_dir: Path, sheet: Path) -> list[Path]:
-    """All images below ``show_dir`` by path, without an earlier ``sheet`` among them."""
+    """Return all images below ``show_dir`` by path, without an earlier ``sheet``."""
     found = (path for path in show_dir.rglob('*') if path.suffix.lower() in SUFFIXES)
     return sorted(path for path in found if path.resolve() != sheet.resolve())
 

@@ -7,7 +7,7 @@ import runpy
 import warnings
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout, and what is missing
+runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
 from mmengine.config import DictAction
 from mmengine.logging import MMLogger
@@ -33,7 +33,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def report(cost: Cost) -> str:
-    """The cost as a table in text: parameters in M, multiply-adds in G."""
+    """Format the cost as a text table: parameters in M, multiply-adds in G."""
     columns = ('part', 'params M', *(f'{kind} G' for kind in KINDS), 'all G')
     lines = []
     for part in cost.params:
