@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Checks of built data sets against the config. Each yields findings of one line."""
+"""Check built data sets against the config. Each check yields findings of one line."""
 
 import os.path as osp
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 from torch import nn
 
-from .files import FactCache, fault_of_sizes, read_coco, reads_files
+from .files import FactCache, fault_of_sizes, read_coco, reads_files, spread
 from .findings import MOST_NAMES, Finding, classes_of, compares_images, decode_head_of, transforms_of, written
 from .label_images import check_label_images
 
@@ -19,7 +19,7 @@ _NUM_READ = 2000  # samples with labels that are read
 class Samples(NamedTuple):
     """Facts from some samples of a data set."""
 
-    num: int  # how many were read
+    num: int  # number of samples read
     labels: dict[int, str]  # of objects and images, each with the path of an image that has it
     folders: dict[str, set[int]]  # labels by the first folder below the prefix of the images
     fault: str = ''  # an image that cannot be loaded
@@ -45,18 +45,26 @@ def leaf_datasets(dataset: Any) -> Iterator[Any]:
     return (each for each in all_datasets(dataset) if not inner_datasets(each))
 
 
-def _alike(name: Any) -> str:
-    return ''.join(c for c in str(name).lower() if c.isalnum()) or str(name)
+def infos_of(dataset: Any, count: Optional[int] = None) -> Iterator[dict]:
+    """Yield ``get_data_info`` of the images of all data sets inside wrappers, or of a sample of ``count`` in each."""
+    for leaf in leaf_datasets(dataset):
+        if hasattr(leaf, 'get_data_info'):
+            infos = map(leaf.get_data_info, range(len(leaf)) if count is None else spread(len(leaf), count))
+            yield from (info for info in infos if isinstance(info, dict))
 
 
 def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
     """Return the first label with two names; None if one list begins like the other.
 
-    Case, blanks and hyphens make no difference; of one class each, neither do names.
+    Case, blanks and hyphens make no difference. Names of one class each may differ.
     """
+
+    def normalised(name: Any) -> str:
+        return ''.join(c for c in str(name).lower() if c.isalnum()) or str(name)
+
     if len(first) == len(second) == 1:
         return None
-    return next((i for i, (one, other) in enumerate(zip(first, second)) if _alike(one) != _alike(other)), None)
+    return next((i for i, (a, b) in enumerate(zip(first, second)) if normalised(a) != normalised(b)), None)
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -93,17 +101,17 @@ def check_categories(
     """
     if not set(of_labels) <= set(classes):
         return  # data sets that choose categories by something else
-    lacking = [name for name in classes if name not in of_labels]
+    missing = [name for name in classes if name not in of_labels]
     order = written(of_labels) if len(of_labels) <= MOST_NAMES else 'in that order'
     at = next((i for i, (one, other) in enumerate(zip(of_labels, classes)) if one != other), len(of_labels))
-    if lacking and (needs_all or at < len(of_labels) or not of_labels):
+    if missing and (needs_all or at < len(of_labels) or not of_labels):
         yield Finding(
-            f'{key}: {file} has no category {written(lacking)}, which metainfo.classes names'
+            f'{key}: {file} has no category {written(missing)}, which metainfo.classes names'
             f'{"" if at == len(of_labels) else ", and the labels behind it move up"}. Its categories are '
             f'{written(in_file)}; write the names as they are there, in its order.'
         )
-    elif lacking:
-        yield Finding(f'{key}: {file} has no category {written(lacking)}: nothing of these classes trains.', False)
+    elif missing:
+        yield Finding(f'{key}: {file} has no category {written(missing)}: nothing of these classes trains.', False)
     elif len(of_labels) != len(set(of_labels)):
         yield Finding(f'{key}: {file} has two categories of one name, which labels tell apart: {written(of_labels)}.')
     elif at < len(of_labels):
@@ -121,23 +129,21 @@ def _check_coco(key: str, dataset: Any, model: nn.Module, memory: FactCache, is_
     folder = (getattr(dataset, 'data_prefix', None) or {}).get('img') or ''
     transforms = transforms_of(dataset)
     outlines = any(getattr(step, 'with_mask', False) for step in transforms)
-    turns = not any(
-        'ignore' in kind or kind == 'unchanged' for kind in (getattr(s, 'color_type', '') for s in transforms)
-    )
+    colours = [getattr(step, 'color_type', '') for step in transforms]
+    turns = not any('ignore' in colour or colour == 'unchanged' for colour in colours)
     facts = memory.facts(read_coco, [path], path, outlines=outlines)
-    sizes = fault_of_sizes(facts['images'], folder, turns) if osp.isdir(folder) else ''
-    fault = facts['fault'] or sizes or facts['shapes']
+    fault = facts['fault'] or fault_of_sizes(facts['images'], folder, turns) or facts['shapes']
     if fault:
         yield Finding(f'{key}: {path} {fault}.')
         return
     if facts['note']:
         yield Finding(f'{key}: {path}: {facts["note"]}.', False)
     names = dict(facts['categories'])
-    order = [name for name in names.values() if name not in facts['stuff']]
-    if facts['stuff'] and list(names.values()) != (first := [*order, *facts['stuff']]):
+    things_first = [name for name in names.values() if name not in facts['stuff']] + facts['stuff']
+    if list(names.values()) != things_first:
         yield Finding(
             f'{key}: {path} lists {facts["stuff"][0]!r}, which is stuff, before things: labels follow its order, and '
-            f'heads count things first. Sort its categories, and write classes={written(first)}'
+            f'heads count things first. Sort its categories, and write classes={written(things_first)}'
         )
         return
     most = max_per_image(model)
@@ -155,7 +161,7 @@ def _check_coco(key: str, dataset: Any, model: nn.Module, memory: FactCache, is_
 
 
 def max_per_image(model: nn.Module) -> int:
-    """Return the most objects that a detector finds in an image, 0 of other models."""
+    """Return the most objects an image that a detector returns, 0 for other models."""
     head = getattr(model, 'roi_head', None) or getattr(model, 'bbox_head', None)
     limits = getattr(head, 'test_cfg', None) or {}
     return int(limits.get('max_per_img', 0) or 0) if isinstance(limits, dict) else 0
@@ -168,18 +174,21 @@ _NO_CLASSES = ('rpn_conv', 'max_depth', 'boundary_threshold')  # attributes of h
 
 
 def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
-    """``num_classes`` of the heads that tell classes apart, by name. Empty if classes are positions in a text."""
+    """Return ``num_classes`` of the classifying heads by name, empty if classes are positions in a text."""
     if hasattr(model, 'language_model'):
         return {}
     roi, found = getattr(model, 'roi_head', None), {}
     heads = {'bbox_head': getattr(roi, 'bbox_head', None) or getattr(model, 'bbox_head', None)}
-    heads.update(mask_head=getattr(roi, 'mask_head', None), head=getattr(model, 'head', None))
-    heads.update((name, getattr(model, name, None)) for name in ('decode_head', 'auxiliary_head'))
+    heads['mask_head'] = getattr(roi, 'mask_head', None)
+    heads.update((name, getattr(model, name, None)) for name in ('head', 'decode_head', 'auxiliary_head'))
     for name, head in heads.items():
-        several = head if isinstance(head, nn.ModuleList) else [head]
-        stages = [one for one in several if not any(hasattr(one, name) for name in _NO_CLASSES)]
-        known = [getattr(one, 'num_classes', None) for one in stages if not getattr(one, 'class_agnostic', False)]
-        counts: list[int] = [count for count in known if type(count) is int]
+        counts: list[int] = [
+            stage.num_classes
+            for stage in (head if isinstance(head, nn.ModuleList) else [head])
+            if type(getattr(stage, 'num_classes', None)) is int
+            and not getattr(stage, 'class_agnostic', False)
+            and not any(hasattr(stage, attribute) for attribute in _NO_CLASSES)
+        ]
         if counts:
             found[name] = min(counts)
     return found
@@ -228,11 +237,11 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
                     f'{label}{name}, and the data set {len(classes)} classes. {advice.format(head)}'
                 )
                 return
-    given = getattr(model, 'data_preprocessor', None)
-    made = getattr(given, 'num_classes', None)
-    if is_training and getattr(given, 'to_onehot', False) and made and made != heads.get('head', made):
+    preprocessor = getattr(model, 'data_preprocessor', None)
+    width = getattr(preprocessor, 'num_classes', None)
+    if is_training and getattr(preprocessor, 'to_onehot', False) and width and width != heads.get('head', width):
         yield Finding(
-            f'data_preprocessor.num_classes = {made} gives labels of {made} numbers, and num_classes of the head is '
+            f'data_preprocessor.num_classes = {width} gives labels of {width} numbers, and num_classes of the head is '
             f'{heads["head"]}. Set data_preprocessor=dict(num_classes={heads["head"]}).'
         )
         return
@@ -272,9 +281,9 @@ def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
     folders, classes = getattr(dataset, 'folder_to_idx', None), classes_of(dataset)
     if not isinstance(folders, dict) or not classes:
         return
-    places = {str(name): label for label, name in enumerate(classes)}
+    labels = {str(name): label for label, name in enumerate(classes)}
     for folder, label in folders.items():
-        if places.get(folder, label) != label:
+        if labels.get(folder, label) != label:
             yield Finding(
                 f'{key}: labels follow the alphabetical order of the folders in {dataset.data_prefix["img_path"]}, not '
                 f'that of metainfo.classes: label {label} is the folder {folder!r}, and {classes[label]!r} in the '

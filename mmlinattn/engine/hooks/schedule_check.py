@@ -9,7 +9,7 @@ from mmengine.runner import IterBasedTrainLoop
 
 
 def _all_schedulers(schedulers) -> list:
-    """The schedulers of one optimizer, or of several by name."""
+    """Return the schedulers of one optimizer, or of several by name."""
     if isinstance(schedulers, dict):
         return [each for part in schedulers.values() for each in _all_schedulers(part)]
     return list(schedulers or ())
