@@ -34,9 +34,9 @@ from mmlinattn.tooling.command_line import (
     check_display,
     check_out_file,
     clean_end,
-    explained_setup,
     notice,
     one_line_errors,
+    setup_errors,
     writing,
 )
 from mmlinattn.tooling.configs import check_checkpoint, read_config, require
@@ -216,7 +216,7 @@ def load_model(args: argparse.Namespace, cfg):
     head = cfg.model.get('head')
     if isinstance(head, dict) and head.get('task_heads'):
         raise RunError(f'{args.config}: labels of several tasks are not drawn; tools/test.py --out writes them.')
-    with explained_setup(args.config):
+    with setup_errors(args.config):
         inferencer = build_inferencer(args, scope)
     # inferencers load the weights that fit, and keep the initial values of the others
     checkpoint = CheckpointLoader.load_checkpoint(args.checkpoint, 'cpu', logger='silent')

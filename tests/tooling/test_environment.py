@@ -41,13 +41,13 @@ def test_config_of_a_detector_says_that_mmcv_has_no_operators(no_operators, tmp_
     ],
 )
 def test_line_names_the_part_and_the_command(module, error, command):
-    line = environment.explained(module, error)
+    line = environment.describe_failure(module, error)
     assert line.startswith(f'{module} does not work in {sys.executable}: {error}; mend it with: pip install')
     assert command in line and '\n' not in line
 
 
 def test_mmcv_of_another_version_is_replaced():
-    line = environment.explained('mmdet.models', AssertionError('MMCV==2.2.0 is used but incompatible'))
+    line = environment.describe_failure('mmdet.models', AssertionError('MMCV==2.2.0 is used but incompatible'))
     assert 'mend it with: pip uninstall -y mmcv && pip install "mmcv-lite>=2.1,<2.2" ' in line
 
 

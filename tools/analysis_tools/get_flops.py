@@ -14,8 +14,8 @@ from mmengine.logging import MMLogger
 
 from mmlinattn.tooling.analysis.counting import KINDS
 from mmlinattn.tooling.analysis.flops import Cost, count_model
-from mmlinattn.tooling.command_line import clean_end, explained_setup, one_line_errors
-from mmlinattn.tooling.configs import hooks_by_place, read_config
+from mmlinattn.tooling.command_line import clean_end, one_line_errors, setup_errors
+from mmlinattn.tooling.configs import index_hooks, read_config
 
 
 def parse_args() -> argparse.Namespace:
@@ -53,10 +53,10 @@ def main() -> None:
     args = parse_args()
     warnings.simplefilter('ignore')  # of model constructors
     MMLogger.get_instance('mmengine', log_level='ERROR')
-    with clean_end(), one_line_errors(), explained_setup(args.config):
+    with clean_end(), one_line_errors(), setup_errors(args.config):
         cfg = read_config(args.config)
         if args.cfg_options:
-            cfg.merge_from_dict(hooks_by_place(cfg, args.cfg_options))
+            cfg.merge_from_dict(index_hooks(cfg, args.cfg_options))
         print(report(count_model(cfg, args.shape)))
 
 

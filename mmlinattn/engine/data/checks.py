@@ -182,9 +182,10 @@ def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
     heads['mask_head'] = getattr(roi, 'mask_head', None)
     heads.update((name, getattr(model, name, None)) for name in ('head', 'decode_head', 'auxiliary_head'))
     for name, head in heads.items():
-        counts: list[int] = [
+        stages: list[Any] = list(head) if isinstance(head, nn.ModuleList) else [head]
+        counts = [
             stage.num_classes
-            for stage in (head if isinstance(head, nn.ModuleList) else [head])
+            for stage in stages
             if type(getattr(stage, 'num_classes', None)) is int
             and not getattr(stage, 'class_agnostic', False)
             and not any(hasattr(stage, attribute) for attribute in _NO_CLASSES)

@@ -59,10 +59,10 @@ class _Predictions:
 
     def _count(self, truth: torch.Tensor, found: torch.Tensor) -> None:
         count = len(self.names)
-        truth, found = truth.flatten().cpu().long().numpy(), found.flatten().cpu().long().numpy()
-        if truth.shape == found.shape:
-            is_class = (truth >= 0) & (truth < count) & (found >= 0) & (found < count)  # ignored pixels are 255
-            np.add.at(self.matrix.reshape(-1), (truth * count + found)[is_class], 1)
+        rows, columns = (labels.flatten().cpu().long().numpy() for labels in (truth, found))
+        if rows.shape == columns.shape:
+            is_class = (rows >= 0) & (rows < count) & (columns >= 0) & (columns < count)  # ignored pixels are 255
+            np.add.at(self.matrix.reshape(-1), (rows * count + columns)[is_class], 1)
 
     def write(self, folder: str, prefix: str) -> list[str]:
         """Write the plots from the main process; all processes have to call it. Returns their paths."""

@@ -9,9 +9,7 @@ from torch.onnx import symbolic_helper
 
 @torch.library.custom_op('mmlinattn::nms_mask', mutates_args=())
 def nms_mask(boxes: Tensor, scores: Tensor, iou_threshold: float, max_kept: int) -> Tensor:
-    """Return 1 for each box that non-maximum suppression keeps, else 0.
-
-    The mask replaces a list of indices: all shapes of the graph follow from the shape of the image.
+    """Return 1 for each box that non-maximum suppression keeps, else 0. The mask has a fixed shape, unlike indices.
 
     Args:
         boxes (Tensor): (B, N, 4), corners x1, y1, x2, y2.

@@ -67,8 +67,8 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
     for pair, values in zip(pairs, seen.values):
         split = listed.get(pair.stem) if listed else split_of(pair.image.parent.relative_to(root))
         labels = {table.get(value, IGNORED) if table else value for value in values}
-        names = frozenset(classes[label] for label in labels if label < len(classes) and label != IGNORED)
-        items.append(pair._replace(split=split, classes=names))
+        learnt = frozenset(classes[label] for label in labels if label < len(classes) and label != IGNORED)
+        items.append(pair._replace(split=split, classes=learnt))
     splits, more = divide(items)
     for split in [split for split, chosen in splits.items() if not any(pair.classes for pair in chosen)]:
         if split != 'test':

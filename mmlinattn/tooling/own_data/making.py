@@ -194,9 +194,10 @@ def _values(
         dataset: dict[str, Any] = dict(_delete_=True, type=kind) if kind else {}
         ann_file, settings = _portable(args, _file(args, split)), dict(data.settings[split])
         if isinstance(settings['data_prefix'], dict):
-            prefixes = settings['data_prefix'].items()
-            prefixes = {key: f'{_portable(args, path)}/' if os.path.isabs(path) else path for key, path in prefixes}
-            settings['data_prefix'] = prefixes
+            settings['data_prefix'] = {
+                key: f'{_portable(args, path)}/' if os.path.isabs(path) else path
+                for key, path in settings['data_prefix'].items()
+            }
         dataset.update(data_root=_Code('data_root'), metainfo=_Code('metainfo'), ann_file=ann_file, **settings)
         dataset['pipeline'] = _Code('train_pipeline' if split == 'train' else 'test_pipeline')
         loader['dataset'] = dataset
