@@ -82,7 +82,7 @@ def _remedy(module: str, error: Exception, reason: str) -> str:
     package = module.partition('.')[0]
     culprit = (error.name or module) if isinstance(error, ModuleNotFoundError) else ''
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    # setuptools 82 dropped pkg_resources; older ones fail on Python 3.12, which removed pkgutil.ImpImporter
+    # setuptools 82 dropped pkg_resources; older ones need pkgutil.ImpImporter, removed in Python 3.12
     if culprit.partition('.')[0] == 'pkg_resources' or any('pkg_resources' in file for file in files):
         return f'pip install {PIP["pkg_resources"]}'
     if culprit in PIP:

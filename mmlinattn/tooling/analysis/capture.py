@@ -131,7 +131,7 @@ def watched(model: nn.Module, on_block: Callable[[BlockCall], None]) -> Iterator
 
     Args:
         model (nn.Module): A backbone, or any model that has one.
-        on_block (Callable): Function of a :class:`BlockCall`, which is freed afterwards.
+        on_block (Callable): Function of a :class:`BlockCall`.
 
     Raises:
         ValueError: The model has no attention of this project, or the batch has several images.

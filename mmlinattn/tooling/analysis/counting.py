@@ -34,7 +34,7 @@ class OpCounter(TorchDispatchMode):
     PyTorch's ``FlopCounterMode`` neither separates linear layers from attention products nor measures memory.
 
     Args:
-        model (nn.Module): Model whose module names the counts get.
+        model (nn.Module): Model with the names of the modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -101,7 +101,7 @@ class OpCounter(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Count functions whose operations alone are ambiguous.
+    """Count functions with ambiguous operations.
 
     - All products of ``linear`` are of that kind.
     - ``scaled_dot_product_attention`` counts as the fused kernel: two products, no N x N map. On meta tensors PyTorch

@@ -80,7 +80,7 @@ class ExportableModel(nn.Module):
 
     Attributes:
         task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
-        outputs (list[str]): Names of the outputs; None for the maps of a neck, whose number is unknown.
+        outputs (list[str]): Names of the outputs; None for the maps of a neck.
 
     Shape: (B, channels, H, W) -> scores (B, classes) of a classifier; labels (B, H, W) of a segmentor, and logits
     (B, classes, H, W) if it is tested in windows; maps of a detector's neck, or of its backbone without a neck; boxes.
@@ -221,7 +221,7 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
     given, test_cfg = normalisation(cfg), cfg.model.get('test_cfg') or {}
     is_windowed = test_cfg.get('mode') == 'slide'
     is_rgb = any(map(given.get, TURNS))
-    at_test = given.get('test_cfg') or {}  # of MMSegmentation, whose own size_divisor is that of training
+    at_test = given.get('test_cfg') or {}  # of MMSegmentation; its size_divisor is that of training
     return dict(
         mmlinattn=__version__,
         task=task,

@@ -24,7 +24,7 @@ def nms_mask(boxes: Tensor, scores: Tensor, iou_threshold: float, max_kept: int)
     for row, box, score in zip(mask, boxes, scores):
         order = score.argsort(descending=True)[: score.gt(0).sum()]
         number, kept = 0, order
-        # worse boxes do not change which of the better ones are kept
+        # worse boxes do not suppress better ones
         while number < len(order) and (not number or len(kept) < max_kept):
             number = max(10 * max_kept, 4 * number)
             index = order[:number]
