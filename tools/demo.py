@@ -28,7 +28,7 @@ from mmengine.registry import init_default_scope
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmlinattn.checkpoints.loading import check_trained
-from mmlinattn.engine.hooks.data_check import enough_colours
+from mmlinattn.engine.hooks.data_check import extend_palette
 from mmlinattn.tooling.class_names import class_names, num_classes
 from mmlinattn.tooling.command_line import (
     check_display,
@@ -172,7 +172,7 @@ def name_classes(inferencer, classes) -> None:
         meta['classes'] = tuple(classes)
         if len(meta.get('palette', ())) != len(classes) or isinstance(meta['palette'], str):
             meta['palette'] = [*map(tuple, np.random.default_rng(0).integers(0, 256, (len(classes), 3)).tolist())]
-    inferencer.model.dataset_meta = inferencer.visualizer.dataset_meta = enough_colours(meta)
+    inferencer.model.dataset_meta = inferencer.visualizer.dataset_meta = extend_palette(meta)
 
 
 def build_inferencer(args: argparse.Namespace, scope: str):
@@ -337,7 +337,7 @@ def run_images(predictor: Predictor, pictures: list) -> None:
             if args.show and show(drawn, 0):
                 break
     predictor.finish()
-    say_written(args, f'{count} image(s)')
+    print_outputs(args, f'{count} image(s)')
     for picture, why in list(refused.items())[:1]:
         more = f' and {len(refused) - 1} more' * (len(refused) > 1)
         raise RunError(f'image {picture!r}{more}: the model refuses it: {why} (MMLINATTN_TRACEBACK=1 shows where)')
@@ -372,10 +372,10 @@ def run_video(predictor: Predictor, source: str) -> None:
     if args.out and not (osp.isfile(args.out) and osp.getsize(args.out)):
         raise RunError(f'--out {args.out!r} cannot be written: OpenCV here has no encoder for it. Name an .avi file.')
     predictor.finish()
-    say_written(args, f'{count} frame(s)')
+    print_outputs(args, f'{count} frame(s)')
 
 
-def say_written(args: argparse.Namespace, what: str) -> None:
+def print_outputs(args: argparse.Namespace, what: str) -> None:
     for path in filter(None, (args.out, args.save_json, args.save_txt, args.save_labels)):
         notice(f'{what} in {osp.abspath(path)}')
 

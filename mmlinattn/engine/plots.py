@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-MOST_NAMED = 20  # most classes with legible names and numbers
+MAX_NAMED = 20  # most classes with legible names and numbers
 
 
 def _grid(axes) -> None:
@@ -58,10 +58,10 @@ def plot_confusion(path: str, matrix: np.ndarray, names: Sequence[str], title: s
     image = axes.imshow(shares, cmap='Blues', vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, fraction=0.046, label='share of the true class')
     axes.set(title=title, xlabel='predicted', ylabel='true')
-    if len(names) <= 3 * MOST_NAMED:
+    if len(names) <= 3 * MAX_NAMED:
         axes.set_xticks(range(len(names)), names, rotation=90)
         axes.set_yticks(range(len(names)), names)
-    if len(names) <= MOST_NAMED:
+    if len(names) <= MAX_NAMED:
         for row, column in zip(*np.nonzero(matrix)):
             share = shares[row, column]
             colour = 'white' if share > 0.5 else 'black'
@@ -91,7 +91,7 @@ def plot_precision_recall(path: str, precision: np.ndarray, scores: np.ndarray, 
         last = reached.shape[1] - 1 - reached[:, ::-1].argmax(axis=1)
         f1 = np.where(reached.any(axis=1), f1_of_recall[last], 0)
         curves.append(f1)
-        if len(known) <= MOST_NAMED:
+        if len(known) <= MAX_NAMED:
             left.plot(recall, precision[:, k], linewidth=1, label=f'{names[k]}  AP50 {precision[:, k].mean():.3f}')
             right.plot(thresholds, f1, linewidth=1, label=names[k])
     if known:

@@ -58,7 +58,7 @@ def load_config(args: argparse.Namespace) -> Config:
             raise RunError(f'--cfg-options {args.cfg_options} does not fit the config: {error}') from error
         fit_schedule(cfg, before, args.cfg_options)
     if scope == 'mmpretrain':
-        follow_own_classes(cfg)
+        adapt_inherited_classes(cfg)
     if args.no_pin_memory:
         for loader in filter(None, map(cfg.get, LOADERS)):
             loader.pin_memory = False
@@ -155,7 +155,7 @@ def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
                 loader.setdefault('persistent_workers', True)
 
 
-def follow_own_classes(cfg: Config) -> None:
+def adapt_inherited_classes(cfg: Config) -> None:
     """Adapt leftovers of an inherited ImageNet config to the classifier's own head and data.
 
     ``data_preprocessor.num_classes`` becomes that of the head, and ``CustomDataset`` loses ImageNet's ``split``. Each

@@ -11,7 +11,7 @@ runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # fin
 
 from matplotlib.figure import Figure
 
-from mmlinattn.tooling.analysis.pictures import picked
+from mmlinattn.tooling.analysis.pictures import evenly_spaced
 from mmlinattn.tooling.command_line import check_out_file, one_line_errors
 from mmlinattn.tooling.images import read_picture
 from mmlinattn.utils.errors import RunError
@@ -64,7 +64,7 @@ def main() -> None:
                 '--show-dir?'
             )
         check_out_file(args.out)
-        shown = [found[i] for i in picked(len(found), args.num)]
+        shown = [found[i] for i in evenly_spaced(len(found), args.num)]
         make_sheet(shown).savefig(args.out)
     print(f'{args.out}: {len(shown)} of {len(found)} images')
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 from torch import nn
 
-from .files import FactCache, fault_of_sizes, read_coco, reads_files, spread
-from .findings import MOST_NAMES, Finding, classes_of, compares_images, decode_head_of, transforms_of, written
+from .files import FactCache, fault_of_sizes, read_coco, reads_local_files, spread
+from .findings import MAX_NAMES, Finding, classes_of, decode_head_of, format_names, is_metric_learning, transforms_of
 from .label_images import check_label_images
 
 _NUM_READ = 2000  # samples with labels that are read
@@ -82,7 +82,7 @@ def check_names(key: str, meta: dict) -> Iterator[Finding]:
         )
     if meta.get('CLASSES') and list(meta['CLASSES']) != list(names or ()):
         yield Finding(
-            f'{key}: metainfo.CLASSES is read by nobody. Write metainfo=dict(classes={written(meta["CLASSES"])})'
+            f'{key}: metainfo.CLASSES is read by nobody. Write metainfo=dict(classes={format_names(meta["CLASSES"])})'
         )
 
 
@@ -102,18 +102,20 @@ def check_categories(
     if not set(of_labels) <= set(classes):
         return  # data sets that choose categories by something else
     missing = [name for name in classes if name not in of_labels]
-    order = written(of_labels) if len(of_labels) <= MOST_NAMES else 'in that order'
+    order = format_names(of_labels) if len(of_labels) <= MAX_NAMES else 'in that order'
     at = next((i for i, (one, other) in enumerate(zip(of_labels, classes)) if one != other), len(of_labels))
     if missing and (needs_all or at < len(of_labels) or not of_labels):
         yield Finding(
-            f'{key}: {file} has no category {written(missing)}, which metainfo.classes names'
+            f'{key}: {file} has no category {format_names(missing)}, which metainfo.classes names'
             f'{"" if at == len(of_labels) else ", and the labels behind it move up"}. Its categories are '
-            f'{written(in_file)}; write the names as they are there, in its order.'
+            f'{format_names(in_file)}; write the names as they are there, in its order.'
         )
     elif missing:
-        yield Finding(f'{key}: {file} has no category {written(missing)}: nothing of these classes trains.', False)
+        yield Finding(f'{key}: {file} has no category {format_names(missing)}: nothing of these classes trains.', False)
     elif len(of_labels) != len(set(of_labels)):
-        yield Finding(f'{key}: {file} has two categories of one name, which labels tell apart: {written(of_labels)}.')
+        yield Finding(
+            f'{key}: {file} has two categories of one name, which labels tell apart: {format_names(of_labels)}.'
+        )
     elif at < len(of_labels):
         yield Finding(
             f'{key}: labels follow the order of the categories in {file}, not that of metainfo.classes: label {at} is '
@@ -143,7 +145,7 @@ def _check_coco(key: str, dataset: Any, model: nn.Module, memory: FactCache, is_
     if list(names.values()) != things_first:
         yield Finding(
             f'{key}: {path} lists {facts["stuff"][0]!r}, which is stuff, before things: labels follow its order, and '
-            f'heads count things first. Sort its categories, and write classes={written(things_first)}'
+            f'heads count things first. Sort its categories, and write classes={format_names(things_first)}'
         )
         return
     most = max_per_image(model)
@@ -155,7 +157,7 @@ def _check_coco(key: str, dataset: Any, model: nn.Module, memory: FactCache, is_
         )
     unused = [names[number] for number in labels if number in names and number not in facts['used']]
     if is_training and facts['used'] and unused:
-        yield Finding(f'{key}: {path} has no object of {written(unused)}: nothing of these classes trains.', False)
+        yield Finding(f'{key}: {path} has no object of {format_names(unused)}: nothing of these classes trains.', False)
     of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
     yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all=False)
 
@@ -204,7 +206,7 @@ def read_samples(dataset: Any) -> Samples:
     root = osp.join(str(prefix.get('img_path') or ''), '') if isinstance(prefix, dict) else ''
     indices, fault = range(0, length, max(1, length // _NUM_READ)), ''
     steps = transforms_of(dataset)
-    is_local = reads_files(dataset, *steps) and not any(getattr(step, 'ignore_empty', False) for step in steps)
+    is_local = reads_local_files(dataset, *steps) and not any(getattr(step, 'ignore_empty', False) for step in steps)
     for index in indices:
         info = dataset.get_data_info(index)
         if not isinstance(info, dict):
@@ -226,7 +228,7 @@ def read_samples(dataset: Any) -> Samples:
 
 def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:
     """Check that the heads have an output for each label, and that there is something to learn."""
-    heads = {} if not is_training and compares_images(model) else num_classes_of_heads(model)
+    heads = {} if not is_training and is_metric_learning(model) else num_classes_of_heads(model)
     classes = classes_of(dataset)
     advice = 'Set num_classes of the {}, or metainfo.classes of the data set to those that count.'
     for label, path in sorted(samples.labels.items()):
@@ -268,11 +270,11 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
     all_are_read = bool(heads.keys() & {'bbox_head', 'head'}) and samples.num and samples.num == len(dataset)
     if all_are_read and samples.labels and rest and not hasattr(dataset, 'cat2label'):
         has = 'has an object' if 'bbox_head' in heads else 'is'
-        yield Finding(f'{key}: none of its {samples.num} images {has} of {written(rest)}.', False)
+        yield Finding(f'{key}: none of its {samples.num} images {has} of {format_names(rest)}.', False)
     if all_are_read and not samples.labels and 'instances' in dataset.get_data_info(0):
         yield Finding(
             f'{key}: no image of {getattr(dataset, "ann_file", "")} has an object of metainfo.classes = '
-            f'{written(classes)}: they have other names there, no area, or an image_id that is no image.',
+            f'{format_names(classes)}: they have other names there, no area, or an image_id that is no image.',
             not samples.is_part,
         )
 
@@ -288,7 +290,7 @@ def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
             yield Finding(
                 f'{key}: labels follow the alphabetical order of the folders in {dataset.data_prefix["img_path"]}, not '
                 f'that of metainfo.classes: label {label} is the folder {folder!r}, and {classes[label]!r} in the '
-                f'config. Write classes={written(sorted(folders, key=folders.__getitem__))}'
+                f'config. Write classes={format_names(sorted(folders, key=folders.__getitem__))}'
             )
             return
 
@@ -333,7 +335,7 @@ def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Findi
         if at is not None and not (folders and theirs and not is_given):
             yield Finding(
                 f'metainfo.classes: label {at} is {first[at]!r} in {key} and {second[at]!r} in {other_key}. Both need '
-                f'the same classes in one order: {written(first)}'
+                f'the same classes in one order: {format_names(first)}'
             )
             return
 
@@ -352,7 +354,7 @@ def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Fin
         yield Finding(
             f'label {at} is {trained[at]!r} in the checkpoint and {names[at]!r} in {key}: '
             f'{"the classes have another order" if is_moved else "these are other classes"}. It was trained with '
-            f'classes={written(trained)}',
+            f'classes={format_names(trained)}',
             is_moved,
         )
 

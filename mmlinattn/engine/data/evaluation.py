@@ -11,7 +11,7 @@ from mmengine.runner import EpochBasedTrainLoop, TestLoop, ValLoop
 from torch import nn
 
 from .checks import check_categories, infos_of, leaf_datasets, num_classes_of_heads
-from .findings import Finding, classes_of, decode_head_of, written
+from .findings import Finding, classes_of, decode_head_of, format_names
 
 _NUM_IMAGES = 500  # compared by id
 _ENDLESS = {'InfiniteSampler', 'MultiSourceSampler'}
@@ -96,7 +96,7 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
         if count > len(chosen):
             yield Finding(
                 f'{name}: num_classes = {count} of the bbox_head is more than the {len(chosen)} categories that '
-                f'metainfo.classes = {written(classes)} chooses in {file}: a prediction of another would end the '
+                f'metainfo.classes = {format_names(classes)} chooses in {file}: a prediction of another would end the '
                 f'evaluation in an IndexError. Set num_classes = {len(chosen)} in each head, or name all classes.'
             )
 
@@ -106,9 +106,9 @@ def _check_iou_metric(name: str, metric: Any, classes: Sequence, head: Any) -> I
         return
     if len(classes) == 1:
         yield Finding(
-            f'{name}: of one class, {written(classes)}, it counts every pixel as found. Write classes=("background", '
-            f'{classes[0]!r}), and num_classes=2, out_channels=1, threshold=0.5 of the decode_head with '
-            'loss_decode.use_sigmoid=True.'
+            f'{name}: of one class, {format_names(classes)}, it counts every pixel as found. Write '
+            f'classes=("background", {classes[0]!r}), and num_classes=2, out_channels=1, threshold=0.5 of the '
+            'decode_head with loss_decode.use_sigmoid=True.'
         )
     ours, theirs = getattr(head, 'ignore_index', None), getattr(metric, 'ignore_index', None)
     if type(ours) is int and type(theirs) is int and ours != theirs:

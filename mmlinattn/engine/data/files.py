@@ -26,7 +26,7 @@ def spread(length: int, count: int) -> list[int]:
     return [int(i) for i in np.random.default_rng(0).permutation(chosen)]
 
 
-def reads_files(*parts: Any) -> bool:
+def reads_local_files(*parts: Any) -> bool:
     """Return True if a data set and its loading transforms read local files."""
     backends = (getattr(part, 'backend_args', None) or {} for part in parts)
     return all(backend.get('backend', 'local') == 'local' for backend in backends)
@@ -62,7 +62,7 @@ class FactCache:
         return facts
 
 
-def shown_size(path: Any, turns: bool = True) -> tuple[int, int]:
+def oriented_size(path: Any, turns: bool = True) -> tuple[int, int]:
     """Return width and height of an image from its header, after the turn by EXIF.
 
     Raises:
@@ -245,7 +245,7 @@ def fault_of_sizes(images: list, folder: str, turns: bool) -> str:
     """
     for number, name, *expected in images:
         with suppress(Exception):  # missing and broken images are reported with the samples
-            size = shown_size(osp.join(folder, name), turns)
+            size = oriented_size(osp.join(folder, name), turns)
             if list(size) != expected:
                 width, height = expected
                 return (

@@ -12,10 +12,10 @@ from torch import nn
 
 from ...checkpoints.states import some
 from ...utils.errors import printable
-from .files import FactCache, reads_files, shown_size, spread
-from .findings import Finding, classes_of, decode_head_of, transforms_of, written
+from .files import FactCache, oriented_size, reads_local_files, spread
+from .findings import Finding, classes_of, decode_head_of, format_names, transforms_of
 
-_LEAST = 16  # label images that are opened, however slow
+_MIN_OPENED = 16  # label images that are opened, however slow
 
 
 def read_labels(
@@ -40,7 +40,7 @@ def read_labels(
     begin, done = time.monotonic(), 0
     for index, path in paths.items():
         limit = count * 10 if ignored in found and len(found) <= 2 else count
-        if done >= _LEAST and (done >= limit or time.monotonic() - begin > limit / 100):
+        if done >= _MIN_OPENED and (done >= limit or time.monotonic() - begin > limit / 100):
             break
         labels, fault = _read(dataset.get_data_info(index), load, path)
         if fault:
@@ -56,7 +56,7 @@ def _read(info: dict, load: Callable[[dict], dict], path: str) -> tuple[Any, str
     """Return the labels of a label image and its fault, '' without any."""
     picture, size = info.get('img_path'), None
     with suppress(Exception):  # Pillow does not know all images
-        size = shown_size(picture)
+        size = oriented_size(picture)
     try:
         labels = load(info)['gt_seg_map']
         with Image.open(path) as image:
@@ -92,7 +92,7 @@ def check_label_images(
     infos = {i: dataset.get_data_info(i) for i in spread(len(dataset), 10 * num_images)}
     paths = {i: info.get('seg_map_path') for i, info in infos.items()}
     paths = {i: path for i, path in paths.items() if isinstance(path, str) and '://' not in path}
-    if not paths or not reads_files(dataset, load):
+    if not paths or not reads_local_files(dataset, load):
         return
     reduces = bool(getattr(load, 'reduce_zero_label', None) or getattr(dataset, 'reduce_zero_label', False))
     mapping = getattr(dataset, 'metainfo', {}).get('label_map')
@@ -132,7 +132,7 @@ def check_label_images(
                 False,
             )
         elif is_training and missing and facts['count'] == len(dataset) and max(missing) < len(classes):
-            names = written([classes[label] for label in sorted(missing)])
+            names = format_names([classes[label] for label in sorted(missing)])
             yield Finding(f'{key}: none of its {len(dataset)} label images has {names}: nothing of it trains.', False)
         return
     only = ', '.join(f'label {n} {classes[n] if n < len(classes) else ""}'.strip() for n in labels) or 'no label at all'

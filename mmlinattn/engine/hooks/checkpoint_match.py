@@ -46,7 +46,7 @@ def _kept_schedule(schedulers: list, saved: list) -> list[str]:
     return kept
 
 
-def _tell_kept_settings(runner, checkpoint: dict) -> None:
+def _warn_of_kept_settings(runner, checkpoint: dict) -> None:
     """Warn of settings of the config that a resumed run does not use.
 
     Raises:
@@ -79,7 +79,7 @@ def _tell_kept_settings(runner, checkpoint: dict) -> None:
         )
 
 
-def _parts_of(keys: Iterable[str]) -> str:
+def _modules_of(keys: Iterable[str]) -> str:
     """Join the modules of weights, for ``left_out``."""
     return ','.join(list(dict.fromkeys(key.rpartition('.')[0] for key in keys))[:5])
 
@@ -135,7 +135,7 @@ class CheckpointMatchHook(Hook):
         is_training = isinstance(runner._train_loop, BaseLoop)
         is_fatal = not is_training or runner._resume
         if is_training and runner._resume:
-            _tell_kept_settings(runner, checkpoint)
+            _warn_of_kept_settings(runner, checkpoint)
         option = f'--cfg-options custom_hooks.{type(self).__name__}'
         whole = compare(model, state)
         whole.check_values(self.allow_nonfinite or not is_fatal, f' If it is meant: {option}.allow_nonfinite=True')
@@ -145,12 +145,12 @@ class CheckpointMatchHook(Hook):
             if fit.mismatched:
                 runner.logger.warning(
                     f'{fit}These train from their initial values, as is usual for other classes than those of the '
-                    f'checkpoint. To say that it is meant: {option}.left_out={_parts_of(fit.mismatched)}'
+                    f'checkpoint. To say that it is meant: {option}.left_out={_modules_of(fit.mismatched)}'
                 )
         elif fit.mismatched or fit.missing or fit.unexpected:
             used = 'These would be used as initialised. ' if fit.mismatched or fit.missing else ''
             # on resuming, the state of the optimizer would have the old shapes
-            remedy = f'If it is meant: {option}.left_out={_parts_of(fit.mismatched or fit.missing or fit.unexpected)}'
+            remedy = f'If it is meant: {option}.left_out={_modules_of(fit.mismatched or fit.missing or fit.unexpected)}'
             if is_training:
                 remedy = 'load_from=CHECKPOINT instead of --resume trains other parts from scratch.'
             raise RunError(f'{fit}{used}Use the config of the checkpoint, with its number of classes. {remedy}')
@@ -173,5 +173,5 @@ class CheckpointMatchHook(Hook):
                 raise RunError(
                     f'{len(frozen)} frozen parameters of the backbone are not in the checkpoint: {some(frozen)}. They '
                     'would stay as they are initialised. Name their weights in its init_cfg, or, if it is meant: '
-                    f'--cfg-options custom_hooks.{type(self).__name__}.left_out={_parts_of(frozen)}'
+                    f'--cfg-options custom_hooks.{type(self).__name__}.left_out={_modules_of(frozen)}'
                 )

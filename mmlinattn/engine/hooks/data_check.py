@@ -13,10 +13,10 @@ from ...utils.building import unwrapped
 from ...utils.errors import RunError
 from ..data import checks, evaluation
 from ..data.files import FactCache
-from ..data.findings import Finding, compares_images
+from ..data.findings import Finding, is_metric_learning
 
 
-def enough_colours(meta: dict) -> dict:
+def extend_palette(meta: dict) -> dict:
     """Return ``meta`` of a data set with a palette of at least as many colours as classes, for the visualizer."""
     classes, palette = meta.get('classes'), meta.get('palette')
     if isinstance(classes, (list, tuple)) and isinstance(palette, (list, tuple)) and 0 < len(palette) < len(classes):
@@ -74,9 +74,9 @@ class DataCheckHook(Hook):
         for loop in loops.values():
             for dataset in chain.from_iterable(map(checks.all_datasets, _datasets(loop))):
                 if isinstance(getattr(dataset, '_metainfo', None), dict):
-                    dataset._metainfo = enough_colours(dataset._metainfo)
+                    dataset._metainfo = extend_palette(dataset._metainfo)
         if isinstance(getattr(runner.visualizer, 'dataset_meta', None), dict):
-            runner.visualizer.dataset_meta = enough_colours(runner.visualizer.dataset_meta)
+            runner.visualizer.dataset_meta = extend_palette(runner.visualizer.dataset_meta)
         if is_main_process() and self.fault != 'skip':
             self._report(runner, self._check(runner, loops))
 
@@ -86,7 +86,7 @@ class DataCheckHook(Hook):
         is_training = 'train' in loops
         if not is_main_process() or self.fault == 'skip' or (is_training and not runner._resume):
             return
-        if not is_training and compares_images(unwrapped(runner.model)):
+        if not is_training and is_metric_learning(unwrapped(runner.model)):
             return
         for stage in ('train',) if is_training else loops:
             for dataset in chain.from_iterable(map(checks.leaf_datasets, _datasets(loops[stage]))):
@@ -115,7 +115,7 @@ class DataCheckHook(Hook):
             for dataset in _datasets(loop)[:1]:
                 key, evaluator = f'{stage}_evaluator', getattr(loop, 'evaluator', None)
                 yield from evaluation.check_evaluator(key, evaluator, runner.cfg.get(key), dataset, model)
-        if compares_images(model):
+        if is_metric_learning(model):
             stages = {key: entries for key, entries in stages.items() if key.startswith('train')}
         yield from checks.check_stages(stages)
 

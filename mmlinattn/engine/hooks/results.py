@@ -21,7 +21,7 @@ from .progress import position, scalars
 
 CSV = 'results.csv'
 KEYS = ('epoch', 'iteration', 'seconds', 'lr')  # the first columns
-MOST_EVALUATED = 2_000_000  # images times classes that pycocotools evaluates in about a minute
+MAX_EVALUATED = 2_000_000  # images times classes that pycocotools evaluates in about a minute
 
 
 def read_rows(path: str, last: float = math.inf) -> list[dict]:
@@ -95,7 +95,7 @@ class _Predictions:
             count_confusion(matrix, truth, found)
         paths = [osp.join(folder, f'{prefix}{name}.png') for name in ('confusion_matrix', 'precision_recall')]
         plot_confusion(paths[0], matrix, names, 'confusion matrix of boxes (score from 0.3, IoU from 0.5)')
-        if len(pairs) * len(self.names) > MOST_EVALUATED:
+        if len(pairs) * len(self.names) > MAX_EVALUATED:
             return paths[:1]
         curves = precision_over_recall([truth for truth, _ in pairs], [found for _, found in pairs], len(self.names))
         plot_precision_recall(paths[1], *curves, self.names)

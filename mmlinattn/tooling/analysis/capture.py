@@ -232,7 +232,7 @@ def _token_layout(attention: nn.Module, x: Tensor, calls: list[dict]) -> tuple[t
         windows: Any = Windows.fit(size[0], size[1], attention.window, attention.shift)
         candidates.append((size, [windowed(windows)]))
     if tuple(grid[:2]) == size:
-        candidates.append((tuple(key_grid[:2]), [(_whole(grid, x.device), _whole(key_grid, x.device))]))
+        candidates.append((tuple(key_grid[:2]), [(_all_positions(grid, x.device), _all_positions(key_grid, x.device))]))
     for key_size, layout in candidates:
         shapes = [(queries.shape, keys.shape) for queries, keys in layout]
         if shapes == [(call['q'].shape[:2], call['k'].shape[:2]) for call in calls]:
@@ -240,7 +240,7 @@ def _token_layout(attention: nn.Module, x: Tensor, calls: list[dict]) -> tuple[t
     raise NotImplementedError(f'{type(attention).__name__} lays its tokens in a way that the analysis does not know')
 
 
-def _whole(grid: Grid, device) -> Tensor:
+def _all_positions(grid: Grid, device) -> Tensor:
     """Return positions of the tokens of a whole map, class tokens first: (1, N)."""
     patches = torch.arange(grid.height * grid.width, device=device)
     return torch.cat((patches.new_full((grid.prefix,), CLASS_TOKEN), patches))[None]

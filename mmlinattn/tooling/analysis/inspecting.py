@@ -81,7 +81,7 @@ def _measure_window(block: BlockCall, window: Window, rows: Tensor, names) -> di
         entry['locality'] = dict(chance=9 / num_keys, if_uniform=uniform)
         for name, map_ in (('', weights), ('_with_local', both)):
             if map_ is not None:
-                total, share = measures.inside(map_, near)
+                total, share = measures.neighbourhood_weight(map_, near)
                 entry['locality'].update({f'sum{name}': total.tolist(), f'share{name}': share.tolist()})
     if 'sharpness' in names:
         negative = (measures.magnitudes(weights) * (weights < 0)).sum(dim=-1)

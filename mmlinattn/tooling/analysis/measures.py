@@ -42,7 +42,7 @@ def pair_distances(weights: Tensor) -> Tensor:
     return distance[..., first, second]
 
 
-def inside(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
+def neighbourhood_weight(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
     """Return sum (InLine Fig. 3) and share of the weight inside a neighbourhood, means over queries.
 
     The share is of all magnitudes. Both are equal if no weight is negative and the rows sum to one.

@@ -65,7 +65,7 @@ def overlay(map_: np.ndarray, picture: Picture) -> tuple[np.ndarray, float]:
     return out.clip(0, 1), peak
 
 
-def picked(number: int, limit: int) -> list[int]:
+def evenly_spaced(number: int, limit: int) -> list[int]:
     """Return at most ``limit`` evenly spaced indices below ``number``."""
     return sorted({round(i) for i in np.linspace(0, number - 1, min(number, limit))})
 
@@ -80,7 +80,7 @@ def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path
         path (Path): Image file to write.
         mark (tuple): Column and row of a cross.
     """
-    rows = [rows[i] for i in picked(len(rows), SHOWN_BLOCKS)]
+    rows = [rows[i] for i in evenly_spaced(len(rows), SHOWN_BLOCKS)]
     columns = max(len(panels) for _, panels in rows)
     width, height = max(size[0] * columns + 1.0, TITLE_WIDTH), size[1] * len(rows) + 0.9
     figure = Figure(figsize=(width, height), layout='constrained')
@@ -109,7 +109,7 @@ def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tu
     rows = []
     for maps in found:
         panels: list[tuple] = [('image and query', picture.shown, {})]
-        for head in (None, *picked(len(maps.maps), MAX_HEADS)):
+        for head in (None, *evenly_spaced(len(maps.maps), MAX_HEADS)):
             drawn, peak = overlay(maps.mean if head is None else maps.maps[head], picture)
             name = 'mean of heads' if head is None else f'head {head}'
             panels.append((f'{name}, max {peak:.2g}', drawn, {}))
@@ -129,7 +129,7 @@ def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -
     rows = []
     for block, mixer, maps in found:
         panels = []
-        for head in picked(len(maps), MAX_HEADS):
+        for head in evenly_spaced(len(maps), MAX_HEADS):
             peak = float(np.nanquantile(np.abs(maps[head]), 0.995)) or 1.0
             options = dict(cmap='RdBu_r', vmin=-peak, vmax=peak, aspect='auto')
             panels.append((f'head {head}, ±{peak:.2g}', maps[head], options))

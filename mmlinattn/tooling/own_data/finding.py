@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 from PIL import Image, ImageSequence
 
-from ...engine.data.files import shown_size
+from ...engine.data.files import oriented_size
 from ...utils.errors import RunError, described
 
 SUFFIXES = ('.jpg', '.jpeg', '.jfif', '.png', '.bmp', '.tif', '.tiff', '.webp')
@@ -167,7 +167,7 @@ def unseen_classes(classes: Sequence[str], splits: dict[str, list]) -> list[str]
 def image_size(path: Path) -> tuple[int, int]:
     """Return width and height from the header, after the turn by EXIF."""
     try:
-        return shown_size(path)
+        return oriented_size(path)
     except Exception as error:  # Pillow's plugins raise anything at a broken file
         raise RunError(f'{path} is no image that can be read: {described(error)}') from error
 

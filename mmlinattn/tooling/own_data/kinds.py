@@ -11,7 +11,7 @@ from .csv_files import kind_of_table
 from .finding import find
 
 _GLIMPSE = 1 << 16  # characters at each end of a file
-_LEAST_PARSED = 200  # label files that are opened
+_MAX_OPENED = 200  # label files that are opened
 BOXES = (
     'COCO JSON, VOC XML, YOLO text files (labels/NAME.txt), LabelMe JSON, CVAT XML 1.1, Label Studio JSON, CSV and '
     'KITTI text files'
@@ -123,7 +123,7 @@ def kinds_of(root: Path, files: Optional[list[Path]] = None) -> Kinds:
         if kind:
             found.setdefault(kind, []).append(path)
     counts: dict[str, list[Path]] = {}
-    for path in texts[:: -(-len(texts) // _LEAST_PARSED) or 1]:
+    for path in texts[:: -(-len(texts) // _MAX_OPENED) or 1]:
         kind = kind_of(path)
         if kind:
             counts.setdefault(kind, []).append(path)

@@ -24,7 +24,7 @@ from .finding import (
     unseen_classes,
 )  # fmt: skip
 from .kinds import kinds_of
-from .label_values import IGNORED, mapped, meaning_of, scan, shortened, shown
+from .label_values import IGNORED, format_value, interpret, remap, scan, shortened
 
 # folders, in small letters
 _IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'jpegimages', 'leftimg8bit', 'image_2', '701_stillsraw_full')
@@ -56,7 +56,7 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
         kinds = kinds_of(root)
         raise RunError(kinds.refusal(root, f'label images: folders {read}'))
     seen = scan([pair.mask for pair in pairs])
-    classes, table = meaning_of(root, names, pairs[0].image, pairs[0].mask, seen, notes)
+    classes, table = interpret(root, names, pairs[0].image, pairs[0].mask, seen, notes)
     listed, source = read_lists(root, 'Segmentation', {pair.stem for pair in pairs})
     if not listed:
         listed, _ = read_lists(root, root.name, {pair.stem for pair in pairs}, is_file_name=True)
@@ -87,7 +87,7 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
             if table:
                 copy = remapped / split / f'{pair.stem}.png'
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(mapped(pair.mask, table, seen.coloured)).save(copy)
+                Image.fromarray(remap(pair.mask, table, seen.coloured)).save(copy)
         folder = f'{remapped / split}/' if table else f'{first.masks.relative_to(root).as_posix()}/'
         prefix = dict(img_path=f'{first.images.relative_to(root).as_posix()}/', seg_map_path=folder)
         endings = dict(img_suffix=first.suffixes[0], seg_map_suffix='.png' if table else first.suffixes[1])
@@ -95,7 +95,7 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
         lists[split] = ''.join(f'{pair.stem}\n' for pair in chosen)
     if table:
         changed = {old: new for old, new in sorted(table.items()) if old != new and new != IGNORED}
-        changes = shortened(f'{shown(old)} -> {new}' for old, new in changed.items())
+        changes = shortened(f'{format_value(old)} -> {new}' for old, new in changed.items())
         notes.append(f'label images are copied to {remapped}: {changes or "one number a pixel"}')
     used = {split: [pair.image for pair in chosen] for split, chosen in splits.items()}
     return OwnData('label images', classes, used, lists, settings, more + notes)

@@ -17,7 +17,7 @@ _VALUE_LINE = re.compile(
     r'(?P<before>\d+(?:[,;\s]+\d+[,;\s]+\d+)?)[,;:\s]+(?P<name>[^\W\d][^,;:]*)'
     r'|(?P<name2>[^\W\d][^,;:]*?)[,;:\s]+(?P<after>\d+[,;\s]+\d+[,;\s]+\d+)[,;:\s]*'
 )
-_MOST_VALUES = 256
+_MAX_VALUES = 256
 _VOID = ('void', 'unlabelled', 'unlabeled', 'ignore', 'ignored', '__ignore__')
 IGNORED = 255  # left out by MMSegmentation's losses and metrics
 _CAMVID = 'sky building pole road pavement tree sign fence car pedestrian bicyclist void'.split()
@@ -25,7 +25,7 @@ _CITYSCAPES_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28,
 _IS_COLOUR = 1 << 24  # added to 0xRRGGBB
 
 
-class Seen(NamedTuple):
+class ValueCounts(NamedTuple):
     """Values of label images: numbers, or colours as 0xRRGGBB above ``_IS_COLOUR``."""
 
     values: list[set[int]]  # of each label image
@@ -68,7 +68,7 @@ def _as_colours(path: Path) -> np.ndarray:
         return _packed(np.asarray(image.convert('RGB')))
 
 
-def shown(value: int) -> str:
+def format_value(value: int) -> str:
     colour = value - _IS_COLOUR
     return str(value) if colour < 0 else f'({colour >> 16}, {colour >> 8 & 255}, {colour & 255})'
 
@@ -78,7 +78,7 @@ def shortened(texts: Iterable[str]) -> str:
     return ', '.join(texts[:12]) + ', ...' * (len(texts) > 12)
 
 
-def scan(masks: list[Path]) -> Seen:
+def scan(masks: list[Path]) -> ValueCounts:
     """Collect the values of all label images: colours if palettes of two files differ."""
     palettes: dict[int, bytes] = {}
     coloured = False
@@ -101,15 +101,15 @@ def scan(masks: list[Path]) -> Seen:
         same = inside[(inside == read[:-1, 1:]) & (inside == read[1:, :-1])]
         flat.update(dict(zip(*(each.tolist() for each in np.unique(same, return_counts=True)))))
         is_plain = is_plain and plain
-        if len(pixels) > _MOST_VALUES:
+        if len(pixels) > _MAX_VALUES:
             kind = 'colours' if coloured else 'values'
             raise RunError(
-                f'{path}: more than {_MOST_VALUES} {kind}; was it resized with interpolation, or saved with loss?'
+                f'{path}: more than {_MAX_VALUES} {kind}; was it resized with interpolation, or saved with loss?'
             )
-    return Seen(values, pixels, flat, coloured, is_plain)
+    return ValueCounts(values, pixels, flat, coloured, is_plain)
 
 
-def mapped(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
+def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
     read = _as_colours(path) if coloured else read_mask(path)[0]
     known = np.array(sorted(table))
     at = np.searchsorted(known, read).clip(max=len(known) - 1)
@@ -120,8 +120,8 @@ def mapped(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
 # -- meaning ----------------------------------------------------------------------------------------------------------
 
 
-def meaning_of(
-    root: Path, given: Optional[list[str]], image: Path, mask: Path, seen: Seen, notes: list[str]
+def interpret(
+    root: Path, given: Optional[list[str]], image: Path, mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
     """Return the class names, and the labels by value if copies are needed.
 
@@ -149,13 +149,13 @@ def meaning_of(
         names = [listed[value] for value in numbers]
         table = {} if numbers == list(range(len(numbers))) else {value: i for i, value in enumerate(numbers)}
     else:
-        names, table = meaning(values, named)
+        names, table = interpret_values(values, named)
         if names[0] == 'class_0':
             file = root / 'classes.txt'
             notes.append(f'the classes have no names: give --classes, or write {file}, a name a line')
     identity = {value: value for value in values}
     void = [label for label, name in enumerate(names) if name.strip().lower() in _VOID]
-    ignored = [shown(value) for value in values if table.get(value, value) == IGNORED]
+    ignored = [format_value(value) for value in values if table.get(value, value) == IGNORED]
     if void:
         kept = [label for label in range(len(names)) if label not in void]
         table = {v: kept.index(label) if label in kept else IGNORED for v, label in (table or identity).items()}
@@ -167,7 +167,7 @@ def meaning_of(
         table = table or identity
     if seen.coloured or not table:
         used = {value: label for value, label in (table or identity).items() if label != IGNORED}
-        meanings = shortened(f'{shown(value)} is {names[label]}' for value, label in used.items())
+        meanings = shortened(f'{format_value(value)} is {names[label]}' for value, label in used.items())
         notes.append(f'{"colour" if table else "label"} {meanings}')
     if len(names) > IGNORED:
         raise RunError(f'the label images have {len(names)} classes: 255 are the most.')
@@ -190,7 +190,7 @@ def _known_layout(image: Path, mask: Path, values: list[int]) -> Optional[tuple[
     return None
 
 
-def _blurred(seen: Seen, names: Optional[list[str]]) -> Optional[tuple[dict[int, int], str]]:
+def _blurred(seen: ValueCounts, names: Optional[list[str]]) -> Optional[tuple[dict[int, int], str]]:
     """Return labels and a note for masks of two values that were enlarged with interpolation or saved with loss.
 
     Values between the two then change from pixel to pixel.
@@ -207,7 +207,8 @@ def _blurred(seen: Seen, names: Optional[list[str]]) -> Optional[tuple[dict[int,
         if len(noisy) > max(24, len(values) / 2):
             raise RunError(
                 f'the label images have {len(values)} values, most of them in single pixels between others, as '
-                f'{", ".join(map(shown, noisy[:5]))}: enlarge them by nearest neighbour, and save them without loss.'
+                f'{", ".join(map(format_value, noisy[:5]))}: enlarge them by nearest neighbour, and save them without '
+                'loss.'
             )
         return None
     middle = (values[0] + values[-1]) / 2
@@ -248,7 +249,7 @@ def read_values(root: Path) -> dict[int, str]:
 
 
 def _of_colours(
-    listed: dict[int, str], given: Optional[list[str]], mask: Path, seen: Seen, notes: list[str]
+    listed: dict[int, str], given: Optional[list[str]], mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
     """Return names and labels of colours, by a file that lists them, else those of Cityscapes or VOC."""
     from mmseg.utils import get_classes, get_palette
@@ -270,13 +271,15 @@ def _of_colours(
         return given or ['background', 'foreground'], {black: 0, colours[1]: 1}
     if not listed:
         raise RunError(
-            f'{mask} and others have the colours {shortened(map(shown, colours))}: write label_colors.txt into DATA, '
-            'a line "R G B NAME" a class.'
+            f'{mask} and others have the colours {shortened(map(format_value, colours))}: write label_colors.txt into '
+            'DATA, a line "R G B NAME" a class.'
         )
     unknown = {colour: seen.pixels[colour] for colour in colours if colour not in listed}
     if sum(unknown.values()) > sum(seen.pixels.values()) / 1000:
         worst = max(unknown, key=unknown.__getitem__)
-        raise RunError(f'the label images have the colour {shown(worst)}, which the list of colours does not name.')
+        raise RunError(
+            f'the label images have the colour {format_value(worst)}, which the list of colours does not name.'
+        )
     if unknown:
         notes.append(f'{sum(unknown.values())} pixels of {len(unknown)} colours that are not listed are ignored')
     names = list(dict.fromkeys(listed.values()))
@@ -286,7 +289,7 @@ def _of_colours(
     return names, {**{c: names.index(name) for c, name in listed.items()}, **dict.fromkeys(unknown, IGNORED)}
 
 
-def meaning(values: list[int], names: Optional[list[str]]) -> tuple[list[str], dict[int, int]]:
+def interpret_values(values: list[int], names: Optional[list[str]]) -> tuple[list[str], dict[int, int]]:
     """Return class names, and the labels by value if values are no labels.
 
     Args:

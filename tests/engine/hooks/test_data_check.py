@@ -17,7 +17,7 @@ from PIL import Image
 from mmlinattn.engine.data import files
 from mmlinattn.engine.data.evaluation import check_sampler
 from mmlinattn.engine.hooks import data_check
-from mmlinattn.engine.hooks.data_check import enough_colours
+from mmlinattn.engine.hooks.data_check import extend_palette
 
 IMAGES = [dict(id=i, file_name=f'{i}.png', width=40, height=30) for i in (1, 2)]
 BOX = dict(iscrowd=0, area=100, bbox=[2, 2, 10, 10])
@@ -343,7 +343,7 @@ def test_more_classes_than_colours(look, tmp_path):
     dataset = build('mmdet', dict(type='RepeatDataset', times=2, dataset=coco_data(coco(tmp_path, names), names)))
     assert look(model(bbox_head=90), train=[dataset], fault='skip') == ('', [])
     assert len(dataset.metainfo['palette']) == len(dataset.dataset.metainfo['palette']) == 90
-    made = enough_colours(dict(classes=names, palette=((1, 2, 3),) * 2))['palette']
+    made = extend_palette(dict(classes=names, palette=((1, 2, 3),) * 2))['palette']
     assert len(made) == 90 and made[:2] == [(1, 2, 3)] * 2
     for palette in ('random', None, [], [(1, 2, 3)] * 91):
-        assert enough_colours(dict(classes=names, palette=palette))['palette'] == palette
+        assert extend_palette(dict(classes=names, palette=palette))['palette'] == palette
