@@ -43,7 +43,7 @@ def plot_training(path: str, losses: dict, rates: dict, metrics: dict, unit: str
 
 
 def plot_confusion(path: str, matrix: np.ndarray, names: Sequence[str], title: str) -> None:
-    """Plot a confusion matrix in shares of its rows.
+    """Plot a confusion matrix, normalised by row.
 
     Args:
         path (str): Image file to write.

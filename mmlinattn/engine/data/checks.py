@@ -89,7 +89,7 @@ def check_names(key: str, meta: dict) -> Iterator[Finding]:
 def check_categories(
     key: str, file: str, in_file: Sequence, of_labels: Sequence, classes: Sequence, needs_all: bool
 ) -> Iterator[Finding]:
-    """Check that labels in the order of a COCO file have the names of the config.
+    """Check that the labels, in the order of the categories of a COCO file, have the class names of the config.
 
     Args:
         key: Config key of the data set, for messages.

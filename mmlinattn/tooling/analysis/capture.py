@@ -36,11 +36,9 @@ class Window(NamedTuple):
         return split_heads(v.to(accumulation_dtype(v)), self.mixer.num_heads)[0]
 
     def weights(self, rows: Tensor, local: bool = False) -> Tensor:
-        """Return the weights of some queries, (heads, len(rows), M).
+        """Return the weights of the queries ``rows``, (heads, len(rows), M).
 
-        Args:
-            rows (Tensor): Indices of the queries.
-            local (bool): Add the convolutions of the values, averaged over the channels of each head.
+        ``local`` adds the convolutions of the values, averaged over the channels of each head.
         """
         inputs = {name: value for name, value in self.inputs.items() if name not in ('v', 'context')}
         weights = mixer_weights(self.mixer, **inputs, rows=rows)[0]
@@ -95,11 +93,7 @@ class BlockCall(NamedTuple):
         return next((name for name, known in TOKEN_MIXERS.module_dict.items() if known is kind), kind.__name__)
 
     def features(self) -> list[tuple[Tensor, Tensor]]:
-        """Return two features (heads, tokens of the map, d) of each branch.
-
-        The first is the output of the mixer. The second is the input of the output projection, after convolution and
-        gate.
-        """
+        """Return features (heads, tokens, d) of each branch: output of the mixer, input of the output projection."""
         pairs = []
         for branch, whole in zip(self.branches, self.projected.chunk(len(self.branches), dim=-1)):
             positions = torch.cat([window.queries for window in branch])
@@ -210,10 +204,7 @@ def _by_window(inputs: dict, number: int) -> Iterator[dict]:
 def _token_layout(attention: nn.Module, x: Tensor, calls: list[dict]) -> tuple[tuple, tuple, list]:
     """Return the size of the map, that of the keys' map, and positions of queries and keys for each mixer call.
 
-    Args:
-        attention (nn.Module): Its arrangement.
-        x (Tensor): Input (1, H, W, C) or, with class tokens, (1, N, C).
-        calls (list[dict]): Arguments of each mixer call.
+    The input ``x`` is (1, H, W, C) or, with class tokens, (1, N, C); ``calls`` are the arguments of the mixer calls.
     """
     grid, key_grid = calls[0]['grid'], calls[0]['key_grid']
     size = (x.shape[1], x.shape[2]) if x.dim() == 4 else (grid[0], grid[1])

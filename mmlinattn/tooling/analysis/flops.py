@@ -107,12 +107,9 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
 
 
 def run_two_stage(model: Any, image: torch.Tensor) -> list:
-    """Run a two-stage detector up to its last scores, with the largest number of proposals that the config allows.
+    """Run a two-stage detector on the largest number of proposals in the config, and return notes on it.
 
     Empty features replace those of the pooled regions, as these depend on values.
-
-    Returns:
-        list: Notes on the numbers of regions.
     """
     features = model.extract_feat(image)
     model.rpn_head(features)

@@ -71,14 +71,9 @@ def evenly_spaced(number: int, limit: int) -> list[int]:
 
 
 def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path, mark: tuple = ()) -> None:
-    """Plot a row for each of at most :data:`SHOWN_BLOCKS` blocks.
+    """Plot a row for each of at most :data:`SHOWN_BLOCKS` blocks: its label, and panels (title, image, imshow options).
 
-    Args:
-        rows (list): Label and panels of each block; a panel is a title, an image and options of ``imshow``.
-        size (tuple): Width and height of a panel in inches.
-        title (str): Title of the figure.
-        path (Path): Image file to write.
-        mark (tuple): Column and row of a cross.
+    ``size`` of a panel is in inches; ``mark`` is column and row of a cross.
     """
     rows = [rows[i] for i in evenly_spaced(len(rows), SHOWN_BLOCKS)]
     columns = max(len(panels) for _, panels in rows)
@@ -99,12 +94,7 @@ def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path
 def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tuple, path: Path) -> None:
     """Plot the maps of a token over the image, a row a block and a column a head.
 
-    Args:
-        found (list[QueryMaps]): Maps of each block.
-        picture (Picture): The image.
-        query (tuple): Column and row of the token in the preprocessed image.
-        pixel (tuple): The same in the original image, for the title.
-        path (Path): Image file to write.
+    ``query`` is column and row of the token in the preprocessed image, ``pixel`` in the original one.
     """
     rows = []
     for maps in found:

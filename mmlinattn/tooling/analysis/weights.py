@@ -107,11 +107,11 @@ def _of_values(mixer, q, k, grid, key_grid, mask=None, rotary=None, bias=None) -
     if mixer.unit_output:
         mixer = copy.copy(mixer)
         mixer.unit_output = False
-    context = q.new_zeros(len(q), mixer.dim, dtype=wide) if mixer.context else None
     rotary, bias = (None if t is None else t.to(wide) for t in (rotary, bias))
 
     def mixed(v: Tensor) -> Tensor:
         v = v if mask is None else v * mask.unsqueeze(-1).to(wide)
+        context = v.new_zeros(len(v), mixer.dim) if mixer.context else None
         # forward, not __call__, bypasses the hooks; copies, as a mixer may overwrite its queries and keys
         inputs = q.detach().to(wide, copy=True), k.detach().to(wide, copy=True), v
         with without_autocast(q), ops.use('reference'):
@@ -125,14 +125,8 @@ def _of_values(mixer, q, k, grid, key_grid, mask=None, rotary=None, bias=None) -
 def local_weights(kernels: Tensor, grid: Grid, heads: int, rows: Rows = None) -> Tensor:
     """Return a depth-wise convolution of the values as a matrix, averaged over the channels of each head.
 
-    Args:
-        kernels (Tensor): (B or 1, C, k, k), k odd; (B or 1, C, k, 1) convolves the sequence of all tokens.
-        grid (Grid): Grid of the tokens. Class tokens have no neighbours.
-        heads (int): Number of heads.
-        rows (Sequence[int] | Tensor, optional): Indices of some queries, by default all.
-
-    Returns:
-        Tensor: (B or 1, heads, N or len(rows), N).
+    Kernels are (B or 1, C, k, k) with odd k; (B or 1, C, k, 1) convolves the sequence of all tokens. Class tokens have
+    no neighbours. The result is (B or 1, heads, N or len(rows), N).
     """
     kernels = kernels.detach().unflatten(1, (heads, -1))
     kernels = kernels.mean(dim=2, keepdim=True).expand_as(kernels).flatten(1, 2)
