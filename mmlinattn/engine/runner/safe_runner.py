@@ -50,7 +50,7 @@ def _keep_own_files(runner, info: dict) -> list[str]:
 
 
 @contextmanager
-def _naming(filename: str):
+def _load_errors(filename: str):
     """Turn the errors of MMEngine for unexpected contents of a file into one line."""
     try:
         yield
@@ -93,7 +93,7 @@ class SafeRunner(Runner):
 
     def load_checkpoint(self, filename: str, *args, **kwargs) -> dict:
         """Load weights as MMEngine does, and drop foreign file names from the checkpoint."""
-        with _naming(filename):
+        with _load_errors(filename):
             checkpoint = super().load_checkpoint(filename, *args, **kwargs)
             hub = checkpoint.get('message_hub')
             if isinstance(hub, dict) and isinstance(hub.get('runtime_info'), dict):
@@ -104,7 +104,7 @@ class SafeRunner(Runner):
         return checkpoint
 
     def resume(self, filename: str, *args, **kwargs) -> None:
-        with _naming(filename):
+        with _load_errors(filename):
             super().resume(filename, *args, **kwargs)
 
 
