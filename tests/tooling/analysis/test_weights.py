@@ -144,7 +144,7 @@ def test_a_mixer_of_the_user(masked):
 def test_rows_that_are_no_indices_are_refused(rows):
     mixer = build(dict(type='efficient'))
     q, k, _ = tokens(mixer)
-    with pytest.raises(ValueError, match='have to be a sequence of indices of queries in .0, 14.'):
+    with pytest.raises(ValueError, match='expected a sequence of indices of queries in .0, 14.'):
         mixer_weights(mixer, q, k, GRID, GRID, rows=rows)
 
 
