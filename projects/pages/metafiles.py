@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from mmlinattn.attention import TOKEN_MIXERS
 from mmlinattn.checkpoints.released import find_released
 
 from .published import Row, read_rows
@@ -40,15 +41,29 @@ PAPERS = {
         None,
     ),
 }
-# first word of a config's name -> folder of its metafile, collection
+# first word of a config's name: folder of its metafile, collection; any other attention is COMPARED
 FAMILIES = {
     'ravlt': ('ravlt', 'RALA'),
     'rala': ('ravlt', 'RALA'),
     'inline': ('inline', 'InLine'),
     'flatten': ('flatten', 'FLatten'),
     'hmhsa': ('hmhsa', 'hMHSA'),
-    **{name: ('compared', COMPARED) for name in ('hydra', 'efficient', 'angular', 'enhanced')},
 }
+
+
+def family_of(stem: str) -> tuple[str, str]:
+    """Return the folder of a config's metafile and its collection.
+
+    Raises:
+        SystemExit: If ``stem`` begins with neither a family nor a registered attention.
+    """
+    family = stem.split('_')[0]
+    if family in FAMILIES:
+        return FAMILIES[family]
+    if family in TOKEN_MIXERS.module_dict:
+        return 'compared', COMPARED
+    known = ', '.join([*FAMILIES, *sorted(TOKEN_MIXERS.module_dict)])
+    raise SystemExit(f'error: config {stem!r} begins with {family!r}: expected one of ({known})')
 
 
 def find_configs(root: Path) -> list:
@@ -113,10 +128,7 @@ def make_files(root: Path = ROOT) -> dict:
     rows = {row.name: row for task in TASKS for row in read_rows(task)}
     models, collections = {}, {}
     for name in find_configs(root):
-        family = name.split('/')[1].split('_')[0]
-        if family not in FAMILIES:
-            raise SystemExit(f'error: config {name!r} begins with {family!r}; known families: {", ".join(FAMILIES)}')
-        folder, collection = FAMILIES[family]
+        folder, collection = family_of(name.split('/')[1])
         collections[folder] = collection
         models.setdefault(folder, []).append(entry(name, collection, rows.get(name)))
     number = Counter(model['Name'] for entries in models.values() for model in entries)

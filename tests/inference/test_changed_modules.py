@@ -246,7 +246,7 @@ CHANGES = {
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
-CASES = [(host, mix) for host in ARCHS for mix in range(3)]
+CASES = [(host, mix) for host in ARCHS for mix in range(len(small_hosts.mixes(host)))]
 every_model = pytest.mark.parametrize(('host', 'mix'), CASES)
 every_change = pytest.mark.parametrize('change', CHANGES, ids=[change.__name__ for change in CHANGES])
 

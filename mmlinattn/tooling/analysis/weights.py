@@ -109,11 +109,11 @@ def _of_values(mixer, q, k, grid, key_grid, mask=None, rotary=None, bias=None) -
     if mixer.unit_output:
         mixer = copy.copy(mixer)
         mixer.unit_output = False
-    context = q.new_zeros(len(q), mixer.dim, dtype=wide) if mixer.context else None
     rotary, bias = (None if t is None else t.to(wide) for t in (rotary, bias))
 
     def mixed(v: Tensor) -> Tensor:
         v = v if mask is None else v * mask.unsqueeze(-1).to(wide)
+        context = v.new_zeros(len(v), mixer.dim) if mixer.context else None
         # not as a module, whose hooks watch the model; a mixer may overwrite its queries and keys
         given = q.detach().to(wide, copy=True), k.detach().to(wide, copy=True), v
         with without_autocast(q), ops.use('reference'):

@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from helpers import small_hosts
+from helpers.twins import ATTENTIONS
 from torch import nn
 
 from mmlinattn.attention import (
@@ -85,10 +87,13 @@ def test_the_negative_share_is_a_mean_over_the_sampled_queries(monkeypatch):
     assert entry['sampled_queries'] == 2 and entry['sharpness']['negative'] == [0.5]
 
 
-COMPARED = (['hallucinated', 'angular'], ['hydra', 'efficient'], 'hallucinated', 'enhanced')
-IN_A_ROW = (['hallucinated', dict(type='angular', conv='sequence'), 'hydra', 'inline', 'softmax', 'focused'],)
+SEQUENTIAL = [spec for spec in ATTENTIONS.values() if Attention(16, 2, spec).mixer.sequential]
+IN_A_ROW = [*SEQUENTIAL, *small_hosts.every_attention()]
 HOSTS = {
-    'windows': lambda: LinearSwin(dict(SMALL, depths=(2, 2, 2, 2), stage_attns=COMPARED, window=4)),
+    **{
+        f'windows, {attns}': lambda attns=attns: LinearSwin(dict(SMALL, stage_attns=attns, window=4))
+        for attns in small_hosts.mixes('LinearSwin')
+    },
     'windows, cut and shifted': lambda: LinearSwin(
         dict(SMALL, stage_attns=('inline', 'focused', 'softmax', 'rala'), linear_windows=(13, 7, 7, 7), window=4)
     ),
@@ -97,7 +102,9 @@ HOSTS = {
     'stripes': lambda: LinearCSWin(
         dict(SMALL, stage_attns=('inline', 'softmax', 'rala', 'softmax'), stripes=(1, 2, 3, None))
     ),
-    'class token': lambda: LinearDeiT(dict(embed_dims=(32,), depths=(6,), num_heads=(2,), stage_attns=IN_A_ROW)),
+    'class token': lambda: LinearDeiT(
+        dict(embed_dims=(32,), depths=(len(IN_A_ROW),), num_heads=(2,), stage_attns=(IN_A_ROW,))
+    ),
 }
 
 
