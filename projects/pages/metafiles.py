@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Write ``model-index.yml`` and ``configs/FAMILY/metafile.yml`` from the configs, the papers' tables and the list of
-released checkpoints. Run it after adding a config.
+"""Write the model index from the configs, the papers' tables and the list of released checkpoints.
+
+Files: ``model-index.yml`` and ``configs/FAMILY/metafile.yml``. Run it after adding a config:
 
     python -m projects.pages.metafiles
 """
@@ -67,12 +68,12 @@ def family_of(stem: str) -> tuple[str, str]:
 
 
 def find_configs(root: Path) -> list:
-    """Every config as ``task/stem``."""
+    """Return every config as ``task/stem``."""
     return [f'{task}/{path.stem}' for task in TASKS for path in sorted((root / 'configs' / task).glob('*.py'))]
 
 
 def results(row: Row) -> list:
-    """The published metrics, by task as upstream metafiles have them."""
+    """Return the published metrics by task, as in upstream's metafiles."""
     dataset = TASKS[row.task]
     if row.task != 'mmdet':
         task = 'Semantic Segmentation' if row.task == 'mmseg' else 'Image Classification'
@@ -86,7 +87,7 @@ def results(row: Row) -> list:
 
 
 def entry(name: str, collection: str, row: Row = None) -> dict:
-    """The entry of a config under ``Models``; without a row, the config is no published model."""
+    """Return the entry of a config under ``Models``; ``row`` is None for unpublished models."""
     task, stem = name.split('/')
     model = {'Name': stem, 'In Collection': collection, 'Config': f'configs/{name}.py'}
     if row is None:
@@ -102,8 +103,8 @@ def entry(name: str, collection: str, row: Row = None) -> dict:
     if results(row):
         model['Results'] = results(row)
     if row.link:
-        # a link, as `mim download` knows no other scheme; mmlinattn.checkpoints.schemes knows it, and converts. What is
-        # behind the last slash names the file: links like `.../?dl=1` get a fragment, which no server is sent
+        # `mim download` takes links only; mmlinattn.checkpoints.schemes recognises and converts them. The part after
+        # the last slash names the file: links like `.../?dl=1` get a fragment, never sent to a server
         link, file_name = row.link, find_released(stem).file_name
         model['Weights'] = link if link.endswith(f'/{file_name}') else f'{link}#/{file_name}'
         model['Converted From'] = {'Weights': row.link}
@@ -124,7 +125,7 @@ def collection_entry(collection: str) -> dict:
 
 
 def make_files(root: Path = ROOT) -> dict:
-    """Text of every file by its path relative to ``root``."""
+    """Return the text of every file by its path relative to ``root``."""
     rows = {row.name: row for task in TASKS for row in read_rows(task)}
     models, collections = {}, {}
     for name in find_configs(root):
@@ -133,7 +134,7 @@ def make_files(root: Path = ROOT) -> dict:
         models.setdefault(folder, []).append(entry(name, collection, rows.get(name)))
     number = Counter(model['Name'] for entries in models.values() for model in entries)
     for model in (model for entries in models.values() for model in entries):
-        if number[model['Name']] > 1:  # the same config for several tasks
+        if number[model['Name']] > 1:  # one name for several tasks
             model['Name'] += '_' + model['Config'].split('/')[1]
     head = '# Written by python -m projects.pages.metafiles\n'
     paths = {folder: f'configs/{folder}/metafile.yml' for folder in models}

@@ -1,8 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Pages and metafiles are as their writers make them, and say what is measured."""
+"""Committed pages and metafiles equal those of their writers."""
 
 import csv
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def test_rows_are_those_of_the_tables():
     for path in TABLES.glob('*.csv'):
         with open(path, newline='') as file:
             count += sum(1 for _ in csv.DictReader(file))
-    assert len(ROWS) == count  # names are unique, none is lost
+    assert len(ROWS) == count  # unique names
     row = ROWS['mmpretrain/inline_swin_b_384_in1k']
     assert (row.resolution, row.paper, row.flops) == (384, 'InLine', '45.2')
     row = ROWS['mmdet/ravlt_b_cascade_3x']
