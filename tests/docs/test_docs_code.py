@@ -33,7 +33,7 @@ from mmlinattn.checkpoints.released import find_released
 from mmlinattn_console import TOOLS as COMMANDS
 
 PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'benchmarks').glob('*.md'), *(ROOT / 'docs').rglob('*.md')])
-NEEDS = {'data', 'weights', 'GPU', 'network', 'minutes', 'several machines', 'TensorRT'}
+NEEDS = {'data', 'weights', 'GPU', 'network', 'minutes', 'several machines'}
 # no code: a tree of folders, an equation, a diagram
 PROSE = {'text', 'mermaid'}
 
