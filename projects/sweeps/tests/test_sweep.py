@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""How long configs are tried, what is kept, and the page."""
+"""Time limits, kept results and the page of the sweep."""
 
 import json
 import multiprocessing
