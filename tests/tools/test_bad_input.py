@@ -104,7 +104,7 @@ ROWS = [
     bad('demo.py photo.png {mmdet} empty.pth --out photo.png', "--out 'photo.png' is 'photo.png', which is read"),
     bad('demo.py pictures {mmdet} empty.pth --out pictures', "--out 'pictures/a.png' is 'pictures/a.png'"),
     bad('demo.py photos {mmdet} empty.pth --out photos', "--out 'photos/a.jpg' is 'photos/a.jpg', which is read"),
-    bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM is 'nowhere.py': no such file"),
+    bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM='nowhere.py': no such file"),
     bad(f'{INSPECT} none photo.png --out file', "--out 'file' cannot be written"),
     bad(SHAPES.replace('out', 'file', 1), "OUT 'file' cannot be written: "),
     # checkpoints

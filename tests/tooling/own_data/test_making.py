@@ -112,7 +112,7 @@ def test_dense_images_and_ignored_objects_widen_the_limits(tmp_path, untried):
 
 
 def test_durations_of_a_step_and_of_the_training(tmp_path):
-    trial = smoke.Trial(1.0, (), (), seconds=3.0, size=(288, 384))
+    trial = smoke.SmokeResult(seconds=3.0, size=(288, 384))
     data = finding.OwnData('', [], dict(train=[tmp_path] * 40), {}, {}, [])
     args = making.ConfigArgs(tmp_path, 'detection', 'ravlt_t', tmp_path / 'mine.py')
     values = dict(train_dataloader=dict(batch_size=4), max_epochs=20, train_pipeline=[{}, {}, dict(scale=(768, 576))])
