@@ -135,10 +135,7 @@ def test_classification(tmp_path, untried):
     [
         ('detection', 0.5, 100, 10, 8),
         ('detection', 72.5, 28, 204, 2),
-        ('detection', 5000, 12, 500, 1),
-        ('classification', 20, 100, 200, 8),
         ('classification', 5000, 30, 500, 2),
-        ('segmentation', 7, 4000, 400, 400),
         ('segmentation', 100, 5000, 500, 500),
         ('segmentation', 5000, 160000, 1500, 16000),
     ],
