@@ -68,6 +68,7 @@ INSPECT = 'analysis_tools/inspect_attention.py {mmpretrain}'
 LOOK = f'{INSPECT} none photo.png --out out --what locality --num-queries 4'
 SHEET = 'analysis_tools/contact_sheet.py'
 FLOPS = 'analysis_tools/get_flops.py {mmdet}'
+MINE = 'make_config.py empty --task detection --backbone ravlt_t --out mine.'
 SHAPES = 'make_shapes_dataset.py out --format coco --num-train 3 --num-val 2'
 
 
@@ -138,6 +139,10 @@ ROWS = [
     bad(f'{SHEET} pictures sheet.jpg', "'sheet.jpg' has to end with .png"),
     bad(f'{SHEET} pictures sheet.png --num 0', '--num 0 has to be at least 1'),
     bad(f'{SHAPES} --size-jitter 0.9', '--size-jitter must be from 0 to 0.5, got 0.9'),
+    bad(f'{MINE}yaml', 'expected a name that ends with .py'),
+    bad(f'{MINE}py --batch 0', '--batch=0: expected at least 1'),
+    bad(f'{MINE}py --classes a', '--classes is for label images'),
+    bad(MINE.replace('empty', 'nowhere') + 'py', 'no such folder'),
     bad('analysis_tools/ablation_study.py --study rala --out out --arms fulll', "--arms ['fulll']: study 'rala' has"),
 ]
 
