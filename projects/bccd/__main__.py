@@ -14,7 +14,8 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 import mmlinattn
-from mmlinattn.tooling.own_data.boxes import as_coco, read_voc
+from mmlinattn.tooling.own_data.boxes import as_coco
+from mmlinattn.tooling.own_data.voc import read_voc
 
 HERE = Path(__file__).resolve().parent
 SPLITS = {'train': 'trainval', 'test': 'test'}  # 292 and 72 images

@@ -63,7 +63,7 @@ class Outer:
 
 def test_an_error_while_building_names_the_innermost_class(monkeypatch):
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
-    explained = command_line.explained_setup
+    explained = command_line.setup_errors
     model = dict(type='Outer', part=dict(type='Refuses'))
     for whole in (True, False):
         with pytest.raises(RunError, match='^c.py cannot be run: Refuses: KeyError: '), explained('c.py', whole):
@@ -99,7 +99,7 @@ def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind):
         (tmp_path / 'list.txt').write_text('a')
         config = dict(type=kind, ann_file='list.txt', data_root=str(tmp_path), data_prefix=dict(sub_data_root=''))
     with pytest.raises(RunError, match=f'^c.py cannot be run: {kind}: .*{re.escape(str(file))}'):
-        with command_line.explained_setup('c.py'):
+        with command_line.setup_errors('c.py'):
             DATASETS.build(config)
 
 

@@ -41,14 +41,14 @@ def test_own_classes_need_no_second_setting(head, capsys):
     data = dict(type='mmpretrain.CustomDataset', data_root='mine', split='train')
     loader = dict(train_dataloader=wrapped(data), val_dataloader=dict(dataset=dict(type='ImageNet', split='val')))
     cfg = Config(dict(model=dict(head=head), data_preprocessor=dict(num_classes=1000, to_rgb=True), **loader))
-    configs.follow_own_classes(cfg)
+    configs.adapt_inherited_classes(cfg)
     count = 12 if head and 'num_classes' in head else 1000
     assert cfg.data_preprocessor == dict(num_classes=count, to_rgb=True)
     assert cfg.train_dataloader.dataset.dataset.datasets[0] == dict(type='mmpretrain.CustomDataset', data_root='mine')
     assert cfg.val_dataloader.dataset.split == 'val'
     said = capsys.readouterr().err
     assert ("'train' is left out" in said) and ('num_classes = 1000 is 12 here' in said) == (count == 12)
-    configs.follow_own_classes(cfg)
+    configs.adapt_inherited_classes(cfg)
     assert capsys.readouterr().err == ''
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from mmlinattn.engine import DataCheckHook, RunError
 from mmlinattn.engine.hooks import data_check
-from mmlinattn.engine.hooks.data_check import enough_colours
+from mmlinattn.engine.hooks.data_check import extend_palette
 
 
 def test_a_loop_over_several_data_sets(look):
@@ -48,7 +48,7 @@ def test_more_classes_than_colours(look, tmp_path):
     dataset = build('mmdet', dict(type='RepeatDataset', times=2, dataset=coco_data(coco(tmp_path, names), names)))
     assert look(model(bbox_head=90), train=[dataset], fault='skip') == ('', [])
     assert len(dataset.metainfo['palette']) == len(dataset.dataset.metainfo['palette']) == 90
-    made = enough_colours(dict(classes=names, palette=((1, 2, 3),) * 2))['palette']
+    made = extend_palette(dict(classes=names, palette=((1, 2, 3),) * 2))['palette']
     assert len(made) == 90 and made[:2] == [(1, 2, 3)] * 2
     for palette in ('random', None, [], [(1, 2, 3)] * 91):
-        assert enough_colours(dict(classes=names, palette=palette))['palette'] == palette
+        assert extend_palette(dict(classes=names, palette=palette))['palette'] == palette

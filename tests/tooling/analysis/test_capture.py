@@ -79,7 +79,7 @@ def test_captured_tokens_are_not_overwritten(make):
     caught = torch.cat([window.out for window in block.windows])
     assert torch.equal(caught, torch.cat([out.flatten(0, 1) for out in gave]))
     for name, expected in zip('qkv', tokens):
-        assert torch.equal(torch.cat([window.given[name][0] for window in block.windows]), expected)
+        assert torch.equal(torch.cat([window.inputs[name][0] for window in block.windows]), expected)
     for window in block.windows:
         rows = (window.queries >= 0).nonzero()[:, 0]
         weights = window.weights(rows)
@@ -125,7 +125,7 @@ def test_states_are_of_the_real_tokens_of_a_window():
     last = block.branches[1][-1]
     real = last.queries >= 0
     assert real.sum() == 6 and len(real) == 12
-    k, v = last.given['k'][0, real], last.given['v'][0, real]
+    k, v = last.inputs['k'][0, real], last.inputs['v'][0, real]
     expected = (k - k.mean(dim=0)).mT @ v
     state = last.state()[0]
     torch.testing.assert_close(state / state.norm(), expected / expected.norm(), rtol=1e-4, atol=1e-5)

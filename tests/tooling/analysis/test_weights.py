@@ -11,7 +11,7 @@ from torch import nn
 from mmlinattn.attention import Grid, TokenMixer, get_mixer
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops.grid import on_grid
-from mmlinattn.ops.tensors import merge_heads, split_heads
+from mmlinattn.ops.heads import merge_heads, split_heads
 from mmlinattn.tooling.analysis.weights import convolved, local_weights, mixer_state, mixer_weights
 
 DIM, HEADS, GRID = 16, 2, Grid(3, 5)
@@ -144,7 +144,7 @@ def test_a_mixer_of_the_user(masked):
 def test_rows_that_are_no_indices_are_refused(rows):
     mixer = build(dict(type='efficient'))
     q, k, _ = tokens(mixer)
-    with pytest.raises(ValueError, match='have to be a sequence of indices of queries in .0, 14.'):
+    with pytest.raises(ValueError, match='expected a sequence of indices of queries in .0, 14.'):
         mixer_weights(mixer, q, k, GRID, GRID, rows=rows)
 
 

@@ -32,7 +32,7 @@ def masks(root, values, names=None, suffix='.png', dtype=np.uint8, shape=(HEIGHT
     ],
 )
 def test_values_of_label_images(values, names, classes, table):
-    assert label_values.meaning(values, names) == (classes, table)
+    assert label_values.interpret_values(values, names) == (classes, table)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_values_of_label_images(values, names, classes, table):
 )
 def test_values_that_are_refused(values, names, said):
     with pytest.raises(RunError, match=said):
-        label_values.meaning(values, names)
+        label_values.interpret_values(values, names)
 
 
 def test_masks_of_0_and_255_are_copied_as_labels(tmp_path):
