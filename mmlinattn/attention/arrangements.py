@@ -4,15 +4,15 @@
 from typing import Optional, Union
 
 import torch
-import torch.nn.functional as F
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from ..layers.patch_embed import PatchConv2d, build_token_norm
+from ..layers.norms import build_token_norm
+from ..layers.patch_embed import PatchConv2d
+from ..layers.positions import RelativePositionBias
 from ..ops.maps import pad_to_multiple
-from ..ops.tensors import to_image, unflatten
-from ..ops.windows import relative_index
-from .base import Attention, Mixing, ReducedKeysAttention, mean_token
+from ..ops.sizes import to_image, unflatten
+from .base import Attention, LePEMixer, ReducedKeysAttention, mean_token
 from .context import MapWindows, StageContext
 from .mixer import LocalMixer
 
@@ -40,58 +40,6 @@ class ReducedAttention(ReducedKeysAttention):
 
     def reduce(self, x: Tensor) -> Tensor:
         return self.norm(self.sr(to_image(pad_to_multiple(x, self.ratio))).permute(0, 2, 3, 1))
-
-
-class RelativePositionBias(nn.Module):
-    """Swin's bias of the attention map: a learned value for each head and offset within a window.
-
-    Args:
-        window (tuple[int, int]): Largest window; smaller ones use the offsets they have.
-        num_heads (int): Number of heads.
-
-    Raises:
-        ValueError: For a window of more than :attr:`max_tokens` tokens.
-    """
-
-    # N tokens have N^2 pairs: at 8192, 512 MiB of index a block, and 256 MiB of bias a head and block in each pass
-    max_tokens = 8192
-
-    def __init__(self, window: tuple[int, int], num_heads: int) -> None:
-        super().__init__()
-        self.window = rows, columns = window[0], window[1]
-        if rows * columns > self.max_tokens:
-            raise ValueError(
-                f'window_size={self.window}: a window with relative position bias may have {self.max_tokens} tokens at '
-                f'most (90 x 90), not {rows * columns}; a linear attention takes larger ones'
-            )
-        self.table = nn.Parameter(torch.zeros((2 * rows - 1) * (2 * columns - 1), num_heads))
-        nn.init.trunc_normal_(self.table, std=0.02)
-
-    def adapt_state(self, state: dict, prefix: str) -> None:
-        """Resize the table in a state dict to this window, in place."""
-        key = f'{prefix}table'
-        if key in state:
-            state[key] = self.fit(state[key])
-
-    def fit(self, table: Tensor) -> Tensor:
-        """A checkpoint's table of another square window, ((2n - 1)^2, heads), resized bicubically as Swin's
-        fine-tuning does; of another form it stays as it is, for the report."""
-        side = round(table.shape[0] ** 0.5) if table.dim() == 2 else 0
-        if table.shape == self.table.shape or not side or side**2 != table.shape[0]:
-            return table
-        size = tuple(2 * length - 1 for length in self.window)
-        image = table.T.unflatten(1, (side, side))[None].float()
-        image = F.interpolate(image, size=size, mode='bicubic', align_corners=False)
-        return image[0].flatten(1).T.contiguous().to(table.dtype)
-
-    def forward(self, height: int, width: int) -> Tensor:
-        """(heads, N, N) for a window of ``height`` x ``width``."""
-        index = self.index(height, width)
-        return unflatten(self.table[index.flatten()], 0, index.shape).permute(2, 0, 1)
-
-    def index(self, height: int, width: int) -> Tensor:
-        """Row of the table for each pair of tokens of a window, (N, N)."""
-        return relative_index(height, width, self.window, self.table)
 
 
 def check_order(mixer, spec) -> None:
@@ -142,19 +90,32 @@ class WindowAttention(Attention):
             self.relative_bias = RelativePositionBias(window, self.mixer.num_heads)
 
     def forward(self, x: Tensor, stage: StageContext) -> Tensor:
+        widths = self.widths[:3]
+        projected, *gate = self.qkv(x).split((sum(widths), *self.widths[3:]), dim=-1)
+        return self.proj(self.apply_gate(self.mix_windows(projected, x, stage), x, gate))
+
+    def mix_windows(self, projected: Tensor, x: Tensor, stage: StageContext) -> Tensor:
+        """Mix the values of each window.
+
+        Args:
+            projected (Tensor): Queries, keys and values side by side, (B, H, W, sum of their widths).
+            x (Tensor): Input of the attention, (B, H, W, C).
+            stage (StageContext): Context of the map.
+
+        Returns:
+            Tensor: (B, H, W, widths[2]).
+        """
         windows, real, hidden = windows_of(stage, x).get(self.window, self.shift)
         # padding is zero, values of it too
-        q, k, v, *gate = windows.partition(self.qkv(x)).split(self.widths, dim=-1)
+        q, k, v = windows.partition(projected).split(self.widths[:3], dim=-1)
         context = None
         if self.mixer.context:
             context = mean_token(windows.partition(x if stage.source is None else stage.source), real)
         grid = windows.grid(x)
         if self.mixer.local_keys:
             grid = grid._replace(regions=windows.regions_of_tokens(x))
-        out = self.mix(q, k, v, grid, mask=real, bias=self.map_bias(windows, hidden, x.shape[0]), context=context)
-        if gate and self.gate:
-            return self.proj(windows.merge(out * gate[0], x.shape[0]))
-        return self.proj(self.gated(windows.merge(out, x.shape[0]), x, gate))
+        bias = self.map_bias(windows, hidden, x.shape[0])
+        return windows.merge(self.mix(q, k, v, grid, mask=real, bias=bias, context=context), x.shape[0])
 
     def map_bias(self, windows, hidden: Optional[Tensor], batch: int) -> Optional[Tensor]:
         """The bias of the attention map, (1 or B * windows, heads, N, N): relative positions, and the mask (windows, 1,
@@ -193,13 +154,13 @@ class StripeAttention(BaseModule):
         if num_heads % 2:
             raise ValueError(f'num_heads={num_heads}: expected an even number, for two directions of stripes')
         self.stripe = stripe
-        self.branches = ModuleList(Mixing(dim // 2, num_heads // 2, mixer, None, local_kernel) for _ in range(2))
+        self.branches = ModuleList(LePEMixer(dim // 2, num_heads // 2, mixer, None, local_kernel) for _ in range(2))
         mixer_module = self.branches[0].mixer
         check_order(mixer_module, mixer)
-        if mixer_module.gate not in (None, 'projection'):
+        if mixer_module.gate not in (None, 'host', 'projection'):
             raise ValueError(f'gate={mixer_module.gate!r} of {mixer!r} is not available in stripes')
         widths = mixer_module.widths
-        if mixer_module.gate:
+        if mixer_module.gate == 'projection':
             widths = (*widths, widths[2])
         self.widths = tuple(widths)
         self.qkv = nn.Linear(dim, 2 * sum(widths))

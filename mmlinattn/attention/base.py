@@ -4,22 +4,24 @@
 Hosts arrange tokens (whole maps, windows, stripes, reduced keys, a class token) around it and name no method.
 """
 
+from collections.abc import Sequence
 from typing import Any, Optional, Union, cast
 
 import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from ..ops.dtypes import accumulation_dtype
 from ..ops.grid import Grid, on_grid
-from ..ops.tensors import accumulation_dtype, count_tokens, unflatten
+from ..ops.padding import count_tokens
 from .context import StageContext
 from .mixer import check_local_kernel, get_mixer
 
 GATES = (None, 'projection', 'identity', 'tanh')
 
 
-class Mixing(BaseModule):
-    """A token mixer plus an optional depth-wise convolution of the values.
+class LePEMixer(BaseModule):
+    """Token mixer with locally-enhanced position encoding (LePE), a depth-wise convolution of the values (CSWin Eq. 7).
 
     Args:
         dim (int): Width C of the tokens.
@@ -63,15 +65,18 @@ class Mixing(BaseModule):
             bias=bias if mixer.bias else None,
             context=context,
         )
-        return out if local is None else out + on_grid(local, v, grid)
+        return out if local is None else self.add_local(out, on_grid(local, v, grid))
+
+    def add_local(self, out: Tensor, local: Tensor) -> Tensor:
+        return out + local
 
 
-class Attention(Mixing):
+class Attention(LePEMixer):
     """Projections around a token mixer: ``out = W_o((mix(q, k, v) + DWConv(v)) * gate)``.
 
     Args:
-        dim, num_heads, mixer, grid, local_kernel: See :class:`Mixing`.
-        gate (str, optional): Gate for a mixer that has no opinion of its own: ``'projection'`` multiplies the output
+        dim, num_heads, mixer, grid, local_kernel: See :class:`LePEMixer`.
+        gate (str, optional): Gate of mixers with ``gate = 'host'``: ``'projection'`` multiplies the output
             with a linear projection of the input (RALA Eq. 6), ``'identity'`` with the input, ``'tanh'`` with its tanh.
         qkv_bias (bool): Bias of the input projection.
 
@@ -93,8 +98,7 @@ class Attention(Mixing):
         init_cfg=None,
     ) -> None:
         super().__init__(dim, num_heads, mixer, grid, local_kernel, init_cfg)
-        own = type(self.mixer).gate is not None or 'gate' in vars(self.mixer)  # None of a mixer's own counts as well
-        self.gate = self.mixer.gate if own else gate
+        self.gate = gate if self.mixer.gate == 'host' else self.mixer.gate
         if self.gate not in GATES:
             raise ValueError(f"gate={self.gate!r}: expected None, 'projection', 'identity' or 'tanh'")
         if self.gate in ('identity', 'tanh') and self.mixer.widths[2] != dim:
@@ -117,12 +121,16 @@ class Attention(Mixing):
         Returns:
             Tensor: (B, N, C).
         """
-        q, k, v, *gate = self.qkv(x).split(self.widths, dim=-1)
+        q, k, v, *gate = self.project(x)
         context = mean_token(source_tokens(x, stage)) if self.mixer.context else None
         out = self.mix(q, k, v, stage.grid, rotary=stage.rotary, context=context)
-        return self.proj(self.gated(out, x, gate))
+        return self.proj(self.apply_gate(out, x, gate))
 
-    def gated(self, out: Tensor, x: Tensor, projected: list) -> Tensor:
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        """Queries, keys, values and, with a projected gate, the gate of (B, N, C) tokens."""
+        return self.qkv(x).split(self.widths, dim=-1)
+
+    def apply_gate(self, out: Tensor, x: Tensor, projected: list) -> Tensor:
         """``out`` times its gate: projected, or of the input ``x``."""
         if self.gate is None:
             return out
@@ -133,7 +141,7 @@ class GlobalAttention(Attention):
     """:class:`Attention` over a whole map, (B, H, W, C) -> (B, H, W, C)."""
 
     def forward(self, x: Tensor, stage: StageContext) -> Tensor:
-        return unflatten(super().forward(x.flatten(1, 2), stage), 1, stage.grid[:2])
+        return super().forward(x.flatten(1, 2), stage).reshape(x.shape)
 
 
 class ReducedKeysAttention(Attention):
@@ -160,7 +168,7 @@ class ReducedKeysAttention(Attention):
         context = mean_token(source_tokens(tokens, stage)) if self.mixer.context else None
         key_grid = Grid(*reduced.shape[1:3])
         out = self.mix(q, k, v, stage.grid, key_grid, context=context)
-        return unflatten(self.proj(self.gated(out, tokens, gate)), 1, stage.grid[:2])
+        return self.proj(self.apply_gate(out, tokens, gate)).reshape(x.shape)
 
     def adapt_state(self, state: dict, prefix: str) -> None:
         """Take ``qkv`` apart in a state dict, in place."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..ops.grid import Grid
-from ..ops.softmax import masked_logit
+from ..ops.padding import masked_logit
 from ..ops.windows import DynamicWindows, Windows
 
 

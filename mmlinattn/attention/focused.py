@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..layers.position import PositionTable
+from ..layers.positions import PositionTable
 from ..ops.grid import on_grid
 from .mixer import TOKEN_MIXERS, LocalMixer, RepeatedConv2d, check_local_kernel
 

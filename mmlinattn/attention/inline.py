@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.feature_maps import check_kernel
 from ..ops.grid import on_grid
-from ..ops.tensors import unflatten
+from ..ops.sizes import unflatten
 from .mixer import TOKEN_MIXERS, LocalMixer
 
 

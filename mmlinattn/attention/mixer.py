@@ -29,8 +29,8 @@ class TokenMixer(BaseModule):
     Class attributes describe the needs of a mixer:
 
     - ``quadratic``: the cost grows with N^2, so a windowed host gives it small windows and shifts them.
-    - ``gate``: how the output is gated by the block's input: None, ``'projection'``, ``'identity'`` or ``'tanh'``
-      (see :class:`~mmlinattn.attention.Attention`).
+    - ``gate``: gate of the output by the block's input: None, ``'projection'``, ``'identity'``, ``'tanh'`` (see
+      :class:`~mmlinattn.attention.Attention`), or ``'host'`` (default) for that of the host.
     - ``rotary``: understands ``rotary``, the encoding of :func:`mmlinattn.layers.rotary_table`.
     - ``bias``: understands an additive ``bias`` on its attention map (relative position bias).
     - ``local_keys``: looks at the neighbours of a key, so that it needs ``regions`` of its grid.
@@ -42,7 +42,7 @@ class TokenMixer(BaseModule):
     """
 
     quadratic = False
-    gate: Optional[str] = None
+    gate: Optional[str] = 'host'
     rotary = False
     bias = False
     local_keys = False
@@ -115,7 +115,10 @@ class LocalMixer(TokenMixer):
 
     def forward(self, q, k, v, grid, key_grid, mask=None, context=None, **_) -> Tensor:
         out, local = self.attend(q, k, v, key_grid, mask), self.convolve(v, key_grid, context)
-        return out if local is None else out + local
+        return out if local is None else self.add_local(out, local)
+
+    def add_local(self, out: Tensor, local: Tensor) -> Tensor:
+        return out + local
 
 
 class RepeatedConv2d(nn.Conv2d):

@@ -17,7 +17,7 @@ from ..attention import Grid, StageContext
 from ..checkpoints.loading import load_pretrained
 from ..inference import run
 from ..layers import FactorisedLinear, MapLayerNorm, build_ffn, is_batch_norm
-from ..ops.tensors import clone_if_open, to_image
+from ..ops.sizes import clone_if_open, to_image
 from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
 

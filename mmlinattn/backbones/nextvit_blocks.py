@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..attention import ReducedKeysAttention, StageContext
 from ..layers import MLP, build_map_norm
 from ..ops.maps import mean_pool, sequence_mean
-from ..ops.tensors import to_image
+from ..ops.sizes import to_image
 
 SHARE = 0.75  # of a transformer block's channels, and of its stochastic depth, that belong to the attention
 

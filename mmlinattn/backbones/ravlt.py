@@ -22,7 +22,7 @@ from ..layers import (
     is_foldable,
     rotary_table,
 )
-from ..ops.tensors import accumulation_dtype
+from ..ops.dtypes import accumulation_dtype
 from ..utils.private_apis import is_altered
 from .arch import check_type
 from .base import PyramidBackbone

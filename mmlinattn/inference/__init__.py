@@ -1,36 +1,38 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """How a backbone runs: chosen here once a forward pass, never in layers, attentions or hosts.
 
-Modules are plain PyTorch. On a CPU without gradients, :class:`~mmlinattn.inference.cpu.CPUForward` computes the same
-with fused operators and reused memory; in graphs, on GPUs, in training, and for modules that are patched or hooked,
-the module itself is called.
+Modules are plain PyTorch. On a CPU without gradients their twins are called (:mod:`.fused`): the same forward passes
+with fused operators and reused memory. In graphs, on GPUs, in training, and if they are patched or hooked, the modules
+themselves are.
 """
 
+import operator
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers import ConvOfGELU
 from ..ops import dispatch
 from ..utils import private_apis
-from ..utils.private_apis import methods_of
-from . import attention  # noqa: F401  fills the table
-from .cpu import KNOWN, CPUForward
+from . import fused_attention  # noqa: F401  registers twins
+from .fused import TWINS, Precision, fuse, replaced_methods
 from .mixed_precision import MixedPrecision
 from .recomputing import call_recomputed
-from .snapshot import dtype_of, is_known, snapshot_of
+from .snapshot import Snapshot, dtype_of, snapshot_of
 
-__all__ = ['CPUForward', 'run']
+__all__ = ['run']
 
-# functions that forward passes of modules call and fused ones may not: users may replace them
-_OWN = methods_of(KNOWN)
-_METHODS = [
-    *_OWN,
-    *((nn.Module, name, getattr(nn.Module, name)) for name in ('__call__', '_call_impl')),
-    *((F, name, getattr(F, name)) for name in ('linear', 'conv2d', 'gelu', 'layer_norm', 'batch_norm')),
+# functions that modules call and twins may not: users may replace them
+_HOLDERS: list[tuple[Any, str]] = [
+    *((kind, name) for kind, twin in TWINS.items() for name in replaced_methods(kind, twin)),
+    *((kind, 'forward') for kind in (nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, ConvOfGELU)),
+    *((F, name) for name in ('linear', 'conv2d', 'gelu', 'layer_norm', 'batch_norm')),
 ]
-_NAMES = {kind: frozenset(vars(kind)) for kind, *_ in _OWN}
+_FUNCTIONS = [(holder, name, getattr(holder, name)) for holder, name in _HOLDERS]
 
 
 def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
@@ -57,19 +59,17 @@ def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
 def _run(backbone, x: Tensor, products: torch.dtype) -> tuple[Tensor, ...]:
     """Outputs with products of type ``products``."""
     call = plain_caller(backbone)
-    if dispatch.needs_reference(x) or private_apis.has_global_hooks() or _code_is_changed():
+    if dispatch.needs_reference(x) or private_apis.has_global_hooks() or _functions_are_replaced():
         return backbone.features(x, call)
-    # a host of another package may compute between its modules as autocast casts
-    snapshot = snapshot_of(backbone) if is_known(type(backbone)) else None
-    is_plain = snapshot is not None and snapshot.is_plain
+    snapshot = snapshot_of(backbone)
     if torch.is_grad_enabled():
-        if snapshot is not None and is_plain and products != x.dtype and snapshot.dtype == torch.float32:
+        if snapshot.is_plain and products != x.dtype and snapshot.dtype == torch.float32:
             call = MixedPrecision(snapshot.groups, x, backbone.with_cp)
     # float16 would lose small layer scales in a matrix
     elif dispatch.on_cpu(x) and not backbone.training and products != torch.float16:
         if not private_apis.has_function_modes():
-            call = CPUForward(products, x.dtype).call
-    with dispatch.settle() if is_plain else nullcontext():
+            call = twin_caller(snapshot, Precision.of(products, x.dtype))
+    with dispatch.settle() if snapshot.is_plain and x.numel() else nullcontext():
         return backbone.features(x, call)
 
 
@@ -77,21 +77,31 @@ def _call(module, *args):
     return module(*args)
 
 
-def plain_caller(backbone):
-    """The default module caller."""
-    return call_recomputed if backbone.with_cp else _call
+def plain_caller(backbone) -> Callable:
+    """Return the default caller of modules."""
+    return call_recomputed if backbone.with_cp else getattr(operator, 'call', _call)  # Python 3.11
 
 
-def _code_is_changed() -> bool:
-    """Return True if a function of PyTorch or a method of a class with a fused form was replaced."""
-    for holder, name, function in _METHODS:
-        if holder.__dict__.get(name) is not function:
+def twin_caller(snapshot: Snapshot, precision: Precision) -> Callable:
+    """Return the caller of fused twins."""
+    twins = snapshot.twins.setdefault(precision, {})
+
+    def call(module, *args) -> Any:
+        twin = twins.get(module)
+        if twin is None:
+            twin = fuse(module, precision)
+            if module in snapshot.modules:
+                twins[module] = twin
+        return twin(*args)
+
+    return call
+
+
+def _functions_are_replaced() -> bool:
+    """Return True if a function of PyTorch, or a method that twins replace, is another than at import."""
+    for holder, name, function in _FUNCTIONS:
+        if getattr(holder, name) is not function:
             return True
-    for kind, names in _NAMES.items():
-        if len(kind.__dict__) != len(names):
-            for name in kind.__dict__.keys() - names:
-                if callable(kind.__dict__[name]):
-                    return True
     return False
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops.tensors import accumulation_dtype
+from ..ops.dtypes import accumulation_dtype
 from ..ops.windows import Windows
 
 # Rows and columns of a map, and the windows without a shift that they are cut into.

@@ -11,6 +11,7 @@ from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import nn
 
 from ..utils.private_apis import is_altered
+from .fused import Precision
 from .mixed_precision import WeightGroup
 
 KNOWN = {
@@ -25,7 +26,7 @@ def is_known(kind: type) -> bool:
 
 
 class Snapshot:
-    """Modules below a backbone as they were, and the weights that are cast together.
+    """Modules below a backbone as they were, the weights that are cast together, and twins for inference.
 
     Args:
         backbone (nn.Module): The backbone; no reference to it is kept.
@@ -34,15 +35,21 @@ class Snapshot:
         is_plain (bool): All modules are of known classes, without hooks, and have weights of their own.
         dtype (torch.dtype): The type of all weights.
         groups (list[WeightGroup]): Weights by stage.
+        modules (set[nn.Module]): Modules below the backbone.
+        twins (dict): Fused twins by precision and module.
     """
 
     def __init__(self, backbone: Any) -> None:
         parts = list(backbone.modules())
         self.children = dict(backbone._modules)
+        self.modules = set(parts[1:])
+        # modules of other packages are called themselves, and may write their attributes
         self.entries = [
-            (part, part.__dict__, type(part), len(part.__dict__), dict(part._modules), _hooks(part), _weights(part))
+            (part, part.__dict__, type(part), dict(part.__dict__), dict(part._modules), _hooks(part), _weights(part))
             for part in parts[1:]
+            if is_known(type(part))
         ]
+        self.twins: dict[Precision, dict[nn.Module, Any]] = {}
         self.dtype = dtype_of(backbone)
         # hooks of the backbone itself run around all of this
         self.is_plain = not is_altered(*parts[1:]) and all(is_known(type(part)) for part in parts)
@@ -54,25 +61,28 @@ class Snapshot:
         self.groups = [WeightGroup(modules) for modules in backbone.stage_modules()] if self.is_plain else []
 
     def is_current(self, backbone: nn.Module) -> bool:
-        """Return True if no module was replaced, hooked or given an attribute or other weights since."""
+        """Return True if no module was replaced, hooked or given other attributes or kinds of weights since."""
         if backbone._modules != self.children:
             return False
-        for part, state, kind, size, children, hooks, kinds in self.entries:
-            if type(part) is not kind or len(state) != size or state['_modules'] != children:
-                return False
-            if (
-                len(state['_forward_hooks']) != hooks[0]
-                or len(state['_forward_pre_hooks']) != hooks[1]
-                or len(state['_backward_hooks']) != hooks[2]
-                or len(state['_backward_pre_hooks']) != hooks[3]
-            ):
-                return False
-            weights = state['_parameters']
-            if len(weights) != len(kinds):
-                return False
-            for name, weight in weights.items():
-                if kinds.get(name) != (None if weight is None else (type(weight), weight.dtype)):
+        try:
+            for part, state, kind, kept, children, hooks, kinds in self.entries:
+                if type(part) is not kind or state != kept or state['_modules'] != children:
                     return False
+                if (
+                    len(state['_forward_hooks']) != hooks[0]
+                    or len(state['_forward_pre_hooks']) != hooks[1]
+                    or len(state['_backward_hooks']) != hooks[2]
+                    or len(state['_backward_pre_hooks']) != hooks[3]
+                ):
+                    return False
+                weights = state['_parameters']
+                if len(weights) != len(kinds):
+                    return False
+                for name, weight in weights.items():
+                    if kinds.get(name) != (None if weight is None else (type(weight), weight.dtype)):
+                        return False
+        except RuntimeError:  # another tensor as an attribute: it has no truth value
+            return False
         return True
 
 
@@ -103,8 +113,9 @@ _snapshots: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def snapshot_of(backbone: nn.Module) -> Snapshot:
-    """Return the snapshot of a backbone, taken anew if it is out of date."""
-    found = _snapshots.get(backbone)
+    """Return the snapshot of a backbone in its mode, taken anew if it is out of date."""
+    of_modes = _snapshots.setdefault(backbone, {})
+    found = of_modes.get(backbone.training)
     if found is None or not found.is_current(backbone):
-        found = _snapshots[backbone] = Snapshot(backbone)
+        found = of_modes[backbone.training] = Snapshot(backbone)
     return found

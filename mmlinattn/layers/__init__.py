@@ -2,21 +2,16 @@
 from ..ops import rotary_table
 from .block import MLP, Block, ConvFFN, DWConvFFN, ResidualDWConv, SourceBlock, TokenBlock
 from .compact import FactorisedLinear, build_ffn, compact
+from .norms import MapLayerNorm, build_map_norm, build_token_norm, fold_batch_norm, is_batch_norm, is_foldable
 from .patch_embed import (
     ConvDownsample,
     ConvOfGELU,
     ConvStem,
-    MapLayerNorm,
     PatchConv2d,
     PatchEmbed,
     PatchMerging,
-    build_map_norm,
-    build_token_norm,
-    fold_batch_norm,
-    is_batch_norm,
-    is_foldable,
 )
-from .position import PositionTable
+from .positions import PositionTable, RelativePositionBias
 
 __all__ = [
     'MLP',
@@ -32,6 +27,7 @@ __all__ = [
     'PatchEmbed',
     'PatchMerging',
     'PositionTable',
+    'RelativePositionBias',
     'ResidualDWConv',
     'SourceBlock',
     'TokenBlock',

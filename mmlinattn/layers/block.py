@@ -10,8 +10,8 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.tensors import to_image, unflatten
-from .patch_embed import build_token_norm, norm_tokens
+from ..ops.sizes import to_image, unflatten
+from .norms import build_token_norm
 
 
 class Block(BaseModule):
@@ -55,11 +55,12 @@ class Block(BaseModule):
         position = self.position
         if position is not None:
             x = position(x)
-        x = self.add(x, self.attn(norm_tokens(self.norm1, x), stage), self.gamma1)
-        return self.add(x, self.feed_forward(x, stage), self.gamma2)
+        # norms get three dimensions: upstream's FLOP counters take four for (B, C, H, W)
+        x = self.add(x, self.attn(self.norm1(x.flatten(1, -2)).reshape(x.shape), stage), self.gamma1)
+        return self.add(x, self.feed_forward(self.norm2(x.flatten(1, -2)).reshape(x.shape), stage), self.gamma2)
 
     def feed_forward(self, x: Tensor, stage) -> Tensor:
-        return self.ffn(norm_tokens(self.norm2, x))
+        return self.ffn(x)
 
     def add(self, x: Tensor, branch: Tensor, gamma: Optional[Tensor]) -> Tensor:
         """``x + DropPath(gamma * branch)``. Paths are dropped in a small tensor of scales, not in the map."""
@@ -84,11 +85,11 @@ class TokenBlock(Block):
     """:class:`Block` of tokens (B, N, C) with class tokens and a feed-forward network of maps."""
 
     def feed_forward(self, x: Tensor, stage) -> Tensor:
-        tokens, (height, width, prefix) = self.norm2(x), stage.grid[:3]
-        image = self.ffn(unflatten(tokens[:, prefix:], 1, (height, width))).flatten(1, 2)
+        height, width, prefix = stage.grid[:3]
+        image = self.ffn(unflatten(x[:, prefix:], 1, (height, width))).flatten(1, 2)
         if not prefix:
             return image
-        class_tokens = self.ffn(tokens[:, :prefix].flatten(0, 1)[:, None, None])  # each a map of one pixel
+        class_tokens = self.ffn(x[:, :prefix].flatten(0, 1)[:, None, None])  # each a map of one pixel
         return torch.cat((class_tokens.reshape(x.shape[0], prefix, -1), image), dim=1)
 
 

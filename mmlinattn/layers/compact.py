@@ -8,10 +8,10 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from ..ops.tensors import unflatten
+from ..ops.sizes import unflatten
 from ..utils.private_apis import is_altered
 from .block import MLP, ConvFFN, DWConvFFN
-from .patch_embed import is_foldable
+from .norms import is_foldable
 
 FFNS = {'mlp': MLP, 'conv': ConvFFN, 'dwconv': DWConvFFN}
 MATRICES = {'M1': 'fc1', 'M2': 'fc2'}

@@ -7,53 +7,13 @@ from functools import partial
 from typing import Optional
 
 import torch.nn.functional as F
-from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _NormBase
-from typing_extensions import TypeGuard
 
 from .. import ops
 from ..ops.maps import cut_patches, pad_by, pad_to_multiple
-from ..ops.tensors import accumulation_dtype, to_image, unflatten
-from ..utils.private_apis import is_altered
-
-
-def build_map_norm(norm_cfg: dict, dim: int) -> nn.Module:
-    """A norm of (B, C, H, W) maps.
-
-    Raises:
-        ValueError: For one over the last axis.
-    """
-    norm = build_norm_layer(norm_cfg, dim)[1]
-    if type(norm) is nn.LayerNorm:
-        raise ValueError(f"norm_cfg={norm_cfg}: expected a norm of (B, C, H, W) maps, as 'BN', 'SyncBN' or 'GN'")
-    return norm
-
-
-def build_token_norm(norm_cfg: dict, dim: int) -> nn.Module:
-    """A norm over the last axis, of (B, N, C) tokens or (B, H, W, C) maps.
-
-    Raises:
-        ValueError: For a norm of (B, C, ...) maps: it would take rows or tokens for channels.
-    """
-    norm = build_norm_layer(norm_cfg, dim)[1]
-    if isinstance(norm, (_NormBase, nn.GroupNorm)):
-        raise ValueError(f"norm_cfg={norm_cfg}: expected a norm over the last axis, as 'LN'")
-    return norm
-
-
-def norm_tokens(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``norm(x)`` of tokens (B, N, C) or a map (B, H, W, C), called with three dimensions: hooks of upstream's tools
-    take four for (B, C, H, W)."""
-    return norm(x) if x.dim() == 3 else unflatten(norm(x.flatten(1, 2)), 1, x.shape[1:3])
-
-
-class MapLayerNorm(nn.LayerNorm):
-    """LayerNorm over the channels of (B, C, H, W), the layout that tools expect of a backbone's last norm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+from ..ops.sizes import to_image
+from .norms import build_map_norm, build_token_norm
 
 
 class ConvOfGELU(nn.Conv2d):
@@ -177,30 +137,3 @@ class PatchMerging(BaseModule):
     def forward(self, x: Tensor) -> Tensor:
         patches = cut_patches(pad_to_multiple(x, 2), 2).transpose(3, 4)  # the neighbour below comes second
         return self.reduction(self.norm(patches.flatten(3)))
-
-
-# --- batch norms folded into convolutions -----------------------------------------------------------------------------
-
-
-def is_batch_norm(module: nn.Module) -> bool:
-    """Return True for a batch norm, also for MMCV's ``MMSyncBN``, no subclass of PyTorch's ``_BatchNorm``."""
-    return isinstance(module, _BatchNorm) or type(module).__name__ == 'SyncBatchNorm'
-
-
-def is_foldable(norm: Optional[nn.Module]) -> TypeGuard[_BatchNorm]:
-    """Return True for an unaltered batch norm with running statistics and weights."""
-    if not isinstance(norm, _BatchNorm) or is_altered(norm):
-        return False
-    if norm.running_var is None or norm.weight is None or norm.bias is None:
-        return False
-    return type(norm).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
-
-
-def fold_batch_norm(conv: nn.Conv2d, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """Return weight and bias of ``conv`` with ``norm``, in eval mode, folded into it."""
-    wide = accumulation_dtype(conv.weight)
-    assert norm.running_mean is not None and norm.running_var is not None  # see is_foldable
-    scale = (norm.weight.to(wide) / (norm.running_var.to(wide) + norm.eps).sqrt()).to(wide)
-    bias = -norm.running_mean if conv.bias is None else conv.bias - norm.running_mean
-    weight, bias = conv.weight * scale[:, None, None, None], bias * scale + norm.bias
-    return weight.to(conv.weight.dtype), bias.to(conv.weight.dtype)

@@ -10,7 +10,7 @@ from .focused import focused_attention
 from .hallucinated import hallucinated_attention
 from .hydra import hydra_attention
 from .inline import inline_attention
-from .plain_linear import linear_attention
+from .linear import linear_attention
 from .rank_augmented import rala
 from .residual import add_scaled
 from .rotary import rotary_table, rotate

@@ -5,10 +5,11 @@ from typing import Optional
 from torch import Tensor
 
 from . import dispatch
-from .dispatch import accumulation_dtype
+from .dtypes import accumulation_dtype
 from .feature_maps import unit
-from .gradients import apply_rule, recomputed
-from .tensors import count_tokens, heads_of, tokens_of
+from .gradients import recomputed
+from .heads import merge_heads_5d, split_heads_5d
+from .padding import count_tokens
 
 
 def angular_attention(
@@ -53,22 +54,22 @@ def angular_attention(
         options = dict(num_heads=num_heads, released=released, unit_output=unit_output)
         if dispatch.backend(q, k, v) == 'reference':
             return _equation(q, k, v, mask, **options)
-        return apply_rule(_RULE, options, q, k, v, mask)
+        return _Recomputed.apply(options, q, k, v, mask)
 
 
 def _equation(q, k, v, mask, num_heads, released, unit_output) -> Tensor:
     wide, dtype = accumulation_dtype(q), v.dtype
     # sums over tokens of the released form are not divided by their number, which float16 would not hold
-    q, k, v = (heads_of(t.to(wide), num_heads) for t in (q, k, v))
+    q, k, v = (split_heads_5d(t.to(wide), num_heads) for t in (q, k, v))
     q, k = unit(q), unit(k)
     if released:
         out = v / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi
-        return tokens_of((unit(out) if unit_output else out).to(dtype))
+        return merge_heads_5d((unit(out) if unit_output else out).to(dtype))
     count = count_tokens(k, mask)
     k = k if mask is None else k * mask[:, None, :, None].to(wide)
     numerator = v.sum(dim=-2, keepdim=True) / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi
     weight = count / 2 + q @ k.sum(dim=-2, keepdim=True).transpose(-1, -2) / math.pi
-    return tokens_of((numerator / weight).to(dtype))
+    return merge_heads_5d((numerator / weight).to(dtype))
 
 
-_RULE = recomputed(_equation)
+_Recomputed = recomputed(_equation)

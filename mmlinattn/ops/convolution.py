@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import dispatch
-from .gradients import GradientRule, apply_rule
+from .gradients import AnalyticGradient
 
 Spans = Union[int, str, tuple[int, ...]]
 
@@ -41,22 +41,18 @@ def conv_of_gelu(
     """
     settings = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, residual=residual)
     is_plain = not torch.is_grad_enabled() or x.numel() == 0 or isinstance(padding, str)
+    is_plain = is_plain or (not dispatch.state.settled and dispatch.needs_reference(x, weight, bias))
     # autocast would change the type of float32 maps on the way
-    is_plain = is_plain or (x.dtype == torch.float32 and dispatch.autocasts(x))
-    if is_plain or dispatch.backend(x, weight, bias) == 'reference':
+    if is_plain or (x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)):
         return conv_of_gelu_reference(x, weight, bias, **settings)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    return apply_rule(_CONV_OF_GELU, settings, x, weight, bias)
+    return _ConvOfGELU.apply(settings, x, weight, bias)
 
 
 def conv_of_gelu_reference(x, weight, bias, stride, padding, dilation, groups, residual) -> Tensor:
     hidden = F.gelu(x)
     out = F.conv2d(hidden, weight, bias, stride, padding, dilation, groups)
     return hidden + out if residual else out
-
-
-def _conv_of_gelu(*args, **settings):
-    return conv_of_gelu_reference(*args, **settings), ()
 
 
 def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, padding, dilation, groups, residual):
@@ -71,7 +67,14 @@ def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, padding, dilatio
     return grad_x, grad_weight, grad_bias
 
 
-_CONV_OF_GELU = GradientRule(conv_of_gelu_reference, _conv_of_gelu, _conv_of_gelu_backward)
+class _ConvOfGELU(AnalyticGradient):
+    equation, gradient = staticmethod(conv_of_gelu_reference), staticmethod(_conv_of_gelu_backward)
+
+    @staticmethod
+    def forward(ctx: Any, options, x, weight, bias):
+        ctx.op, ctx.options = _ConvOfGELU, options
+        ctx.save_for_backward(x, weight, bias)
+        return conv_of_gelu_reference(x, weight, bias, **options)
 
 
 # --- kernels of each image's own --------------------------------------------------------------------------------------

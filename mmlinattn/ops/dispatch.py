@@ -156,11 +156,6 @@ def without_autocast(x: Tensor):
     return torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext()
 
 
-def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """The type of sums, angles and interpolation: float32 for half precision, the type of ``x`` otherwise."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def onednn_takes(dtype: torch.dtype) -> bool:
     """Return True for float32, and for bfloat16 on a CPU with units for it."""
     if not (private_apis.HAS_ONEDNN and torch.backends.mkldnn.enabled):

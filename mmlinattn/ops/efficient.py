@@ -4,10 +4,10 @@ from typing import Optional
 from torch import Tensor
 
 from . import dispatch
-from .dispatch import accumulation_dtype
-from .gradients import apply_rule, recomputed
-from .softmax import masked_logit
-from .tensors import heads_of, tokens_of
+from .dtypes import accumulation_dtype
+from .gradients import recomputed
+from .heads import merge_heads_5d, split_heads_5d
+from .padding import masked_logit
 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: Optional[Tensor] = None) -> Tensor:
@@ -31,17 +31,17 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: O
     with dispatch.without_autocast(q):
         if dispatch.backend(q, k, v) == 'reference':
             return _equation(q, k, v, mask, num_heads)
-        return apply_rule(_RULE, dict(num_heads=num_heads), q, k, v, mask)
+        return _Recomputed.apply(dict(num_heads=num_heads), q, k, v, mask)
 
 
 def _equation(q, k, v, mask, num_heads) -> Tensor:
     wide = accumulation_dtype(q)
-    q, k, v = heads_of(q, num_heads), heads_of(k, num_heads).to(wide), heads_of(v, num_heads)
+    q, k, v = split_heads_5d(q, num_heads), split_heads_5d(k, num_heads).to(wide), split_heads_5d(v, num_heads)
     if mask is not None:
         k = k.masked_fill(~mask[:, None, :, None], masked_logit(wide))
     state = k.softmax(dim=-2).transpose(-1, -2) @ v.to(wide)
     # the state is a mean of values: half precision holds it
-    return tokens_of(q.softmax(dim=-1, dtype=wide).to(v.dtype) @ state.to(v.dtype))
+    return merge_heads_5d(q.softmax(dim=-1, dtype=wide).to(v.dtype) @ state.to(v.dtype))
 
 
-_RULE = recomputed(_equation)
+_Recomputed = recomputed(_equation)

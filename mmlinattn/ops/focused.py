@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -7,10 +7,12 @@ from torch import Tensor
 
 from ..utils import private_apis
 from . import dispatch
-from .dispatch import accumulation_dtype
-from .gradients import GradientRule, apply_rule
-from .plain_linear import linear_attention_reference
-from .tensors import are_attended, blocks, padded_eps, split_heads
+from .blocks import blocks
+from .dtypes import accumulation_dtype
+from .gradients import AnalyticGradient
+from .heads import needs_equation, split_heads
+from .linear import linear_attention_reference
+from .padding import padded_eps
 
 
 def focused_attention(
@@ -46,11 +48,11 @@ def focused_attention(
         Tensor: (B, N, E), in the dtype of ``v``.
     """
     with dispatch.without_autocast(q):
-        fits = are_attended(q, k, v, num_heads) and inverse_scale.shape == q.shape[-1:]
         options = dict(num_heads=num_heads, power=power, eps=eps)
-        if dispatch.backend(q, k, v, inverse_scale, offset) == 'reference' or not fits:
+        fits = inverse_scale.shape == q.shape[-1:]
+        if not fits or needs_equation(q, k, v, num_heads, inverse_scale, offset):
             return _equation(q, k, v, inverse_scale, offset, mask, **options)
-        return apply_rule(_RULE, options, q, k, v, inverse_scale, offset, mask)
+        return _Focused.apply(options, q, k, v, inverse_scale, offset, mask)
 
 
 def _equation(q, k, v, inverse_scale, offset, mask, num_heads, power, eps) -> Tensor:
@@ -84,7 +86,7 @@ def smallest_base(dtype: torch.dtype, power: float) -> float:
 # --- by hand: the backward pass computes the map once more ------------------------------------------------------------
 
 
-def _placed(k: Tensor, offset: Optional[Tensor], images: slice, rows: slice) -> Tensor:
+def _add_offset(k: Tensor, offset: Optional[Tensor], images: slice, rows: slice) -> Tensor:
     """A block of keys, their positions added."""
     part = k[images, rows]
     return part if offset is None else part + offset.expand_as(k)[images, rows].to(k.dtype)
@@ -144,7 +146,7 @@ def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
     state = scale.new_zeros(batch, num_heads, q.shape[-1] // num_heads, v.shape[-1] // num_heads)
     key_mean = scale.new_zeros(batch, 1, k.shape[-1])
     for images, rows in blocks(k, *k.shape[:2]):
-        keys = _focus(_placed(k, offset, images, rows), scale, power, eps)
+        keys = _focus(_add_offset(k, offset, images, rows), scale, power, eps)
         values = split_heads(v[images, rows].to(wide), num_heads)
         state[images] += split_heads(keys, num_heads).transpose(-1, -2) @ values
         if mask is None:
@@ -186,7 +188,7 @@ def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
     grad_state /= count[:, None, None, None]
     grad_mean = (grad_mean / count[:, None, None, None]).flatten(2)  # (B, 1, C)
     for images, rows in blocks(k, *k.shape[:2]):
-        part = _placed(k, offset, images, rows)
+        part = _add_offset(k, offset, images, rows)
         y, r, norm = _focus_with_base(part, scale, power, eps)
         values = split_heads(v[images, rows].to(scale.dtype), num_heads)
         split_heads(grad_v[images, rows], num_heads).copy_(split_heads(y, num_heads) @ grad_state[images])
@@ -201,4 +203,12 @@ def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
     return grad_q, grad_k, grad_v, grad_scale, grad_offset, None
 
 
-_RULE = GradientRule(_equation, _forward, _backward)
+class _Focused(AnalyticGradient):
+    equation, gradient = staticmethod(_equation), staticmethod(_backward)
+
+    @staticmethod
+    def forward(ctx: Any, options, q, k, v, inverse_scale, offset, mask):
+        ctx.op, ctx.options = _Focused, options
+        out, kept = _forward(q, k, v, inverse_scale, offset, mask, **options)
+        ctx.save_for_backward(q, k, v, inverse_scale, offset, mask, *kept)
+        return out

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Gradients written by hand: they keep less memory than autograd."""
+"""Analytic gradients: they keep less memory than autograd, or start fewer kernels."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -11,53 +11,51 @@ from ..utils import private_apis
 from . import dispatch
 
 
-class GradientRule(NamedTuple):
-    """Equation, forward and backward pass of an op; ``options`` are the non-tensors.
+class AnalyticGradient(torch.autograd.Function):
+    """Base class of ops with an analytic gradient, called as ``apply(options, *tensors)``.
+
+    ``forward(ctx, options, *tensors)`` of a subclass sets ``ctx.op`` (the subclass) and ``ctx.options``, and saves the
+    tensors, then others that the gradient needs. Results are neither inputs nor views of them.
+
+    Gradients to differentiate (``create_graph=True``) and batched ones (``is_grads_batched=True``) are those of
+    ``equation``.
 
     Attributes:
         equation: ``(*tensors, **options)`` -> result, in operations that autograd records.
-        forward: The same -> result, and the tensors that ``backward`` needs besides the inputs.
-        backward: ``(gradients of the results, inputs, kept tensors, flags of inputs that need one, **options)`` ->
-            gradients of the inputs.
+        gradient: ``(gradients of the results, tensors, other saved tensors, flags of tensors that need a gradient,
+            **options)`` -> gradients of the tensors. By default ``equation`` is recomputed and differentiated.
     """
 
     equation: Callable
-    forward: Callable
-    backward: Optional[Callable]
-
-
-def recomputed(equation: Callable) -> GradientRule:
-    """A rule that recomputes the equation in the backward pass instead of keeping its intermediate results."""
-    return GradientRule(equation, lambda *tensors, **options: (equation(*tensors, **options), ()), None)
-
-
-class _RuleFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rule: GradientRule, options: dict, *tensors):
-        out, kept = rule.forward(*tensors, **options)
-        ctx.rule, ctx.options, ctx.num_inputs = rule, options, len(tensors)
-        ctx.save_for_backward(*tensors, *kept)
-        return out
+    gradient: Optional[Callable] = None
 
     @staticmethod
     def backward(ctx: Any, *grads):
-        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        inputs, kept = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
+        op, saved, wanted = ctx.op, ctx.saved_tensors, ctx.needs_input_grad[1:]
+        inputs, kept = saved[: len(wanted)], saved[len(wanted) :]
         with dispatch.without_autocast(grads[0]):  # on if the backward pass runs inside of it
-            transformed = any(private_apis.is_batched(grad) for grad in grads) or dispatch.needs_reference(
-                *grads, *inputs
-            )
-            if ctx.rule.backward is None or torch.is_grad_enabled() or transformed:
-                found = _gradients_of(ctx.rule.equation, inputs, wanted, grads, ctx.options)
+            transformed = any(map(private_apis.is_batched, grads)) or dispatch.needs_reference(*grads, *inputs)
+            if op.gradient is None or torch.is_grad_enabled() or transformed:
+                found = _gradients_of(op.equation, inputs, wanted, grads, ctx.options)
             else:
-                found = ctx.rule.backward(grads, inputs, kept, wanted, **ctx.options)
-        return None, None, *(grad if want else None for grad, want in zip(found, wanted))
+                found = op.gradient(grads, inputs, kept, wanted, **ctx.options)
+        return None, *(grad if want else None for grad, want in zip(found, wanted))
 
 
-# (rule, options, *tensors) -> the result of ``rule.forward``, with the gradients of ``rule.backward``. Gradients
-# to differentiate (``create_graph=True``) or batched ones (``is_grads_batched=True``) are those of the equation. No
-# result may be an input or a view of one.
-apply_rule = _RuleFunction.apply
+def recomputed(of_equation: Callable) -> type[AnalyticGradient]:
+    """Return the function that recomputes an equation in the backward pass instead of keeping its intermediate
+    results."""
+
+    class Recomputed(AnalyticGradient):
+        equation = staticmethod(of_equation)
+
+        @staticmethod
+        def forward(ctx: Any, options: dict, *tensors):
+            ctx.op, ctx.options = Recomputed, options
+            ctx.save_for_backward(*tensors)
+            return of_equation(*tensors, **options)
+
+    return Recomputed
 
 
 def _gradients_of(equation, inputs, wanted, grads, options) -> Sequence[Optional[Tensor]]:

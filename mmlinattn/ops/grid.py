@@ -6,7 +6,8 @@ from typing import NamedTuple, Optional
 import torch.nn.functional as F
 from torch import Tensor
 
-from .tensors import to_image, unflatten
+from . import dispatch
+from .sizes import clone_if_open
 
 
 class Grid(NamedTuple):
@@ -31,7 +32,8 @@ class Grid(NamedTuple):
 
 def to_map(x: Tensor, grid: Grid) -> Tensor:
     """Patch tokens (B, prefix + h * w, C) as an (B, C, h, w) view in channels-last memory."""
-    return to_image(unflatten(x[:, grid.prefix :], 1, (grid.height, grid.width)))
+    image = x[:, grid.prefix :].reshape(x.shape[0], grid.height, grid.width, x.shape[2]).permute(0, 3, 1, 2)
+    return image if dispatch.state.settled else clone_if_open(image)
 
 
 def to_tokens(x: Tensor) -> Tensor:

@@ -8,9 +8,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..utils import private_apis
 from . import dispatch
-from .dispatch import accumulation_dtype
-from .softmax import attend, masked_bias
-from .tensors import is_known, merge_heads, split_heads, to_image, unflatten
+from .dtypes import accumulation_dtype
+from .heads import merge_heads, split_heads
+from .padding import masked_bias
+from .sizes import is_known, to_image, unflatten
+from .softmax import attend
 
 Step = Union[None, Tensor, nn.Module]
 
@@ -71,7 +73,7 @@ def hallucinated_attention(
         return _by_maps(q, k, v, num_heads, grid, intra, cross, cross_first, mask, bias)
     intra, cross = kernels
     # With gradients, fused attention of wide heads is faster than computing the blocks again for the backward pass.
-    whole = q.dtype == dispatch.accumulation_dtype(q) == v.dtype and not dispatch.autocasts(q)
+    whole = q.dtype == accumulation_dtype(q) == v.dtype and not dispatch.autocasts(q)
     in_blocks = whole and not (torch.is_grad_enabled() or cross_first) and dispatch.backend(q, k, v) == 'cpu'
     mixed_heads = _mixed_maps if in_blocks else _wide_heads
     half = num_heads // 2
@@ -130,14 +132,14 @@ def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: i
     width = int(k.shape[-1]) // len(intra)  # a number: torch.jit.trace hands out sizes as tensors
     weight = intra[:, None].expand(-1, width, -1, -1).reshape(-1, 1, *intra.shape[1:])
     if grid.regions is None:
-        return _convolved(k, grid, weight)
+        return _convolve_grid(k, grid, weight)
     # a rolled window holds up to four parts of the map that are no neighbours of each other
     regions = grid.regions.repeat(k.shape[0] // grid.regions.shape[0], 1).unsqueeze(-1)
     parts = ((regions == region).to(k.dtype) for region in range(4))
-    return sum(part * _convolved(k * part, grid, weight) for part in parts)
+    return sum(part * _convolve_grid(k * part, grid, weight) for part in parts)
 
 
-def _convolved(k: Tensor, grid, weight: Tensor) -> Tensor:
+def _convolve_grid(k: Tensor, grid, weight: Tensor) -> Tensor:
     if is_known(grid.height, grid.width) and 0 in (grid.height, grid.width):  # PyTorch refuses maps without a pixel
         return k
     image = to_image(unflatten(k[:, grid.prefix :], 1, (grid.height, grid.width)))

@@ -4,9 +4,9 @@ from typing import Optional
 from torch import Tensor
 
 from . import dispatch
-from .dispatch import accumulation_dtype
+from .dtypes import accumulation_dtype
 from .feature_maps import unit
-from .gradients import apply_rule, recomputed
+from .gradients import recomputed
 
 
 def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
@@ -27,7 +27,7 @@ def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = No
     """
     if dispatch.backend(q, k, v) == 'reference':
         return _equation(q, k, v)
-    return apply_rule(_RULE, {}, q, k, v)
+    return _Recomputed.apply({}, q, k, v)
 
 
 def _equation(q, k, v) -> Tensor:
@@ -36,4 +36,4 @@ def _equation(q, k, v) -> Tensor:
     return (unit(q.to(wide)) * state).to(v.dtype)
 
 
-_RULE = recomputed(_equation)
+_Recomputed = recomputed(_equation)

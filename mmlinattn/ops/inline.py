@@ -1,26 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from . import dispatch
-from .dispatch import accumulation_dtype
+from .blocks import blocks
+from .dtypes import accumulation_dtype, product_dtype
 from .feature_maps import FEATURE_MAPS, IN_PLACE, check_kernel
-from .gradients import GradientRule, apply_rule
-from .tensors import (
-    are_attended,
-    blocks,
-    copy_by_head,
-    count_tokens,
-    heads_of,
-    inverse_sqrt,
-    product_dtype,
-    split_heads,
-    subtract,
-    token_mean,
-    tokens_of,
-)
+from .gradients import AnalyticGradient
+from .heads import copy_heads, merge_heads_5d, needs_equation, split_heads, split_heads_5d, subtract
+from .padding import count_tokens, inverse_sqrt, token_mean
 
 
 def inline_attention(
@@ -55,14 +45,14 @@ def inline_attention(
     check_kernel(kernel, FEATURE_MAPS)
     with dispatch.without_autocast(q):
         options = dict(num_heads=num_heads, scale=scale, kernel=kernel)
-        if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
+        if needs_equation(q, k, v, num_heads):
             return _equation(q, k, v, mask, **options)
-        return apply_rule(_RULE, options, q, k, v, mask)
+        return _InLine.apply(options, q, k, v, mask)
 
 
 def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
     dtype = v.dtype
-    q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
+    q, k, v = (split_heads_5d(t, num_heads) for t in (q, k, v))
     if q.dtype == torch.float16:  # it keeps one digit of small deviations from the mean
         q, k, v = (t.to(accumulation_dtype(t)) for t in (q, k, v))
     q, k = map(FEATURE_MAPS[kernel], (q, k))
@@ -72,22 +62,22 @@ def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
     # centred before the product: the difference of two rounded products would lose the last digits of half precision.
     # Padded keys do not matter, their values are zero.
     covariance = ((k - key_mean) * root).to(q.dtype).transpose(-1, -2) @ (v * (root * scale)).to(q.dtype)
-    return tokens_of((q @ covariance + value_mean.to(q.dtype)).to(dtype))
+    return merge_heads_5d((q @ covariance + value_mean.to(q.dtype)).to(dtype))
 
 
 # --- by hand: one product a tensor each way ---------------------------------------------------------------------------
 
 
-def _mapped(x: Tensor, num_heads: int, kernel: str, dtype: torch.dtype) -> Tensor:
+def _map_features(x: Tensor, num_heads: int, kernel: str, dtype: torch.dtype) -> Tensor:
     """(B, N, heads * d) -> (B, heads, N, d), mapped; a view for the identity."""
     if kernel == 'identity':
         return split_heads(x, num_heads).to(dtype)
-    return IN_PLACE[kernel][0](copy_by_head(x, num_heads, torch.promote_types(dtype, torch.float32))).to(dtype)
+    return IN_PLACE[kernel][0](copy_heads(x, num_heads, torch.promote_types(dtype, torch.float32))).to(dtype)
 
 
 def _forward(q, k, v, mask, num_heads, scale, kernel):
     wide, products, dtype = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v), v.dtype
-    q, k = _mapped(q, num_heads, kernel, products), _mapped(k, num_heads, kernel, products)
+    q, k = _map_features(q, num_heads, kernel, products), _map_features(k, num_heads, kernel, products)
     v = split_heads(v, num_heads).to(products)
     count = count_tokens(k, mask)
     key_mean = token_mean(k, mask, count)
@@ -119,7 +109,7 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
     products, wide = matrix.dtype, key_mean.dtype
     made = [torch.empty_like(t) for t in (q, k, v)]
     grad_q, grad_k, grad_v = (split_heads(t, num_heads) for t in made)
-    q, k = _mapped(q, num_heads, kernel, products), _mapped(k, num_heads, kernel, products)
+    q, k = _map_features(q, num_heads, kernel, products), _map_features(k, num_heads, kernel, products)
     v, grad = split_heads(v, num_heads).to(products), split_heads(grads[0], num_heads).to(products)
     count = k.shape[2] if count is None else count
     if not dispatch.on_cpu(grad):  # for two products
@@ -159,4 +149,12 @@ def _write(place: Tensor, grad: Tensor, shift, mapped: Tensor, kernel: str) -> N
         place.copy_(IN_PLACE[kernel][1](mapped, grad.sub_(shift)))
 
 
-_RULE = GradientRule(_equation, _forward, _backward)
+class _InLine(AnalyticGradient):
+    equation, gradient = staticmethod(_equation), staticmethod(_backward)
+
+    @staticmethod
+    def forward(ctx: Any, options, q, k, v, mask):
+        ctx.op, ctx.options = _InLine, options
+        out, kept = _forward(q, k, v, mask, **options)
+        ctx.save_for_backward(q, k, v, mask, *kept)
+        return out

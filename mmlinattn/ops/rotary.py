@@ -8,17 +8,10 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .gradients import GradientRule, apply_rule
-from .tensors import (
-    accumulation_dtype,
-    copies_by_head,
-    gradients_by_head,
-    is_known,
-    pair_by_head,
-    split_heads,
-    unflatten,
-    widened,
-)
+from .blocks import widen_blocks
+from .gradients import AnalyticGradient
+from .heads import copy_pair, empty_pair, split_heads, split_pair
+from .sizes import is_known, unflatten
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -84,13 +77,14 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
     Returns:
         Tensor: As ``x``, in its dtype.
     """
-    by_reference = not inplace and (dispatch.needs_reference(x) or (table.requires_grad and torch.is_grad_enabled()))
+    by_reference = not inplace and table.requires_grad and torch.is_grad_enabled()
+    by_reference = by_reference or not (inplace or dispatch.state.settled) and dispatch.needs_reference(x)
     # half precision is rotated by angles in float32, and there are no mixed complex products, nor any of bfloat16
     if not by_reference and x.dtype in _HALF and table.dtype == torch.float32:
         if not inplace:
             has_gradient = torch.is_grad_enabled() and x.requires_grad
             return rotate(x.to(table.dtype), table, inplace=not has_gradient).to(x.dtype)
-        for rows, wide in widened(x):
+        for rows, wide in widen_blocks(x):
             rotate(wide, table[rows], inplace=True)
         return x
     as_complex = x.dtype == table.dtype and x.dtype in (torch.float32, torch.float64)
@@ -138,11 +132,11 @@ def rotate_pair(q: Tensor, k: Tensor, table: Tensor, num_heads: int) -> tuple[Te
     Returns:
         tuple[Tensor, Tensor]: (B, heads, N, d) each, in the dtype of ``q``.
     """
-    angles = accumulation_dtype(q)
-    together = q.shape == k.shape and q.dtype == k.dtype and table.dtype == angles and not table.requires_grad
+    together = q.shape == k.shape and q.dtype == k.dtype and not table.requires_grad
+    together = together and table.dtype == torch.promote_types(q.dtype, torch.float32)
     if not together or q.numel() == 0 or not dispatch.state.settled and dispatch.needs_reference(q, k, table):
         return rotate(split_heads(q, num_heads), table), rotate(split_heads(k, num_heads), table)
-    return apply_rule(_PAIR, dict(num_heads=num_heads), q, k, table)
+    return _RotatePair.apply(dict(num_heads=num_heads), q, k, table)
 
 
 def _pair(q, k, table, num_heads):
@@ -150,11 +144,11 @@ def _pair(q, k, table, num_heads):
 
 
 def _pair_forward(q, k, table, num_heads):
-    pair = pair_by_head(q, k, num_heads) if q.dtype == table.dtype else None
+    pair = split_pair(q, k, num_heads) if q.dtype == table.dtype else None
     if pair is not None:
         both = rotate(pair, table)
     else:
-        both = rotate(copies_by_head(q, k, num_heads, table.dtype), table, inplace=True)
+        both = rotate(copy_pair(q, k, num_heads, table.dtype), table, inplace=True)
     return tuple(both.to(q.dtype).unbind()), ()
 
 
@@ -164,9 +158,17 @@ def _pair_backward(grads, inputs, kept, wanted, num_heads):
     for place, grad in zip(both, grads):
         place.copy_(grad)
     places: Any
-    made, places = gradients_by_head(q, k, num_heads)
+    made, places = empty_pair(q, k, num_heads)
     places.copy_(rotate(both, backwards(table), inplace=True))
     return *made, None
 
 
-_PAIR = GradientRule(_pair, _pair_forward, _pair_backward)
+class _RotatePair(AnalyticGradient):
+    equation, gradient = staticmethod(_pair), staticmethod(_pair_backward)
+
+    @staticmethod
+    def forward(ctx: Any, options, q, k, table):
+        ctx.op, ctx.options = _RotatePair, options
+        out, kept = _pair_forward(q, k, table, **options)
+        ctx.save_for_backward(q, k, table, *kept)
+        return out

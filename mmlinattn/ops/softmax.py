@@ -1,28 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from typing import Optional
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch
+from .heads import merge_heads, split_heads
+from .padding import masked_bias
 from .rotary import rotate_pair
-from .tensors import is_known, merge_heads, split_heads
-
-
-def masked_logit(dtype: torch.dtype) -> float:
-    """The logit that hides a key: exp of it is 0 beside any real key. It is finite so that a row of hidden keys alone
-    (all padding) stays so."""
-    return torch.finfo(dtype).min / 4
-
-
-def masked_bias(bias: Optional[Tensor], mask: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
-    """``bias`` in the type of ``like``, plus the large negative logits of keys outside of ``mask`` (B, M)."""
-    if mask is not None:
-        hidden = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
-        hidden = hidden.masked_fill(~mask, masked_logit(like.dtype))[:, None, None, :]
-        return hidden if bias is None else bias.to(like.dtype) + hidden
-    return None if bias is None else bias.to(like.dtype)
+from .sizes import is_known
 
 
 def softmax_attention(
@@ -55,18 +41,21 @@ def softmax_attention(
     Raises:
         ValueError: If k and v differ in length: PyTorch's CPU kernel would read out of bounds.
     """
-    if is_known(k.shape[1], v.shape[1]) and k.shape[1] != v.shape[1]:
+    if not dispatch.state.settled and is_known(k.shape[1], v.shape[1]) and k.shape[1] != v.shape[1]:
         raise ValueError(f'k has {k.shape[1]} tokens and v {v.shape[1]}; allowed is one value for each key')
     if rotary is None:
         q, k = split_heads(q, num_heads), split_heads(k, num_heads)
     else:
         q, k = rotate_pair(q, k, rotary, num_heads)
-    return merge_heads(attend(q, k, split_heads(v, num_heads), masked_bias(bias, mask, q)))
+    bias = bias if bias is None is mask else masked_bias(bias, mask, q)
+    return merge_heads(attend(q, k, split_heads(v, num_heads), bias))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:
     """:func:`softmax_attention` of (B, heads, N, d) tensors."""
-    if dispatch.is_transformed():  # PyTorch's fused kernels have no forward-mode derivatives
+    if (
+        not dispatch.state.settled and dispatch.is_transformed()
+    ):  # PyTorch's fused kernels have no forward-mode derivatives
         return equation(q, k, v, bias)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 

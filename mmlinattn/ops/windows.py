@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Windows over (B, H, W, C) maps: pad to whole windows, shift, partition, and back."""
 
-import functools
 from typing import NamedTuple, Optional, Union
 
 import torch
@@ -9,9 +8,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from . import dispatch
 from .grid import Grid
-from .tensors import as_tensor, clone_if_open, is_known, round_up, unflatten
+from .sizes import as_tensor, clone_if_open, is_known, round_up, unflatten
 
 
 class Windows(NamedTuple):
@@ -221,40 +219,3 @@ class Axis:
         """1 for padded positions that the shift brought from the other end, else 0."""
         position = self.positions(x)
         return (position >= self.padded - self.shift(x)).long() if self.shifts else position * 0
-
-
-# --- relative positions -----------------------------------------------------------------------------------------------
-
-
-def relative_index(height, width, largest: tuple[int, int], like: Tensor) -> Tensor:
-    """Row of a table of relative positions for each pair of tokens of a window.
-
-    Args:
-        height, width: The window.
-        largest (tuple[int, int]): Window of the table of ``(2 h - 1) (2 w - 1)`` rows.
-        like (Tensor): A tensor on the device of the result.
-
-    Returns:
-        Tensor: (N, N) int64.
-    """
-    # no buffer: models built on the meta device lose those that no checkpoint holds
-    if is_known(height, width) and height * width <= CACHED_TOKENS and not dispatch.needs_reference(like):
-        return _cached_index(height, width, largest, like.device)
-    return _index(height, width, largest, like.device)
-
-
-CACHED_TOKENS = 1024  # 8 MiB of index
-
-
-def _index(height, width, largest: tuple[int, int], device: torch.device) -> Tensor:
-    rows, columns = (torch.arange(size, device=device) for size in (height, width))
-    row = rows[:, None] - rows + largest[0] - 1
-    column = columns[:, None] - columns + largest[1] - 1
-    index = row[:, None, :, None] * (2 * largest[1] - 1) + column[None, :, None, :]  # (h, w, h, w)
-    return index.flatten(2).flatten(0, 1)
-
-
-@functools.lru_cache(maxsize=32)
-def _cached_index(*args) -> Tensor:
-    with torch.inference_mode(False):  # a training pass may use it after a test
-        return _index(*args)

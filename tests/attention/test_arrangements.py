@@ -22,7 +22,7 @@ from mmlinattn.attention import (
     WindowAttention,
     Windows,
 )
-from mmlinattn.attention.arrangements import RelativePositionBias
+from mmlinattn.layers import RelativePositionBias
 from mmlinattn.ops.windows import Axis
 
 MIXERS = ['softmax', 'rala', 'inline', 'focused', 'hallucinated ihh-chh', 'angular']

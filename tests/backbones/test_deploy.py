@@ -108,7 +108,7 @@ class Sharpened(Block):
         return super().add(x, branch, gamma).tanh()
 
 
-def gated(module, args, out):
+def gate_output(module, args, out):
     return out.clamp(-0.2, 0.2)
 
 
@@ -119,14 +119,14 @@ def test_layer_scales_before_a_change_stay(place):
     if place == 'add':
         block.add = lambda x, branch, gamma: x + (branch * gamma).tanh()
     else:
-        block.get_submodule(place).register_forward_hook(gated)
+        block.get_submodule(place).register_forward_hook(gate_output)
     expected = model(x)
     assert_near(model.switch_to_deploy()(x), expected)
 
 
 def test_a_hook_on_a_stem_is_not_lost():
     model = build('RAVLT').eval()
-    model.patch_embeds[0].layers.register_forward_hook(gated)
+    model.patch_embeds[0].layers.register_forward_hook(gate_output)
     with pytest.raises(ValueError, match='the layers of a stem have a hook'):
         model.switch_to_deploy()
 

@@ -305,7 +305,7 @@ def attend(attention, x, grid, kv=None, key_grid=None, source=None, mask=None, r
     source = source if mask is None else source * mask.unsqueeze(-1).to(source.dtype)
     context = mean_token(source, mask) if attention.mixer.context else None
     out = attention.mix(q, k, v, grid, key_grid, mask, rotary, bias, context)
-    return attention.proj(attention.gated(out, x, gate))
+    return attention.proj(attention.apply_gate(out, x, gate))
 
 
 def gradients(out, leaves, probe):

@@ -11,7 +11,7 @@ from torch import nn
 
 from mmlinattn.attention import Grid
 from mmlinattn.layers import PositionTable
-from mmlinattn.ops.maps import resize_table_in_graph
+from mmlinattn.ops.positions import resize_table_in_graph
 
 DIM = 6
 

@@ -11,9 +11,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ...attention import TOKEN_MIXERS, Grid, StripeAttention, TokenMixer, WindowAttention, Windows
-from ...attention.base import Mixing
-from ...ops.dispatch import accumulation_dtype
-from ...ops.tensors import split_heads
+from ...attention.base import LePEMixer
+from ...ops.dtypes import accumulation_dtype
+from ...ops.heads import split_heads
 from .weights import convolved, local_weights, mixer_state, mixer_weights
 
 CLASS_TOKEN, PADDING = -1, -2  # positions of tokens outside the map
@@ -114,7 +114,7 @@ def arrangements(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_inner = any(name.startswith(f'{outer}.') for outer in found)
-        if isinstance(module, (Mixing, StripeAttention)) and not is_inner:
+        if isinstance(module, (LePEMixer, StripeAttention)) and not is_inner:
             found[name] = module
     return found
 
@@ -146,7 +146,7 @@ def watched(model: nn.Module, on_block: Callable[[BlockCall], None]) -> Iterator
 def _watch(name: str, attention: Any, on_block: Callable) -> list:
     calls: list[Any] = []
     projected: list[Tensor] = []
-    mixing = [module for module in attention.modules() if isinstance(module, Mixing)]
+    mixing = [module for module in attention.modules() if isinstance(module, LePEMixer)]
     signature = inspect.signature(TokenMixer.forward)
 
     def before(mixer, args, kwargs):

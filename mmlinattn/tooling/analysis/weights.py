@@ -12,9 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from ... import ops
 from ...attention import Grid, TokenMixer
-from ...ops.dispatch import accumulation_dtype, without_autocast
+from ...ops.dispatch import without_autocast
+from ...ops.dtypes import accumulation_dtype
 from ...ops.grid import to_map, to_tokens
-from ...ops.tensors import split_heads
+from ...ops.heads import split_heads
 
 Rows = Optional[Union[Sequence[int], Tensor]]
 

@@ -11,7 +11,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from ...ops.tensors import as_tensor, round_up, unflatten
+from ...ops.sizes import as_tensor, round_up, unflatten
 from ...utils.errors import RunError
 from .nms import nms_mask
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...ops.tensors import as_tensor
+from ...ops.sizes import as_tensor
 
 
 class StridedPools(TorchFunctionMode):

@@ -11,7 +11,7 @@ from torch import nn
 from mmlinattn.attention import Grid, TokenMixer, get_mixer
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops.grid import on_grid
-from mmlinattn.ops.tensors import merge_heads, split_heads
+from mmlinattn.ops.heads import merge_heads, split_heads
 from mmlinattn.tooling.analysis.weights import convolved, local_weights, mixer_state, mixer_weights
 
 DIM, HEADS, GRID = 16, 2, Grid(3, 5)

@@ -1,0 +1,374 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Fused inference on CPUs: twins of modules that share their weights.
+
+A twin has the attributes of its module, and children that are twins. Its class is a subclass that replaces small steps
+of the forward pass: a linear layer takes GELU along, a convolution the batch norm, sums and gates are in place.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layers import (
+    MLP,
+    Block,
+    ConvDownsample,
+    ConvFFN,
+    ConvOfGELU,
+    ConvStem,
+    DWConvFFN,
+    FactorisedLinear,
+    PatchEmbed,
+    ResidualDWConv,
+    SourceBlock,
+    TokenBlock,
+    fold_batch_norm,
+    is_foldable,
+)
+from ..layers.compact import BranchedLinear, merges
+from ..ops import dispatch
+from ..utils import private_apis
+from ..utils.private_apis import is_altered
+
+STRIP_NUMEL = 2**22  # of the hidden map of a feed-forward network: 16 MiB in float32
+
+
+class Precision(NamedTuple):
+    """Types of one forward pass.
+
+    Attributes:
+        products: Type of products; under autocast, its type.
+        stream: Type of the residual stream.
+        onednn: oneDNN's fused operators take ``products``.
+    """
+
+    products: torch.dtype
+    stream: torch.dtype
+    onednn: bool
+
+    @classmethod
+    def of(cls, products: torch.dtype, stream: torch.dtype) -> 'Precision':
+        return cls(products, stream, dispatch.onednn_takes(products))
+
+
+class Twin:
+    """Base class of twins."""
+
+    precision: Precision
+
+    @classmethod
+    def prepare(cls, module: Any, children: dict, precision: Precision) -> bool:
+        """Return True if the twin computes the same as the module, with ``children``; it may replace some of them."""
+        return True
+
+
+TWINS: dict[type, Any] = {}
+
+
+def twin_of(*kinds: type) -> Callable:
+    """Register the twin of classes; it overrides methods of each."""
+
+    def register(steps: type) -> type:
+        TWINS.update({kind: type(f'Fused{kind.__name__}', (steps, kind), {}) for kind in kinds})
+        return steps
+
+    return register
+
+
+def replaced_methods(kind: type, twin: type) -> set[str]:
+    """Return the names of methods of a class that its twin replaces, or calls with other arguments."""
+    steps = twin.__mro__[1 : twin.__mro__.index(kind)]
+    names = {name for base in steps for name, value in vars(base).items() if callable(value)}
+    return {name for name in names if hasattr(kind, name)} | {'__call__', '_call_impl'}
+
+
+def fuse(module: Any, precision: Precision) -> Any:
+    """Return the twin of a module.
+
+    Modules of other packages, and those with hooks, adapters or methods of their own are returned themselves.
+    """
+    kind = type(module)
+    is_container = kind in (nn.Sequential, nn.ModuleList) or kind.__module__.startswith('mmlinattn.')
+    # the norm of a patch embedding gives the residual stream, in its precision
+    if not is_container and kind not in TWINS or issubclass(kind, PatchEmbed) or is_altered(module):
+        return module
+    given = module._modules
+    children = {name: None if child is None else fuse(child, precision) for name, child in given.items()}
+    twin_kind = TWINS.get(kind)
+    if twin_kind is None or not twin_kind.prepare(module, children, precision):
+        twin_kind = kind
+    if twin_kind is kind and all(children[name] is given[name] for name in given):
+        return module
+    twin: Any = object.__new__(twin_kind)
+    vars(twin).update(vars(module), _modules=children, precision=precision)
+    return twin
+
+
+# --- linear layers and norms ------------------------------------------------------------------------------------------
+
+
+def has_weights(module: nn.Module) -> bool:
+    """Return True if weight and bias are parameters; others may be computed."""
+    return {'weight', 'bias'} <= module._parameters.keys()
+
+
+@twin_of(nn.Linear)
+class LinearStep(Twin, nn.Linear):
+    @classmethod
+    def prepare(cls, module, children, precision) -> bool:
+        return has_weights(module)
+
+    def forward(self, x: Tensor, gelu: bool = False) -> Tensor:
+        return product(self.precision, x, self.weight, self.bias, gelu)
+
+    def project(self, x: Tensor, widths: list[int]) -> list[Tensor]:
+        """Outputs by a product for each of ``widths``, with memory of their own."""
+        if not is_row(self.bias, self.weight):
+            return list(self(x).split(widths, dim=-1))
+        weights, biases = self.weight.split(widths), [None] * len(widths)
+        biases = biases if self.bias is None else self.bias.split(widths)
+        x = x.to(self.precision.products)
+        return [product(self.precision, x, *part) for part in zip(weights, biases)]
+
+
+def product(precision: Precision, x: Tensor, weight: Any, bias: Any, gelu: bool = False) -> Tensor:
+    """``x @ weight.T + bias``, or its GELU by the pass that writes the product."""
+    dtype = precision.products
+    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if precision.onednn and x.numel() and weight.is_contiguous():
+        if is_row(bias, weight):
+            return private_apis.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
+    out = F.linear(x, weight, bias)
+    return F.gelu(out) if gelu else out
+
+
+def is_row(bias: Optional[Tensor], weight: Tensor) -> bool:
+    """Return True for a bias that oneDNN reads right: it takes a row of numbers, whatever their strides and size."""
+    return bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:1])
+
+
+def linear_gelu(layer: nn.Module, x: Tensor) -> Tensor:
+    """GELU of a linear layer."""
+    return layer(x, gelu=True) if isinstance(layer, LinearStep) else F.gelu(layer(x))
+
+
+@twin_of(nn.LayerNorm)
+class LayerNormStep(Twin, nn.LayerNorm):
+    """LayerNorm that gives the type of products under autocast.
+
+    It sums in float32 all the same, and the product that follows would round its result.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype, stream, _ = self.precision
+        if dtype == stream or x.dtype != dtype:
+            return super().forward(x)
+        with torch.autocast('cpu', enabled=False):
+            return super().forward(x)
+
+
+@twin_of(BranchedLinear)
+class BranchedLinearStep(Twin, BranchedLinear):
+    """Branches merged into one matrix."""
+
+    @classmethod
+    def prepare(cls, module, children, precision) -> bool:
+        children.update(module._modules)  # read, not called
+        return not any(norm.training for norm in module.norms) and all(map(merges, module.linears, module.norms))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(self.precision, x, *self.merged_weights())
+
+
+@twin_of(FactorisedLinear)
+class FactorisedLinearStep(Twin, FactorisedLinear):
+    @classmethod
+    def prepare(cls, module, children, precision) -> bool:
+        return isinstance(children['down'], Twin) and isinstance(children['up'], Twin)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(x)
+        if isinstance(self.up, LinearStep) and self.up.bias is not None:
+            return product(self.precision, x, self.up.weight, self.up.bias + self.bias)
+        return self.up(x) + self.bias
+
+
+# --- convolutions -----------------------------------------------------------------------------------------------------
+
+
+def is_ordinary(conv: Any) -> bool:
+    """Return True if a convolution is defined by its weights, pads with zeros and is not dilated."""
+    plain = conv.padding_mode == 'zeros' and not isinstance(conv.padding, str) and conv.dilation == (1, 1)
+    return plain and has_weights(conv) and not is_altered(conv)
+
+
+def conv_gelu(precision: Precision, x: Tensor, conv: Any, norm: Any = None, gelu: bool = False) -> Tensor:
+    """``gelu(norm(conv(x)))`` of (B, C, H, W), a batch norm folded into the convolution."""
+    weight, bias = (conv.weight, conv.bias) if norm is None else fold_batch_norm(conv, norm)
+    dtype = precision.products
+    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if gelu and precision.onednn and x.numel() and is_row(bias, weight):
+        return private_apis.CONV(x, weight, bias, conv.padding, conv.stride, [1, 1], conv.groups, 'gelu', [], 'none')
+    out = F.conv2d(x, weight, bias, conv.stride, conv.padding, 1, conv.groups)
+    return F.gelu(out) if gelu else out
+
+
+@twin_of(ResidualDWConv)
+class ResidualDWConvStep(Twin, ResidualDWConv):
+    @classmethod
+    def prepare(cls, module, children, precision) -> bool:
+        return is_ordinary(module) and module.stride == (1, 1)
+
+    def forward(self, x: Tensor, activated: bool = False) -> Tensor:
+        """``activated``: GELU has been applied to ``x``."""
+        x = (F.gelu(x) if self.of_gelu and not activated else x).permute(0, 3, 1, 2)
+        # one more on the central tap adds x in the same pass; bfloat16 would round the tap
+        if self.precision.products.itemsize < 4 or self.groups != len(self.weight):
+            return add_in_place(conv_gelu(self.precision, x, self), x).permute(0, 2, 3, 1)
+        weight = self.weight.clone()
+        weight[:, :, weight.shape[2] // 2, weight.shape[3] // 2] += 1
+        return F.conv2d(x, weight, self.bias, 1, self.padding, 1, self.groups).permute(0, 2, 3, 1)
+
+
+class FoldedConv(nn.Module):
+    """Convolution with a batch norm folded into it, and GELU by the pass that writes its result.
+
+    Weights are folded in each pass: nothing tells that ``p.data`` was written, as EMA does.
+    """
+
+    def __init__(
+        self, precision: Precision, conv: Any, norm: Optional[nn.Module], takes_gelu: bool, gelu: bool
+    ) -> None:
+        super().__init__()
+        self.precision, self.takes_gelu, self.gelu = precision, takes_gelu, gelu
+        self.conv, self.norm = conv, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(x) if self.takes_gelu else x
+        return conv_gelu(self.precision, x, self.conv, self.norm, self.gelu)
+
+
+def fold_layers(layers: nn.Sequential, precision: Precision) -> nn.Sequential:
+    """Return the layers of a stem with convolutions, batch norms and GELU folded together."""
+    given, folded, activated = list(layers), [], False
+    while given:
+        layer = given.pop(0)
+        if not _is_folded(layer):
+            folded.append(layer)
+            activated = False
+            continue
+        norm = given.pop(0) if given and is_foldable(given[0]) and not given[0].training else None
+        gelu = bool(given) and type(given[0]) is ConvOfGELU and _is_folded(given[0])
+        folded.append(FoldedConv(precision, layer, norm, type(layer) is ConvOfGELU and not activated, gelu))
+        activated = gelu
+    return nn.Sequential(*folded)
+
+
+def _is_folded(layer: nn.Module) -> bool:
+    return type(layer) in (nn.Conv2d, ConvOfGELU) and is_ordinary(layer)
+
+
+@twin_of(ConvStem, ConvDownsample)
+class StemStep(Twin):
+    @classmethod
+    def prepare(cls, module, children, precision) -> bool:
+        if type(module.layers) is not nn.Sequential or is_altered(module.layers):
+            return False
+        children['layers'] = fold_layers(module.layers, precision)
+        return True
+
+
+# --- feed-forward networks --------------------------------------------------------------------------------------------
+
+
+class FeedForwardStep(Twin, MLP):
+    """Feed-forward network of large maps in strips of rows: the hidden map, several times as wide as its input, is
+    never allocated whole."""
+
+    @classmethod
+    def prepare(cls, module, children, precision) -> bool:
+        return isinstance(children['fc1'], Twin) and isinstance(children['fc2'], Twin)
+
+    def halo(self) -> int:
+        """Rows above and below that a row of the hidden map depends on."""
+        return 0
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        numel = x.numel() // x.shape[-1] * self.hidden_dim
+        if numel <= 2 * STRIP_NUMEL:
+            return super().forward(x)
+        out: Any = None
+        height, halo = x.shape[1], self.halo()
+        rows = max(STRIP_NUMEL // (numel // (x.shape[0] * height)), 8 * halo, 1)
+        for i in range(x.shape[0]):
+            for top in range(0, height, rows):
+                bottom = min(top + rows, height)
+                first, last = max(top - halo, 0), min(bottom + halo, height)
+                strip = self.fc2(self.hidden(x[i : i + 1, first:last])[:, top - first : bottom - first])
+                out = strip.new_empty(*x.shape[:-1], strip.shape[-1]) if out is None else out
+                out[i, top:bottom] = strip[0]
+        return out
+
+
+@twin_of(MLP)
+class MLPStep(FeedForwardStep):
+    def hidden(self, x: Tensor) -> Tensor:
+        return linear_gelu(self.fc1, x)
+
+
+@twin_of(ConvFFN)
+class ConvFFNStep(FeedForwardStep, ConvFFN):
+    @classmethod
+    def prepare(cls, module, children, precision) -> bool:
+        conv = children['dwconv']
+        return super().prepare(module, children, precision) and isinstance(conv, ResidualDWConvStep) and conv.of_gelu
+
+    def halo(self) -> int:
+        return self.dwconv.kernel_size[0] // 2
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.dwconv(linear_gelu(self.fc1, x), activated=True)
+
+
+@twin_of(DWConvFFN)
+class DWConvFFNStep(FeedForwardStep, DWConvFFN):
+    @classmethod
+    def prepare(cls, module, children, precision) -> bool:
+        conv = module.dwconv
+        is_plain = type(conv) is nn.Conv2d and is_ordinary(conv) and conv.stride == (1, 1)
+        return super().prepare(module, children, precision) and is_plain
+
+    def halo(self) -> int:
+        return self.dwconv.kernel_size[0] // 2
+
+    def hidden(self, x: Tensor) -> Tensor:
+        image = self.fc1(x).permute(0, 3, 1, 2)
+        return conv_gelu(self.precision, image, self.dwconv, gelu=True).permute(0, 2, 3, 1)
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+@twin_of(Block, SourceBlock, TokenBlock)
+class BlockStep(Twin, Block):
+    """Block whose residual connections are in place of the results of its branches."""
+
+    @classmethod
+    def prepare(cls, module, children, precision) -> bool:
+        # a product of our own: nobody else has its result
+        attn_proj, ffn = children['attn']._modules.get('proj'), children['ffn']
+        return isinstance(attn_proj, LinearStep) and isinstance(ffn, FeedForwardStep)
+
+    def add(self, x: Tensor, branch: Tensor, gamma: Optional[Tensor]) -> Tensor:
+        drops = self.drop_path.training and not isinstance(self.drop_path, nn.Identity)  # Monte Carlo dropout
+        if drops or branch.dtype != x.dtype or (gamma is not None and gamma.dtype != x.dtype):
+            return super().add(x, branch, gamma)
+        return branch.add_(x) if gamma is None else torch.addcmul(x, branch, gamma, out=branch)
+
+
+def add_in_place(x: Tensor, y: Tensor) -> Tensor:
+    """``x + y``, in place of ``x`` if both are of one type."""
+    return x.add_(y) if x.dtype == y.dtype else x + y

@@ -1,0 +1,100 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Learned position encodings, resized to other grids and windows."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.grid import Grid
+from ..ops.positions import relative_index, resize_table, table_on
+from ..ops.sizes import unflatten
+
+
+class PositionTable(nn.Module):
+    """A learned vector for every token of a grid, resized bilinearly to other grids.
+
+    Args:
+        dim (int): Width C.
+        grid (tuple[int, int]): Height and width of the stored table.
+        prefix (int): Leading class tokens; their vectors are never resized.
+
+    At the stored grid the table is added as it is.
+    """
+
+    def __init__(self, dim: int, grid: tuple[int, int], prefix: int = 0) -> None:
+        super().__init__()
+        self.grid: tuple[int, int] = (grid[0], grid[1])
+        self.prefix = prefix
+        self.weight = nn.Parameter(torch.zeros(1, prefix + self.grid[0] * self.grid[1], dim))
+        nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def adapt_state(self, state: dict, prefix: str) -> None:
+        """Resize the table in a state dict to this grid, in place."""
+        key = f'{prefix}weight'
+        if key in state:
+            state[key] = self.fit(state[key])
+
+    def fit(self, weight: Tensor) -> Tensor:
+        """A checkpoint's table, (1, prefix + n * n, C), for this grid; of another form it stays as it is, for the
+        report."""
+        side = round(max(weight.shape[1] - self.prefix, 0) ** 0.5) if weight.dim() == 3 else 0
+        if weight.shape == self.weight.shape or not side or side**2 + self.prefix != weight.shape[1]:
+            return weight
+        return resize_table(weight, (side, side), self.grid, self.prefix)
+
+    def forward(self, grid: Grid) -> Tensor:
+        """The table for the tokens of a grid, (1, prefix + height * width, C); zero for class tokens that the table has
+        no vectors for."""
+        return table_on(self.weight, self.grid, grid, self.prefix)
+
+
+class RelativePositionBias(nn.Module):
+    """Swin's bias of the attention map: a learned value for each head and offset within a window.
+
+    Args:
+        window (tuple[int, int]): Largest window; smaller ones use the offsets they have.
+        num_heads (int): Number of heads.
+
+    Raises:
+        ValueError: For a window of more than :attr:`max_tokens` tokens.
+    """
+
+    # N tokens have N^2 pairs: at 8192, 512 MiB of index a block, and 256 MiB of bias a head and block in each pass
+    max_tokens = 8192
+
+    def __init__(self, window: tuple[int, int], num_heads: int) -> None:
+        super().__init__()
+        self.window = rows, columns = window[0], window[1]
+        if rows * columns > self.max_tokens:
+            raise ValueError(
+                f'window_size={self.window}: a window with relative position bias may have {self.max_tokens} tokens at '
+                f'most (90 x 90), not {rows * columns}; a linear attention takes larger ones'
+            )
+        self.table = nn.Parameter(torch.zeros((2 * rows - 1) * (2 * columns - 1), num_heads))
+        nn.init.trunc_normal_(self.table, std=0.02)
+
+    def adapt_state(self, state: dict, prefix: str) -> None:
+        """Resize the table in a state dict to this window, in place."""
+        key = f'{prefix}table'
+        if key in state:
+            state[key] = self.fit(state[key])
+
+    def fit(self, table: Tensor) -> Tensor:
+        """A checkpoint's table of another square window, ((2n - 1)^2, heads), resized bicubically as Swin's
+        fine-tuning does; of another form it stays as it is, for the report."""
+        side = round(table.shape[0] ** 0.5) if table.dim() == 2 else 0
+        if table.shape == self.table.shape or not side or side**2 != table.shape[0]:
+            return table
+        size = tuple(2 * length - 1 for length in self.window)
+        image = table.T.unflatten(1, (side, side))[None].float()
+        image = F.interpolate(image, size=size, mode='bicubic', align_corners=False)
+        return image[0].flatten(1).T.contiguous().to(table.dtype)
+
+    def forward(self, height: int, width: int) -> Tensor:
+        """(heads, N, N) for a window of ``height`` x ``width``."""
+        index = self.index(height, width)
+        return unflatten(self.table[index.flatten()], 0, index.shape).permute(2, 0, 1)
+
+    def index(self, height: int, width: int) -> Tensor:
+        """Row of the table for each pair of tokens of a window, (N, N)."""
+        return relative_index(height, width, self.window, self.table)

@@ -1,0 +1,140 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Split and merge heads, alone and for queries and keys together; products by head."""
+
+from collections.abc import Sequence
+from typing import Any, Optional, Union
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .sizes import clone_if_open
+
+Both = Union[Tensor, tuple[Tensor, Tensor]]  # queries and keys (B, heads, N, d), of equal shapes in one (2, ...)
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(B, N, heads * d) -> (B, heads, N, d), a view."""
+    batch, tokens, channels = x.shape
+    return x.reshape(batch, tokens, num_heads, channels // num_heads).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B, heads, N, d) -> (B, N, heads * d); a view if the heads of a token are adjacent."""
+    x = x.transpose(1, 2)
+    return (x if dispatch.state.settled else clone_if_open(x)).flatten(2)
+
+
+def split_heads_5d(x: Tensor, num_heads: int) -> Tensor:
+    """(B, N, heads * d) -> (1, B, heads, N, d), a view: :func:`split_heads` for the references of linear attention.
+
+    Of five axes, since Inductor keeps every tensor of four channels-last in models with convolutions: heads come to lie
+    innermost. That copies each map, and its C++ code for sums in that order writes past the end of their memory if
+    the number of heads is no multiple of the vector's length (PyTorch 2.11, pytorch/pytorch#196681). Not by
+    einops: it drops axes of one until the others are in order, so that Inductor would see four.
+    """
+    batch, tokens, channels = x.shape
+    return x.reshape(1, batch, tokens, num_heads, channels // num_heads).transpose(2, 3)
+
+
+def merge_heads_5d(x: Tensor) -> Tensor:
+    """(1, B, heads, N, d) -> (B, N, heads * d), back from :func:`split_heads_5d`."""
+    _, batch, heads, tokens, width = x.shape
+    return clone_if_open(x.transpose(2, 3)).reshape(batch, tokens, heads * width)
+
+
+def split_pair(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
+    """Queries and keys (B, N, heads * d) as one (2, B, heads, N, d), a view: an operation on both is one pass over the
+    memory then. None unless they are adjacent slices of one projection."""
+    width = q.shape[-1]
+    side_by_side = (
+        q.shape == k.shape
+        and q.stride() == k.stride()
+        and q.dtype == k.dtype
+        and q.stride(-1) == 1
+        and min(q.stride()[:2]) >= 2 * width
+        and k.storage_offset() == q.storage_offset() + width
+        and k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+    )
+    if not side_by_side:
+        return None
+    pair = q.as_strided((*q.shape[:-1], 2 * width), q.stride())
+    return torch.unflatten(pair, -1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4)
+
+
+def copy_pair(q: Tensor, k: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
+    """Copy queries and keys (B, N, heads * d) by head: (2, B, heads, N, d), or two tensors of different shapes.
+
+    On CPUs the heads of a token are contiguous, elsewhere the tokens of a head: GPU products need no further copy.
+    """
+    if q.shape != k.shape:
+        return copy_heads(q, num_heads, dtype), copy_heads(k, num_heads, dtype)
+    (batch, tokens, _), width = q.shape, q.shape[-1] // num_heads
+    if dispatch.on_cpu(q):
+        both = q.new_empty(batch, tokens, 2, num_heads, width, dtype=dtype).permute(2, 0, 3, 1, 4)
+    else:
+        both = q.new_empty(2, batch, num_heads, tokens, width, dtype=dtype)
+    pair = split_pair(q, k, num_heads)
+    if pair is not None:
+        return both.copy_(pair)
+    for place, x in zip(both, (q, k)):
+        place.copy_(split_heads(x, num_heads))
+    return both
+
+
+def copy_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """One tensor of :func:`copy_pair`."""
+    if dispatch.on_cpu(x):
+        return split_heads(x.to(dtype, copy=True, memory_format=torch.contiguous_format), num_heads)
+    return split_heads(x, num_heads).to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def empty_pair(q: Tensor, k: Tensor, num_heads: int) -> tuple[Sequence[Tensor], Both]:
+    """Allocate the gradients of queries and keys; also return them by head, in one tensor if of equal shapes."""
+    if q.shape != k.shape or q.dtype != k.dtype:
+        made = torch.empty_like(q), torch.empty_like(k)
+        return made, (split_heads(made[0], num_heads), split_heads(made[1], num_heads))
+    pair = q.new_empty(2, *q.shape)
+    return list(pair), torch.unflatten(pair, -1, (num_heads, -1)).transpose(2, 3)
+
+
+def have_attention_shapes(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bool:
+    """Return True for queries, keys and values of ``num_heads`` heads. The reference broadcasts others, or raises."""
+    for t in (q, k, v):
+        if t.dim() != 3 or not t.numel() or not t.is_floating_point():
+            return False
+    return (
+        num_heads > 0
+        and k.shape[::2] == q.shape[::2]
+        and v.shape[:2] == k.shape[:2]
+        and q.shape[-1] % num_heads == v.shape[-1] % num_heads == 0
+    )
+
+
+def needs_equation(q: Tensor, k: Tensor, v: Tensor, num_heads: int, *others: Optional[Tensor]) -> bool:
+    """Return True if an attention runs its plain equation: see :func:`dispatch.needs_reference`, or for shapes that do
+    not fit."""
+    if dispatch.state.settled:
+        return False
+    return dispatch.needs_reference(q, k, v, *others) or not have_attention_shapes(q, k, v, num_heads)
+
+
+def dots(x: Tensor, y: Tensor) -> Tensor:
+    """Scalar products of (..., B, heads, N, d) by (..., B, heads, N or 1, d), (..., B, heads, N, 1)."""
+    # on CPUs, matrix products of few columns take several times as long as the sum of products
+    if y.shape[-2] == 1 and not dispatch.on_cpu(x):
+        return x @ y.transpose(-1, -2)
+    return torch.linalg.vecdot(x, y).unsqueeze(-1)
+
+
+def scale_heads(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x * factor`` of (B, heads, N, e) in ``dtype``, laid as :func:`copy_pair` lays tokens."""
+    layout = torch.preserve_format if dispatch.on_cpu(x) else torch.contiguous_format
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype, memory_format=layout))
+
+
+def subtract(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x - y`` in ``dtype``, by one operation."""
+    if dispatch.on_cpu(x):
+        return (x - y).to(dtype)
+    return torch.sub(x, y, out=x.new_empty(x.shape, dtype=dtype))
