@@ -46,9 +46,11 @@ def test_line_names_the_part_and_the_command(module, error, command):
     assert command in line and '\n' not in line
 
 
-def test_mmcv_of_another_version_is_replaced():
+def test_packages_of_other_versions_are_replaced(monkeypatch):
     line = environment.describe_failure('mmdet.models', AssertionError('MMCV==2.2.0 is used but incompatible'))
-    assert 'mend it with: pip uninstall -y mmcv && pip install "mmcv-lite>=2.1,<2.2" ' in line
+    assert 'mend it with: pip uninstall -y mmcv && pip install "mmcv-lite>=2.1,<2.2"' in line
+    monkeypatch.setattr(environment, '_version', lambda name: '4.57.1' if name == 'transformers' else '')
+    assert 'pip install "transformers>=4.28,<4.52"' in environment.describe_failure('mmdet.models', ImportError('moved'))
 
 
 def test_one_cause_is_one_line(monkeypatch):
@@ -62,7 +64,7 @@ def test_one_cause_is_one_line(monkeypatch):
     assert line.startswith('cv2 ') and line.endswith(' && pip install opencv-python-headless')
 
 
-def test_gpu_without_operators_is_told_before_training(monkeypatch):
+def test_gpu_without_operators_is_refused_before_training(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip('the GPU has them')
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)

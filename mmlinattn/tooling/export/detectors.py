@@ -313,7 +313,9 @@ def pool(extractor: Any, feats: tuple[Tensor, ...], rois: Tensor) -> Tensor:
         settings = layer.output_size, layer.spatial_scale, layer.sampling_ratio, layer.aligned
         found = torchvision.ops.roi_align(feat, rois.masked_fill(~here, 0), *settings)
         pooled = found if pooled is None else torch.where(here[..., None, None], found, pooled)
-    return pooled
+    # PyTorch takes no sample of a region without height or width, OpenVINO takes one
+    has_area = (rois[:, 3:] > rois[:, 1:3]).all(dim=1)
+    return torch.where(has_area[:, None, None, None], pooled, 0)
 
 
 def _mean(stages: list[Tensor]) -> Tensor:

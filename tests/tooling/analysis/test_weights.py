@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""``mixer.weights``: the map that a mixer amounts to, against what the mixer does; states, against their equations."""
+"""``mixer.weights`` against the output of the mixer, and states against their equations."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from mmlinattn.ops.heads import merge_heads, split_heads
 from mmlinattn.tooling.analysis.weights import convolved, local_weights, mixer_state, mixer_weights
 
 DIM, HEADS, GRID = 16, 2, Grid(3, 5)
-# the maps alone: what a mixer adds from the neighbourhood is looked at by itself below
+# the maps alone: convolutions of mixers are tested below
 PLAIN = {'inline': dict(local_residual=False), 'focused': dict(local_kernel=None), 'angular': dict(conv=None)}
 OPTIONS = {
     # of a power of 32 the 1e-6 of the normaliser shows in the sums
@@ -47,7 +47,7 @@ def by_head(mixer, weights, v):
 
 
 def terms(mixer, dtype=torch.float64):
-    """A rotary encoding and a bias, where the mixer heeds them."""
+    """Rotary encoding and bias, for mixers that take them."""
     found = dict(rotary=rotary_table(3, 5, mixer.head_dim, dtype=dtype)) if mixer.rotary else {}
     return {**found, 'bias': torch.randn(2, mixer.num_heads, 15, 15, dtype=dtype)} if mixer.bias else found
 
@@ -56,7 +56,6 @@ def terms(mixer, dtype=torch.float64):
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
 def test_weights_times_values_are_the_output(options, dtype, masked):
-    """Of some queries, too; nothing is overwritten."""
     mixer, mask = build(options, dtype), None
     if masked:
         mask = torch.rand(2, 15) > 0.4
@@ -89,7 +88,7 @@ def test_weights_times_values_are_the_output(options, dtype, masked):
     heads=st.sampled_from([1, 2, 4]),
 )
 def test_a_convolution_as_a_matrix(height, width, prefix, size, heads):
-    """Of each head the mean over its channels; over the map, or the whole sequence; each item with its own kernels."""
+    """Average the channels of each head, over the map or the whole sequence, with kernels of each item."""
     grid = Grid(height, width, prefix)
     kernels = torch.randn(2, 4, *size, dtype=torch.float64)
     v = torch.randn(2, grid.num_tokens, heads, dtype=torch.float64).repeat_interleave(4 // heads, dim=-1)
@@ -132,7 +131,7 @@ class OfContext(Squared):
 
 
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
-def test_a_mixer_of_ones_own(masked):
+def test_a_mixer_of_the_user(masked):
     mixer = Squared(DIM, HEADS)
     mask = torch.arange(15).expand(2, 15) < 9 if masked else None
     q, k, v = tokens(mixer, mask=mask)
@@ -150,7 +149,7 @@ def test_rows_that_are_no_indices_are_refused(rows):
 
 
 @pytest.mark.parametrize('kind', [WithNeighbours, NotANumber, OfContext])
-def test_what_is_no_map_is_refused(kind):
+def test_mixers_without_a_map_are_refused(kind):
     mixer = kind(DIM, HEADS)
     q, k, _ = tokens(mixer)
     with pytest.raises(NotImplementedError, match=f'^{kind.__name__} has no weights'):
@@ -163,7 +162,7 @@ def test_what_is_no_map_is_refused(kind):
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
 @pytest.mark.parametrize('name', sorted(set(OPTIONS) - {'angular, paper', 'angular, paper, alone'}))
 def test_weights_of_linear_attentions_are_combinations_of_the_keys_of_their_states(name, masked):
-    """The keys are found as the states of values of which each has one token alone."""
+    """Find the keys as the states of values with one token each."""
     mixer, count = build(OPTIONS[name]), 9 if masked else 15
     q, k, _ = tokens(mixer)
     shared = dict(mask=torch.arange(15).expand(2, 15) < 9 if masked else None, **terms(mixer))
