@@ -140,7 +140,7 @@ def check_out(args: argparse.Namespace, pictures: list) -> None:
     """Check that --out can be written and is no input.
 
     Raises:
-        RunError: It cannot, or nothing is to be written or shown.
+        RunError: It cannot be written, is an input, or there is no output at all.
     """
     if not args.out:
         if not (args.show or args.save_json or args.save_txt or args.save_labels):
