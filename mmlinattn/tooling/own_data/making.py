@@ -60,7 +60,7 @@ class _Code(str):
 
 
 def _portable(args: ConfigArgs, path: Any) -> str:
-    """Return a path relative to the config if it lies below or beside the folder of the config, else an absolute path.
+    """Return a path relative to the config below or beside the folder of the config, else an absolute path.
 
     MMEngine replaces ``{{ fileDirname }}`` by the folder of the config.
     """
