@@ -1,10 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Everything else stands in pyproject.toml, which has no entry for a file beside the packages."""
+"""Add a file beside the packages, for which pyproject.toml has no entry."""
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-# Python runs it at start-up: it defines pkgutil.find_loader, which MMEngine and MMCV call and Python 3.14 removed.
+# run by Python at start-up: defines pkgutil.find_loader for MMEngine and MMCV, as Python 3.14 removed it
 PTH = 'mmlinattn_mmcv_ops.pth'
 
 

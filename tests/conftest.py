@@ -19,14 +19,14 @@ from mmlinattn import ops
 
 
 def forget_instances(kind=ManagerMixin) -> None:
-    """What MMEngine keeps by name in a process: the default scope, loggers, message hubs, visualisers."""
+    """Clear MMEngine's instances by name: default scope, loggers, message hubs, visualisers."""
     for child in kind.__subclasses__():
         child._instance_dict.clear()
         forget_instances(child)
 
 
 def end_workers() -> None:
-    """Of loaders that nobody reads from any more: one that is found in a cycle waits five seconds for each of them."""
+    """End the workers of unread loaders: one found in a garbage cycle waits five seconds for each of them."""
     if multiprocessing.active_children():
         for kept in gc.get_objects():
             if type(kept) is _MultiProcessingDataLoaderIter:
@@ -47,13 +47,13 @@ def independent():
 
 @pytest.fixture
 def fast_forms():
-    """For tests of the fast backends themselves: they run also where ``MMLINATTN_OPS=reference``."""
+    """Test the fast backends also under ``MMLINATTN_OPS=reference``."""
     with ops.use('auto'):
         yield
 
 
 # for each upstream base of a config MMEngine reads the project's whole model index, over a second, and imports
-# pkg_resources anew
+# pkg_resources again
 config_utils.load = functools.cache(config_utils.load)
 config_module.is_installed = functools.cache(config_module.is_installed)
 # each Runner asks compilers for their versions, in processes of their own

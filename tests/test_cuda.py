@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What only a GPU can show; skipped without one. Needs torch, mmengine and mmcv-lite alone."""
+"""Checks that need a GPU; skipped without one. They need torch, mmengine and mmcv-lite alone."""
 
 import pytest
 import torch

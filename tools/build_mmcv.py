@@ -73,7 +73,7 @@ def download(name: str, version: str, folder: Path) -> Path:
     return folder / file[: -len('.tar.gz')]
 
 
-def mend(script: Path, version: str, torch_version: str) -> None:
+def patch_setup(script: Path, version: str, torch_version: str) -> None:
     """Patch MMCV's ``setup.py`` for Python 3.13 and PyTorch 2.14."""
     text = script.read_text(encoding='utf-8').replace("locals()['__version__']", repr(version))
     if tuple(map(int, torch_version.split('.')[:2])) >= (2, 14):
@@ -97,7 +97,7 @@ def build(requirement: str, folder: Path, kept: Path) -> Path:
     root = download(name, version, folder)
     if not (root / SOURCES / 'cpu').is_dir():
         raise SystemExit(f'build_mmcv: {requirement} has no folder {SOURCES}/cpu')
-    mend(root / 'setup.py', version, torch.__version__)
+    patch_setup(root / 'setup.py', version, torch.__version__)
     jobs = int(os.environ.get('MAX_JOBS') or os.cpu_count() or 1)
     join(root / SOURCES, min(jobs, 4))
     wheels = folder / 'wheels'

@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and missing packages
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
 import mmlinattn  # noqa: F401, registers the backbones
 from mmlinattn.checkpoints.convert import convert_checkpoint

@@ -16,9 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-runpy.run_path(
-    str(Path(__file__).resolve().with_name('check_env.py'))
-)  # put the checkout on the path, report missing packages
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
 import cv2
 import mmcv
@@ -30,15 +28,15 @@ from mmengine.registry import init_default_scope
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmlinattn.checkpoints.loading import check_trained
-from mmlinattn.engine.hooks.data_check import enough_colours
+from mmlinattn.engine.hooks.data_check import extend_palette
 from mmlinattn.tooling.class_names import class_names, num_classes
 from mmlinattn.tooling.command_line import (
     check_display,
     check_out_file,
     clean_end,
-    explained_setup,
     notice,
     one_line_errors,
+    setup_errors,
     writing,
 )
 from mmlinattn.tooling.configs import check_checkpoint, read_config, require
@@ -174,7 +172,7 @@ def name_classes(inferencer, classes) -> None:
         meta['classes'] = tuple(classes)
         if len(meta.get('palette', ())) != len(classes) or isinstance(meta['palette'], str):
             meta['palette'] = [*map(tuple, np.random.default_rng(0).integers(0, 256, (len(classes), 3)).tolist())]
-    inferencer.model.dataset_meta = inferencer.visualizer.dataset_meta = enough_colours(meta)
+    inferencer.model.dataset_meta = inferencer.visualizer.dataset_meta = extend_palette(meta)
 
 
 def build_inferencer(args: argparse.Namespace, scope: str):
@@ -218,7 +216,7 @@ def load_model(args: argparse.Namespace, cfg):
     head = cfg.model.get('head')
     if isinstance(head, dict) and head.get('task_heads'):
         raise RunError(f'{args.config}: labels of several tasks are not drawn; tools/test.py --out writes them.')
-    with explained_setup(args.config):
+    with setup_errors(args.config):
         inferencer = build_inferencer(args, scope)
     # inferencers load the weights that fit, and keep the initial values of the others
     checkpoint = CheckpointLoader.load_checkpoint(args.checkpoint, 'cpu', logger='silent')
@@ -339,7 +337,7 @@ def run_images(predictor: Predictor, pictures: list) -> None:
             if args.show and show(drawn, 0):
                 break
     predictor.finish()
-    say_written(args, f'{count} image(s)')
+    print_outputs(args, f'{count} image(s)')
     for picture, why in list(refused.items())[:1]:
         more = f' and {len(refused) - 1} more' * (len(refused) > 1)
         raise RunError(f'image {picture!r}{more}: the model refuses it: {why} (MMLINATTN_TRACEBACK=1 shows where)')
@@ -374,10 +372,10 @@ def run_video(predictor: Predictor, source: str) -> None:
     if args.out and not (osp.isfile(args.out) and osp.getsize(args.out)):
         raise RunError(f'--out {args.out!r} cannot be written: OpenCV here has no encoder for it. Name an .avi file.')
     predictor.finish()
-    say_written(args, f'{count} frame(s)')
+    print_outputs(args, f'{count} frame(s)')
 
 
-def say_written(args: argparse.Namespace, what: str) -> None:
+def print_outputs(args: argparse.Namespace, what: str) -> None:
     for path in filter(None, (args.out, args.save_json, args.save_txt, args.save_labels)):
         notice(f'{what} in {osp.abspath(path)}')
 

@@ -8,7 +8,7 @@ Classifiers give scores, segmentors label maps, detectors boxes (ONNX, OpenVINO)
 import runpy
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
 import mmlinattn  # noqa: F401, registers the backbones
 from mmlinattn.tooling.export.cli import main

@@ -1,9 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""torchrun for dist_train.sh and dist_test.sh, which ends as its processes do.
+"""Run torchrun with the exit status of the first failed process: ``python tools/launch.py [arguments of torchrun]``.
 
-``python tools/launch.py [arguments of torchrun]``. torchrun itself ends with a traceback of its own and status 1,
-for every error. Here the exit status is that of the first process that failed, and 128 + N where signal N ended the
-run, which torchrun hands on to its processes.
+torchrun itself exits with a traceback and status 1 at every error. The status is 128 + N if signal N ended the run.
 """
 
 import os
@@ -12,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -21,7 +19,7 @@ from torch.distributed.run import main
 
 def run(arguments) -> int:
     """Run torchrun and return the exit status."""
-    # After a restart, train.py takes what was saved since for its own.
+    # after a restart, train.py resumes from checkpoints newer than this
     os.environ['MMLINATTN_LAUNCHED'] = str(time.time())
     try:
         main(arguments)
@@ -30,7 +28,7 @@ def run(arguments) -> int:
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode > 0:
-            return failure.exitcode  # the process has said why
+            return failure.exitcode  # the process printed the reason
         number = -failure.exitcode
         print(f'error: process {rank} of the run (pid {failure.pid}) was ended by signal {number}.', file=sys.stderr)
         return 128 + number

@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
 
-    # After the arguments are parsed: these take seconds.
+    # imports of seconds, after the arguments are parsed
     from rich.console import Console
     from rich.progress import Progress
 

@@ -62,7 +62,7 @@ if [ -n "$existing" ]; then
   echo "$found" && exit 0
 fi
 
-# Packages of elsewhere would hide what is missing; without byte code each start of a tool takes 12 s in place of 5.
+# Other folders' packages would hide missing ones; without byte code a tool starts in 12 s in place of 5.
 unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_USER=0
 vpy=$venv/bin/python log=$venv/setup.log stamp=$venv/.mmlinattn-ready

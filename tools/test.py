@@ -8,9 +8,7 @@ import os.path as osp
 import runpy
 from pathlib import Path
 
-runpy.run_path(
-    str(Path(__file__).resolve().with_name('check_env.py'))
-)  # put the checkout on the path, report missing packages
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
 import mmengine
 import torch
@@ -25,9 +23,9 @@ from mmlinattn.tooling.command_line import (
     check_display,
     check_out_file,
     clean_end,
-    explained_setup,
     notice,
     one_line_errors,
+    setup_errors,
     writing,
 )
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
@@ -184,13 +182,13 @@ def main() -> None:
     args = parse_args()
     quiet_upstream()
     with clean_end(), one_line_errors():
-        with explained_setup(args.config):
+        with setup_errors(args.config):
             cfg = configure(args)
             runner = build_runner(cfg, compiles=args.compile)
             runner.register_hook(PredictionFilesHook(args, cfg))
             if args.out and args.out_item == 'pred':
                 runner.test_evaluator.metrics.append(dump_metric(cfg, args.out))
-        with explained_setup(args.config, whole=False):
+        with setup_errors(args.config, whole=False):
             metrics = runner.test()
         if args.out and args.out_item == 'metrics' and runner.rank == 0:
             mmengine.dump(metrics, args.out)

@@ -6,12 +6,16 @@ import argparse
 import runpy
 from pathlib import Path
 
-runpy.run_path(
-    str(Path(__file__).resolve().with_name('check_env.py'))
-)  # put the checkout on the path, report missing packages
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
 from mmlinattn.engine.runner import find_latest_checkpoint
-from mmlinattn.tooling.command_line import add_common_arguments, clean_end, explained_setup, notice, one_line_errors
+from mmlinattn.tooling.command_line import (
+    add_common_arguments,
+    clean_end,
+    notice,
+    one_line_errors,
+    setup_errors,
+)
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
 from mmlinattn.tooling.console import quiet_upstream
 from mmlinattn.tooling.running import add_checks, build_runner, set_precision, was_restarted
@@ -55,7 +59,7 @@ def configure(args: argparse.Namespace):
         for loader in (cfg.train_dataloader, cfg.get('val_dataloader')):
             if loader:
                 loader.persistent_workers = False
-    set_precision(cfg, is_asked=args.amp)
+    set_precision(cfg, is_requested=args.amp)
     if args.auto_scale_lr:
         if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
             raise RunError('--auto-scale-lr: the config has no auto_scale_lr.base_batch_size.')
@@ -80,11 +84,11 @@ def main() -> None:
     args = parse_args()
     quiet_upstream()
     with clean_end() as run, one_line_errors():
-        with explained_setup(args.config):
+        with setup_errors(args.config):
             cfg = configure(args)
             run.work_dir, run.since = cfg.work_dir, 0 if cfg.get('resume') else run.since
             runner = build_runner(cfg, compiles=args.compile)
-        with explained_setup(args.config, whole=False):
+        with setup_errors(args.config, whole=False):
             runner.train()
 
 

@@ -81,7 +81,7 @@ def get_compiling_cuda_version() -> str:
 def nms(boxes, scores, iou_threshold, offset):
     """Return the indices of the kept boxes, best score first.
 
-    CUDA tensors go to torchvision, which has no offset: the boxes are widened by it. On CPUs the best remaining boxes
+    CUDA tensors go to torchvision, with the boxes widened by the offset. On CPUs the best remaining boxes
     are compared with each other and then with the rest, in blocks. This is faster than torchvision's loop and rounds
     like MMCV. PyTorch runs an operator of fewer than 32768 numbers by the calling thread alone. Blocks are smaller
     than that, because threads that wait for each other in such short steps are slow on a busy machine.
@@ -454,7 +454,7 @@ def softmax_focal_loss_backward(softmax, target, weight, buff, grad_input, gamma
 
 
 # --- deformable convolution (https://arxiv.org/abs/1703.06211, modulated: https://arxiv.org/abs/1811.11168) ---
-# torchvision's, whose offsets have MMCV's order: y and x of each tap, group by group.
+# torchvision's, with the offsets in MMCV's order: y and x of each tap, group by group.
 
 
 def _plain(kW, kH, dW, dH, padW, padH, dilationW, dilationH, group, deformable_group, im2col_step):
@@ -589,7 +589,7 @@ def _takes_rows(value):
 def _sizes(shapes, starts):
     """Return [height, width, start] of each level as numbers.
 
-    Reading them waits for the GPU. The tensor, which all layers of a model share, keeps them until it changes.
+    Reading them waits for the GPU. All layers of a model share the tensor, and it keeps them until it changes.
     """
     tensors = shapes, starts
     versions = None if any(map(torch.Tensor.is_inference, tensors)) else [tensor._version for tensor in tensors]
@@ -749,7 +749,7 @@ def carafe_naive_backward(top_grad, features, masks, bottom_grad, mask_grad, ker
 
 
 def carafe_forward(features, masks, rfeatures, routput, rmasks, output, kernel_size, group_size, scale_factor):
-    """Same as the naive one; ``rfeatures`` gets the features, which MMCV passes to the backward function."""
+    """Same as the naive one; ``rfeatures`` gets the features for the backward function."""
     rfeatures.copy_(features)
     carafe_naive_forward(features, masks, output, kernel_size, group_size, scale_factor)
 

@@ -1,12 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Plots of a training and of its predictions, drawn without a display."""
+"""Plot a training and its predictions, without a display."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
 
-MOST_NAMED = 20  # most classes with legible names and numbers
+MAX_NAMED = 20  # most classes with legible names and numbers
 
 
 def _grid(axes) -> None:
@@ -19,9 +19,9 @@ def plot_training(path: str, losses: dict, rates: dict, metrics: dict, unit: str
 
     Args:
         path (str): Image file to write.
-        losses (dict): Iterations and values, by the name of a loss.
-        rates (dict): The same of the learning rates.
-        metrics (dict): Positions and values, by the name of a metric.
+        losses (dict): Iterations and values by name.
+        rates (dict): The same of learning rates.
+        metrics (dict): Positions and values by name.
         unit (str): Unit of the positions of ``metrics``, ``'epoch'`` or ``'iteration'``.
     """
     figure = Figure(figsize=(16, 4.8), layout='constrained')
@@ -43,7 +43,7 @@ def plot_training(path: str, losses: dict, rates: dict, metrics: dict, unit: str
 
 
 def plot_confusion(path: str, matrix: np.ndarray, names: Sequence[str], title: str) -> None:
-    """Plot a confusion matrix in shares of its rows.
+    """Plot a confusion matrix, normalised by row.
 
     Args:
         path (str): Image file to write.
@@ -58,10 +58,10 @@ def plot_confusion(path: str, matrix: np.ndarray, names: Sequence[str], title: s
     image = axes.imshow(shares, cmap='Blues', vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, fraction=0.046, label='share of the true class')
     axes.set(title=title, xlabel='predicted', ylabel='true')
-    if len(names) <= 3 * MOST_NAMED:
+    if len(names) <= 3 * MAX_NAMED:
         axes.set_xticks(range(len(names)), names, rotation=90)
         axes.set_yticks(range(len(names)), names)
-    if len(names) <= MOST_NAMED:
+    if len(names) <= MAX_NAMED:
         for row, column in zip(*np.nonzero(matrix)):
             share = shares[row, column]
             colour = 'white' if share > 0.5 else 'black'
@@ -74,9 +74,9 @@ def plot_precision_recall(path: str, precision: np.ndarray, scores: np.ndarray, 
 
     Args:
         path (str): Image file to write.
-        precision (np.ndarray): (recalls, classes) at one IoU, recalls evenly spaced from 0 to 1, as
-            ``COCOeval.eval['precision']`` has them; -1 where a class has no object.
-        scores (np.ndarray): (recalls, classes) the lowest score that reaches a recall.
+        precision (np.ndarray): (recalls, classes) of ``COCOeval.eval['precision']`` at one IoU; -1 for classes without
+            object.
+        scores (np.ndarray): (recalls, classes) lowest scores that reach the recalls.
         names (Sequence[str]): Class names.
     """
     recall = np.linspace(0, 1, len(precision))
@@ -85,12 +85,13 @@ def plot_precision_recall(path: str, precision: np.ndarray, scores: np.ndarray, 
     left, right = figure.subplots(1, 2)
     thresholds, curves = np.linspace(0, 1, 201), []
     for k in known:
-        # a threshold keeps the detections above it: the largest recall with a score as high
-        reached = [np.flatnonzero((scores[:, k] >= threshold) & (precision[:, k] > 0)) for threshold in thresholds]
-        best = [r[-1] if len(r) else None for r in reached]
-        f1 = [0 if r is None else 2 * precision[r, k] * recall[r] / (precision[r, k] + recall[r]) for r in best]
+        f1_of_recall = 2 * precision[:, k] * recall / np.maximum(precision[:, k] + recall, 1e-12)
+        # the largest recall with a score above the threshold
+        reached = (scores[:, k] >= thresholds[:, None]) & (precision[:, k] > 0)
+        last = reached.shape[1] - 1 - reached[:, ::-1].argmax(axis=1)
+        f1 = np.where(reached.any(axis=1), f1_of_recall[last], 0)
         curves.append(f1)
-        if len(known) <= MOST_NAMED:
+        if len(known) <= MAX_NAMED:
             left.plot(recall, precision[:, k], linewidth=1, label=f'{names[k]}  AP50 {precision[:, k].mean():.3f}')
             right.plot(thresholds, f1, linewidth=1, label=names[k])
     if known:

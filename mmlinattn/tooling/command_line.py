@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Shared parts of the command lines: arguments, one-line errors, clean exit."""
+"""Arguments, one-line errors and clean exit of the command lines."""
 
 import argparse
 import errno
@@ -69,10 +69,7 @@ def one_line_errors():
 
 @contextmanager
 def quiet():
-    """Silence warnings and logs of upstream's models, exporters and tracers.
-
-    Models warn while they are built and run, exporters of their own deprecations, tracers of every comparison of sizes.
-    """
+    """Silence warnings and logs of upstream's models, exporters and tracers."""
     loggers = [MMLogger.get_current_instance(), logging.getLogger()]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -96,15 +93,15 @@ def writing(path, name: str = '--out'):
 
 
 def check_out_file(out, *sources, name: str = '--out') -> None:
-    """Make the folder of an output file before a tool works.
+    """Make the folder of an output file before a tool works. An existing file stays as it is.
 
     Args:
-        out (str | Path): The file. It need not exist, and is left as it is.
+        out (str | Path): The file.
         sources (str | Path): Files and other arguments that the tool reads.
         name (str): The argument, for messages.
 
     Raises:
-        RunError: It is a folder or one of ``sources``, or its folder is not writable.
+        RunError: ``out`` is a folder or one of ``sources``, or its folder is not writable.
     """
     out = Path(out)
     for source in filter(os.path.exists, sources if out.exists() else ()):
@@ -119,7 +116,7 @@ def check_out_file(out, *sources, name: str = '--out') -> None:
 
 
 def check_display(flag: str = '--show') -> None:
-    """Check that a window can be opened; OpenCV aborts without a display, and Matplotlib shows nothing in silence.
+    """Check that a window can be opened: OpenCV aborts without a display.
 
     Raises:
         RunError: There is no display.
@@ -162,7 +159,7 @@ def clean_end():
     Ctrl-C ends in one line with the path of the last checkpoint, and exit status 130. Errors pass through.
 
     Yields:
-        SimpleNamespace: A training sets ``work_dir`` and, if it resumes, ``since`` to 0: older checkpoints are its own.
+        SimpleNamespace: A training sets ``work_dir``, and ``since`` to 0 if it resumes from older checkpoints.
     """
     run = SimpleNamespace(work_dir=None, since=time.time())
     try:
@@ -178,7 +175,7 @@ def clean_end():
         raise SystemExit(INTERRUPTED) from None
 
 
-# substring of an upstream error -> remedy
+# remedies by substring of an upstream error
 ADVICE = {
     'Expected more than 1 value per channel': 'BatchNorm cannot train on one image whose map is one pixel. Set '
     'train_dataloader.drop_last=True if the last batch of an epoch has one image, else a larger '
@@ -223,10 +220,10 @@ def _annotations(error: BaseException) -> str:
 
 
 @contextmanager
-def explained_setup(config: str, whole: bool = True):
+def setup_errors(config: str, whole: bool = True):
     """Turn an error of the set-up of a run into one line.
 
-    A wrong argument of a model, data set, optimizer or hook shows when MMEngine builds it, in errors of any kind.
+    MMEngine raises errors of any kind while it builds a model, data set, optimizer or hook of wrong arguments.
 
     Args:
         config (str): The config file, for messages.
@@ -241,11 +238,11 @@ def explained_setup(config: str, whole: bool = True):
     except RunError:
         raise
     except Exception as error:
+        if os.environ.get('MMLINATTN_TRACEBACK') == '1':
+            raise
         # MMEngine's builders: build_from_cfg, Runner.build_train_loop and so on
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if 'mmengine' in frame.f_code.co_filename]
         building = [frame for frame in frames if frame.f_code.co_name.startswith('build_')]
-        if os.environ.get('MMLINATTN_TRACEBACK') == '1':
-            raise
         advice = next((advice for words, advice in ADVICE.items() if words in str(error)), '')
         if advice:
             raise RunError(f'{config}: {advice} ({described(error).splitlines()[-1]})') from error
@@ -256,17 +253,16 @@ def explained_setup(config: str, whole: bool = True):
             raise
         built = [frame.f_locals.get('obj_cls') for frame in building]
         innermost = [kind for kind in built if kind is not None][-1:]
-        what = ': '.join([*(getattr(kind, '__name__', str(kind)) for kind in innermost), described(error)])
+        text = ': '.join([*(getattr(kind, '__name__', str(kind)) for kind in innermost), described(error)])
         file = _annotations(error)
-        if file and innermost and hasattr(innermost[0], 'COCOAPI'):  # MMDetection's data sets in COCO's layout
-            fault = read_coco(file)['fault']
-            what += f'; {file} {fault}' if fault else f', in reading {file}'
-        elif file:
-            what += f', in reading {file}'
-        if 'need at least one array to concatenate' in what:  # MMEngine's serialisation
-            what += '. The data set holds no image, or none of metainfo.classes is a category of its ann_file'
-        if "unexpected keyword argument '_delete_'" in what:
-            what += '. It goes into a dict that replaces one of the same key in _base_; take it out elsewhere'
-        elif 'unexpected keyword argument' in what:
-            what += '. Of a dict whose type you changed, _delete_=True leaves out the keys of the inherited type'
-        raise RunError(f'{config} cannot be run: {what} (MMLINATTN_TRACEBACK=1 shows where)') from error
+        is_coco = file and innermost and hasattr(innermost[0], 'COCOAPI')  # MMDetection's data sets in COCO's layout
+        fault = read_coco(file)['fault'] if is_coco else ''
+        if file:
+            text += f'; {file} {fault}' if fault else f', in reading {file}'
+        if 'need at least one array to concatenate' in text:  # MMEngine's serialisation
+            text += '. The data set holds no image, or none of metainfo.classes is a category of its ann_file'
+        if "unexpected keyword argument '_delete_'" in text:
+            text += '. It goes into a dict that replaces one of the same key in _base_; take it out elsewhere'
+        elif 'unexpected keyword argument' in text:
+            text += '. Of a dict whose type you changed, _delete_=True leaves out the keys of the inherited type'
+        raise RunError(f'{config} cannot be run: {text} (MMLINATTN_TRACEBACK=1 shows where)') from error

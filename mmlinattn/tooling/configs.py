@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Reading, changing and checking configs for the tools."""
+"""Read, change and check configs for the tools."""
 
 import argparse
 import os
@@ -24,10 +24,10 @@ from ..utils.private_apis import checkpoint_loaders
 from ..utils.registering import bare_name
 from .class_names import dataset_configs, num_classes
 from .command_line import notice, writing
-from .environment import PIP, explained, use
+from .environment import PIP, describe_failure, use
 from .running import fit_schedule
 
-# default_scope -> distributions, as arguments of pip
+# arguments of pip by default_scope
 PIP_NAMES = {scope: PIP[scope] for scope in ('mmdet', 'mmseg', 'mmpretrain')}
 
 LOADERS = ('train_dataloader', 'val_dataloader', 'test_dataloader')
@@ -53,12 +53,12 @@ def load_config(args: argparse.Namespace) -> Config:
     if args.cfg_options:
         before = dict(cfg.get('train_cfg') or {})
         try:
-            cfg.merge_from_dict(hooks_by_place(cfg, args.cfg_options))
+            cfg.merge_from_dict(index_hooks(cfg, args.cfg_options))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise RunError(f'--cfg-options {args.cfg_options} does not fit the config: {error}') from error
         fit_schedule(cfg, before, args.cfg_options)
     if scope == 'mmpretrain':
-        follow_own_classes(cfg)
+        adapt_inherited_classes(cfg)
     if args.no_pin_memory:
         for loader in filter(None, map(cfg.get, LOADERS)):
             loader.pin_memory = False
@@ -70,15 +70,15 @@ def load_config(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def hooks_by_place(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
+def index_hooks(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
     """Replace hook names in keys such as ``custom_hooks.StopHook.interval`` by MMEngine's list index.
 
-    A hook of this package that the config lacks is added.
+    Missing hooks of this package are added to the config.
 
     Raises:
         RunError: The hook is neither in the config nor of this package.
     """
-    placed = {}
+    indexed = {}
     for key, value in options.items():
         head, *rest = key.split('.')
         if head == 'custom_hooks' and len(rest) > 1:
@@ -91,29 +91,30 @@ def hooks_by_place(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
                 raise RunError(f'--cfg-options {key}: there is no such hook; custom_hooks has {", ".join(names)}.')
             if rest[0] in names:
                 rest[0] = str(names.index(rest[0]))
-        placed['.'.join([head, *rest])] = value
-    return placed
+        indexed['.'.join([head, *rest])] = value
+    return indexed
 
 
 def read_config(path: str) -> Config:
     """Read a config and check that its task can run in this environment.
 
     Raises:
-        RunError: It is missing or not readable, or the package of its ``default_scope`` is not
-            installed.
+        RunError: It is missing or not readable, or the package of its ``default_scope`` is not installed.
     """
     if not osp.isfile(path):
         raise RunError(f'config {path!r}: no such file.')
     try:
         cfg = Config.fromfile(path)
     except Exception as error:  # a config is a program and may raise anything
-        said = f'config {path!r} cannot be read: {described(error)}'
+        message = f'config {path!r} cannot be read: {described(error)}'
         if isinstance(error, FileNotFoundError) and str(error.filename).endswith('.mim/model-index.yml'):
-            said = f'config {path!r} inherits one by its name, and mmlinattn is not installed. Run pip install -e . in '
-            said += 'the checkout of mmlinattn, or write the path of the config in place of its name'
+            message = (
+                f'config {path!r} inherits one by its name, and mmlinattn is not installed. Run pip install -e . in '
+                'the checkout of mmlinattn, or write the path of the config in place of its name'
+            )
         if isinstance(error, ModuleNotFoundError):  # MMEngine's message begins with the name of the distribution
-            said = _how_to_install(path, error.name or str(error).split()[0]) or said
-        raise RunError(said) from error
+            message = _how_to_install(path, error.name or str(error).split()[0]) or message
+        raise RunError(message) from error
     scope = scope_of(cfg)
     if scope in PIP_NAMES:
         if find_spec(scope) is None:
@@ -133,7 +134,7 @@ def check_scope(config: str, scope: str) -> None:
         try:
             use(module)
         except Exception as error:
-            raise RunError(f'{config} needs {scope}: {explained(module, error)}') from error
+            raise RunError(f'{config} needs {scope}: {describe_failure(module, error)}') from error
 
 
 def _how_to_install(config: str, missing: str) -> str:
@@ -154,17 +155,17 @@ def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
                 loader.setdefault('persistent_workers', True)
 
 
-def follow_own_classes(cfg: Config) -> None:
+def adapt_inherited_classes(cfg: Config) -> None:
     """Adapt leftovers of an inherited ImageNet config to the classifier's own head and data.
 
     ``data_preprocessor.num_classes`` becomes that of the head, and ``CustomDataset`` loses ImageNet's ``split``. Each
     change prints a notice.
     """
     count = num_classes(cfg) if cfg.get('model') else 0
-    made = (cfg.get('data_preprocessor') or {}).get('num_classes')
-    if count and made and count != made:
+    inherited = (cfg.get('data_preprocessor') or {}).get('num_classes')
+    if count and inherited and count != inherited:
         cfg.data_preprocessor.num_classes = count
-        notice(f'data_preprocessor.num_classes = {made} is {count} here, as num_classes of the head.')
+        notice(f'data_preprocessor.num_classes = {inherited} is {count} here, as num_classes of the head.')
     for loader in LOADERS:
         for key, dataset in dataset_configs(cfg, loader):
             if bare_name(dataset.get('type')) == 'CustomDataset' and 'split' in dataset:
@@ -173,14 +174,14 @@ def follow_own_classes(cfg: Config) -> None:
 
 
 def set_data_root(cfg: Config, root: str) -> None:
-    """Move all data sets of a config, and the files that its evaluators read, to another folder.
+    """Move all data sets of a config, and the files of its evaluators, to another folder.
 
-    Absolute paths move if they lie below the old folder. A missing file is looked for by its name in the new one.
+    Absolute paths move if they lie below the old folder. A missing file is replaced by one of its name in the new
+    folder.
 
     Args:
         cfg (Config): The config to change.
-        root (str): ``data_root`` of every data set, inside wrappers too. If some data sets have a ``data_root``, those
-            without keep their paths.
+        root (str): ``data_root`` of every data set. If some have one, those without keep their paths.
     """
     datasets = [dataset for loader in LOADERS for _, dataset in dataset_configs(cfg, loader)]
     rooted = [dataset for dataset in datasets if 'data_root' in dataset]
@@ -227,8 +228,8 @@ def check_checkpoint(path: str, name: str) -> str:
     is_address = '://' in path and any(re.match(prefix, path) for prefix in filter(None, checkpoint_loaders()))
     local = osp.expanduser(path)
     if not is_address and not osp.isfile(local):
-        what = 'a folder' if osp.isdir(local) else 'a pipe or a device'
-        raise RunError(f'{name} {path!r}: {f"{what}, not a file" if osp.exists(local) else "no such file"}.')
+        kind = 'a folder' if osp.isdir(local) else 'a pipe or a device'
+        raise RunError(f'{name} {path!r}: {f"{kind}, not a file" if osp.exists(local) else "no such file"}.')
     if path.startswith(PREFIX):
         find_released(path[len(PREFIX) :])
     return path
@@ -250,16 +251,14 @@ def require(cfg: Config, config: str, *keys: str) -> None:
 
 
 def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
-    """Check that the folders of the data sets exist, and that class names are a list.
-
-    ``DataCheckHook`` checks the rest, with the data sets built.
+    """Check that the folders of the data sets exist and class names are a list; ``DataCheckHook`` checks the rest.
 
     Args:
         cfg (Config): The whole config.
-        stages (Sequence[str]): ``'train'``, ``'val'`` or ``'test'``, as will run.
+        stages (Sequence[str]): Some of ``'train'``, ``'val'`` and ``'test'``.
 
     Raises:
-        RunError: A folder is missing. The message has the config key, its value and a remedy.
+        RunError: A folder is missing, or class names are no list.
     """
     for stage in stages:
         for key, dataset in dataset_configs(cfg, f'{stage}_dataloader'):

@@ -7,7 +7,7 @@ import warnings
 
 from mmengine.logging import MMLogger
 
-# beginnings of MMEngine's records that the log file keeps and the screen does not need
+# beginnings of MMEngine's records that are shown in the log file only
 HIDDEN = (
     '\n----',  # system environment
     'Config:',

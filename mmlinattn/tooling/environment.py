@@ -1,8 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Check an environment and name the command that mends it.
 
-``tools/check_env.py`` runs this file before PyTorch or MMEngine are known to be there, so it imports the standard
-library only.
+The file imports the standard library only: ``tools/check_env.py`` runs it before other packages are known to exist.
 """
 
 import importlib
@@ -22,7 +21,7 @@ ROOT = HERE.parent if (HERE.parent / 'mmcv_ops').is_dir() else HERE / '.mim'
 
 _OPERATORS = shlex.quote(str(ROOT / 'mmcv_ops'))
 
-# module -> arguments of `pip install`, with the version ranges of requirements/mminstall.txt
+# arguments of `pip install` by module, with the version ranges of requirements/mminstall.txt
 PIP = {
     'torch': 'torch torchvision',
     'torchvision': 'torchvision',
@@ -73,7 +72,7 @@ def refused() -> str:
     return f"MMLINATTN_OPS={value!r}: expected 'auto' or 'reference'{remedy}"
 
 
-def explained(module: str, error: Exception) -> str:
+def describe_failure(module: str, error: Exception) -> str:
     """Return one line for a module that fails on import or in use: the module, the reason, the mending command."""
     reason = ' '.join(str(error).split())[:300]
     return f'{module} does not work in {sys.executable}: {reason}; mend it with: {_remedy(module, error, reason)}'
@@ -83,7 +82,7 @@ def _remedy(module: str, error: Exception, reason: str) -> str:
     package = module.partition('.')[0]
     culprit = (error.name or module) if isinstance(error, ModuleNotFoundError) else ''
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    # setuptools 82 dropped pkg_resources; older ones fail on Python 3.12, which removed pkgutil.ImpImporter
+    # setuptools 82 dropped pkg_resources; older ones need pkgutil.ImpImporter, removed in Python 3.12
     if culprit.partition('.')[0] == 'pkg_resources' or any('pkg_resources' in file for file in files):
         return f'pip install {PIP["pkg_resources"]}'
     if culprit in PIP:
@@ -121,7 +120,7 @@ def use(module: str) -> None:
     """Import a module and call the parts of it that fail later than the import.
 
     Raises:
-        Exception: Any exception; :func:`explained` turns it into a line.
+        Exception: Any exception; :func:`describe_failure` turns it into a line.
     """
     imported = importlib.import_module(module)
     if module == 'torchvision':
@@ -169,13 +168,13 @@ def check(modules=WHOLE) -> list:
     """Return one line for every module that does not work, without those that an earlier line mends."""
     lines: list = []
     broken: set = set()
-    known: set = set()
+    known: set = set()  # reasons and commands
     for module in modules:
         try:
             use(module)
         except Exception as error:
-            line = explained(module, error)
-            causes = {str(error), line.rpartition('; mend it with: ')[2]}  # same reason or same command
+            line = describe_failure(module, error)
+            causes = {str(error), line.rpartition('; mend it with: ')[2]}
             if not causes & known:
                 lines.append(line)
             known |= causes
@@ -185,7 +184,7 @@ def check(modules=WHOLE) -> list:
 
 
 def report() -> list:
-    """Return lines with the system and the versions of the packages that matter, for an issue."""
+    """Return lines with the system and the versions of packages, for an issue."""
     gpu = 'none'
     try:
         import torch

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Image reading, sizes and channels by the test pipeline of a config."""
+"""Read images, sizes and channels by the test pipeline of a config."""
 
 import inspect
 import math
@@ -22,19 +22,18 @@ def image_channels(cfg: Config) -> int:
     In this order: ``in_channels`` of the backbone (also inside an adapter), the default of its class, the number of
     means of the data preprocessor, 3.
     """
-    model = cfg.get('model') or {}
-    backbone = model.get('backbone') or {}
+    backbone = (cfg.get('model') or {}).get('backbone') or {}
     while isinstance(backbone.get('module'), dict):
         backbone = backbone['module']
-    given, kind = backbone.get('in_channels'), backbone.get('type')
-    if given is None and kind:
+    channels, kind = backbone.get('in_channels'), backbone.get('type')
+    if channels is None and kind:
         with MODELS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
             kind = registry.get(kind) if isinstance(kind, str) else kind
         # the class itself, or a base class that takes its keywords
         signatures = (inspect.signature(each.__init__).parameters for each in getattr(kind, '__mro__', ()))
-        given = next((found['in_channels'].default for found in signatures if 'in_channels' in found), None)
+        channels = next((each['in_channels'].default for each in signatures if 'in_channels' in each), None)
     mean = preprocessor(cfg).get('mean')
-    return given if isinstance(given, int) else len(mean) if isinstance(mean, (list, tuple)) and mean else 3
+    return channels if isinstance(channels, int) else len(mean) if isinstance(mean, (list, tuple)) and mean else 3
 
 
 def preprocessor(cfg: Config) -> dict:
@@ -78,7 +77,7 @@ def transforms(cfg: Config) -> list[dict]:
 
 
 def read_picture(path: str, cfg: Optional[Config] = None) -> np.ndarray:
-    """Read an image as the test pipeline does: (H, W, C), or (H, W) of one channel; (H, W, 3) uint8 BGR without one.
+    """Read an image by the test pipeline: (H, W, C), or (H, W) of one channel; without config, (H, W, 3) uint8 BGR.
 
     Raises:
         RunError: The pipeline cannot read the file.
@@ -115,11 +114,11 @@ def test_size(cfg: Config) -> Optional[tuple[int, int]]:
 
 
 def resizing(cfg: Config) -> dict:
-    """How the test pipeline sizes an image, fit for JSON.
+    """Return the resizing of the test pipeline, fit for JSON.
 
     Returns:
         dict: ``resize``, the arguments of the last step that resizes (``scale`` is width and height, or an edge), and
-        ``crop``, height and width of a crop after it; None for steps that the pipeline lacks.
+        ``crop``, height and width of a crop after it; None for missing steps.
     """
     found: dict = dict(resize=None, crop=None)
     for step in test_pipeline(cfg):

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Prediction files for other programs: COCO results, YOLO text, label images, drawings."""
+"""Write predictions for other programs: COCO results, YOLO text, label images, drawings."""
 
 import argparse
 import itertools
@@ -21,15 +21,14 @@ from mmengine.dist import utils as dist_utils
 from mmengine.fileio import get as read_bytes
 from mmengine.hooks import Hook
 
-from ..engine.data.checks import leaf_datasets
+from ..engine.data.checks import infos_of
 from ..engine.data.files import read_coco
 from ..utils.errors import RunError
 from .class_names import dataset_configs
 from .command_line import check_out_file, notice, writing
 
-# suffixes that drawings keep; others, such as .tif and .JPEG, get .png behind them
-DRAWN = ('.jpg', '.png')
-# flag -> scope and kind of model
+DRAWN = ('.jpg', '.png')  # suffixes of drawings; .png is appended to others, such as .tif and .JPEG
+# scope and kind of model by flag
 FLAGS = {
     '--save-json': ('mmdet', 'detector'),
     '--save-txt': ('mmdet', 'detector'),
@@ -38,7 +37,7 @@ FLAGS = {
 
 
 def add_prediction_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for files that other programs read."""
+    """Add the options for prediction files."""
     parser.add_argument('--save-json', metavar='FILE', help='write boxes and masks as COCO results (detectors)')
     parser.add_argument(
         '--save-txt',
@@ -75,7 +74,7 @@ def check_prediction_arguments(args: argparse.Namespace, scope: str, config: str
 
 
 def category_ids(cfg: Config, names: Optional[Sequence[str]]) -> Optional[dict[int, int]]:
-    """Return category ids by label from the COCO file of the test data, None without a file that has these names."""
+    """Return category ids by label from the COCO file of the test data, None without a file with these names."""
     for _, dataset in dataset_configs(cfg, 'test_dataloader'):
         path = osp.join(dataset.get('data_root') or '', dataset.get('ann_file') or '')
         if names and path.endswith('.json') and osp.isfile(path):
@@ -86,7 +85,7 @@ def category_ids(cfg: Config, names: Optional[Sequence[str]]) -> Optional[dict[i
 
 
 def _instances(sample, threshold: float = 0.0) -> Iterator[tuple[int, float, list[float], Optional[np.ndarray]]]:
-    """Label, score, box (x1, y1, x2, y2) and mask of the detections from a score on."""
+    """Yield label, score, box (x1, y1, x2, y2) and mask of the detections with at least a score."""
     found = sample.pred_instances
     masks = found.masks if 'masks' in found else None
     masks = masks.cpu().numpy() if isinstance(masks, torch.Tensor) else masks
@@ -96,7 +95,7 @@ def _instances(sample, threshold: float = 0.0) -> Iterator[tuple[int, float, lis
 
 
 def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None) -> list[dict[str, Any]]:
-    """Return the detections of an image as COCO has results.
+    """Return the detections of an image in COCO's result format.
 
     Args:
         sample (DetDataSample): Predictions.
@@ -107,18 +106,17 @@ def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None) -> list
 
     entries = []
     for label, score, (x1, y1, x2, y2), mask in _instances(sample):
-        category = label + 1 if ids is None else ids[label]
-        entry: dict[str, Any] = dict(image_id=image_id, category_id=category, score=score)
-        entry['bbox'] = [x1, y1, x2 - x1, y2 - y1]
+        entry: dict[str, Any] = dict(image_id=image_id, category_id=label + 1 if ids is None else ids[label])
+        entry.update(score=score, bbox=[x1, y1, x2 - x1, y2 - y1])
         if mask is not None:
-            entry['segmentation'] = coco_mask.encode(np.asfortranarray(mask))
-            entry['segmentation']['counts'] = entry['segmentation']['counts'].decode()
+            rle = coco_mask.encode(np.asfortranarray(mask))
+            entry['segmentation'] = dict(rle, counts=rle['counts'].decode())
         entries.append(entry)
     return entries
 
 
 def yolo_lines(sample, threshold: float, with_score: bool = False) -> list[str]:
-    """Return the detections of an image as YOLO has labels, in shares of width and height.
+    """Return the detections of an image in YOLO's label format, in shares of width and height.
 
     A box is ``class x_centre y_centre width height``, a mask ``class x1 y1 x2 y2 ...`` around its largest part.
     """
@@ -183,7 +181,7 @@ def names_below(paths: Sequence[str], suffix: str = '') -> list[str]:
 
 @contextmanager
 def drawing_in_every_process() -> Iterator[None]:
-    """Let each process draw its own images; the ``master_only`` of MMEngine's visualizers leaves out the others'."""
+    """Let each process draw its own images; MMEngine's visualizers draw in the main process only."""
     kept = dist_utils.is_main_process
     dist_utils.is_main_process = lambda *args: True
     try:
@@ -226,9 +224,7 @@ class PredictionFilesHook(Hook):
                 runner.visualizer.dataset_meta = dataset.metainfo
         if not (args.show_dir or args.save_txt or args.save_labels):
             return
-        leaves = [leaf for leaf in leaf_datasets(dataset) if hasattr(leaf, 'get_data_info')]
-        infos = (leaf.get_data_info(i) for leaf in leaves for i in range(len(leaf)))
-        paths = [str(info['img_path']) for info in infos if isinstance(info, dict) and info.get('img_path')]
+        paths = [str(info['img_path']) for info in infos_of(dataset) if info.get('img_path')]
         self.drawings = dict(zip(paths, names_below(paths)))
         self.texts = dict(zip(paths, names_below(paths, '.txt')))
         self.labels = dict(zip(paths, names_below(paths, '.png')))
@@ -257,7 +253,7 @@ class PredictionFilesHook(Hook):
                 write_coco(self.args.save_json, itertools.chain.from_iterable(entries or ()), self.ids)
 
     def _read(self, path: str) -> np.ndarray:
-        data = next(iter(dataset_configs(self.cfg, 'test_dataloader')), ('', {}))[1]
+        _, data = next(dataset_configs(self.cfg, 'test_dataloader'), ('', {}))
         return mmcv.imfrombytes(read_bytes(path, backend_args=data.get('backend_args')), channel_order='rgb')
 
     def _draw(self, runner, sample, image: np.ndarray, name: str, step: int) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""From a config to a Runner."""
+"""Build a Runner of a config."""
 
 import inspect
 import os
@@ -38,7 +38,11 @@ TOOL_HOOKS = (DataCheckHook, CheckpointMatchHook, ScheduleCheckHook, ProgressHoo
 
 
 class ToolRunner(SafeRunner):
-    """SafeRunner for a command line: a quiet console, and learning rates scaled by the batch of an update."""
+    """SafeRunner for a command line: a quiet console, and learning rates scaled by the batch of an update.
+
+    Raises:
+        RunError: An epoch has no iteration, or ``auto_scale_lr`` has no batch size.
+    """
 
     def build_logger(self, *args, **kwargs) -> MMLogger:
         logger = super().build_logger(*args, **kwargs)
@@ -46,11 +50,6 @@ class ToolRunner(SafeRunner):
         return logger
 
     def build_train_loop(self, loop: Any) -> BaseLoop:
-        """Build the loop.
-
-        Raises:
-            RunError: An epoch has no iteration.
-        """
         built = super().build_train_loop(loop)
         loader = built.dataloader
         if getattr(loader, 'drop_last', False) and len(loader) == 0:
@@ -94,25 +93,21 @@ def add_checks(cfg: Config, hooks: Sequence[type] = TOOL_HOOKS) -> None:
 
 
 def was_restarted(work_dir: str) -> bool:
-    """Return True if torchrun restarted this process and the run left a checkpoint before.
-
-    A checkpoint older than the start of ``tools/launch.py`` belongs to another run. Without ``tools/launch.py`` the two
-    cannot be told apart, and the answer is False.
-    """
+    """Return True if torchrun restarted this process after a checkpoint newer than the start of ``tools/launch.py``."""
     if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) == 0 or 'MMLINATTN_LAUNCHED' not in os.environ:
         return False
     pointer = osp.join(work_dir, 'last_checkpoint')
     return osp.isfile(pointer) and osp.getmtime(pointer) >= float(os.environ['MMLINATTN_LAUNCHED']) - 1
 
 
-def set_precision(cfg: Config, is_asked: bool) -> None:
+def set_precision(cfg: Config, is_requested: bool) -> None:
     """Set up mixed precision: bfloat16 without loss scaling if the GPU has units for it, else float16 with it.
 
     Without an accelerator, mixed precision is off. One line names the precision.
 
     Args:
         cfg (Config): The config; ``optim_wrapper`` is changed. An AmpOptimWrapper in it is kept.
-        is_asked (bool): True with ``--amp``.
+        is_requested (bool): True with ``--amp``.
 
     Raises:
         RunError: ``--amp`` beside an optimizer wrapper that is neither OptimWrapper nor AmpOptimWrapper.
@@ -120,36 +115,35 @@ def set_precision(cfg: Config, is_asked: bool) -> None:
     wrapper = cfg.get('optim_wrapper')
     if not wrapper:
         return
-    given = wrapper.get('type', 'OptimWrapper')
-    kind = bare_name(given)
+    kind = bare_name(wrapper.get('type', 'OptimWrapper'))
     device = get_device()
     if device in ('cpu', 'mps'):  # MMEngine's wrappers refuse to work there
         mixed = {cls.__name__: cls for cls in (AmpOptimWrapper, ApexOptimWrapper)}.get(kind)
-        if mixed or is_asked:
-            why = 'no accelerator' if device == 'cpu' else f'{device} is no device of AmpOptimWrapper'
-            notice(f'{why}: mixed precision is off, training in fp32.')
+        if mixed or is_requested:
+            reason = 'no accelerator' if device == 'cpu' else f'{device} is no device of AmpOptimWrapper'
+            notice(f'{reason}: mixed precision is off, training in fp32.')
         if mixed:
             wrapper.type = 'OptimWrapper'
             for key in inspect.signature(mixed).parameters:
                 wrapper.pop(key, None)
         return
-    if is_asked and kind == 'OptimWrapper':
+    if is_requested and kind == 'OptimWrapper':
         wrapper.type = kind = 'AmpOptimWrapper'
         if has_bfloat16(device):
             wrapper.setdefault('dtype', 'bfloat16')
         if wrapper.get('dtype') == 'bfloat16':  # has float32's range: no gradient is too small
             wrapper.setdefault('loss_scale', dict(enabled=False))
         wrapper.setdefault('loss_scale', 'dynamic')
-    elif is_asked and kind != 'AmpOptimWrapper':
-        raise RunError(f"--amp: optim_wrapper.type={given!r}: expected 'OptimWrapper' or 'AmpOptimWrapper'.")
+    elif is_requested and kind != 'AmpOptimWrapper':
+        raise RunError(f"--amp: optim_wrapper.type={wrapper.type!r}: expected 'OptimWrapper' or 'AmpOptimWrapper'.")
     if kind == 'AmpOptimWrapper':
         scale = wrapper.get('loss_scale', 'dynamic')
         scaled = 'without' if isinstance(scale, dict) and scale.get('enabled') is False else 'with'
         notice(f'mixed precision: {wrapper.get("dtype") or "float16"} {scaled} loss scaling.')
     elif device == 'cuda' and not torch.version.hip and has_bfloat16(device):  # TF32 came with the same GPUs
         is_on = torch.get_float32_matmul_precision() != 'highest'
-        more = 'uses TF32' if is_on else 'does not use TF32; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 before the command does'
-        notice(f'training in float32, which {more}. --amp trains in bfloat16.')
+        tf32 = 'uses TF32' if is_on else 'does not use TF32; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 before the command does'
+        notice(f'training in float32, which {tf32}. --amp trains in bfloat16.')
 
 
 def has_bfloat16(device: str) -> bool:
@@ -161,13 +155,13 @@ def has_bfloat16(device: str) -> bool:
     return device in ('npu', 'musa')
 
 
-LENGTHS = dict(max_epochs=True, max_iters=False)  # key of train_cfg -> by_epoch of the schedules that follow it
+LENGTHS = dict(max_epochs=True, max_iters=False)  # by_epoch of schedules by key of train_cfg
 _IN_STEPS = ('begin', 'end', 'step_size')
 _PERIODS = ('T_max', 'total_steps')  # from begin on
 
 
 def fit_schedule(cfg: Config, before: dict, options: dict) -> None:
-    """Stretch the learning rate schedule to another length that the command line gives the training.
+    """Stretch the learning rate schedule to the length of the training given on the command line.
 
     Args:
         cfg (Config): The config after ``--cfg-options``; ``param_scheduler`` is changed.

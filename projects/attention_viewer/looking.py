@@ -11,7 +11,7 @@ from mmengine.config import Config
 
 from mmlinattn.tooling.analysis import loading
 from mmlinattn.tooling.analysis.capture import BlockCall, watched
-from mmlinattn.tooling.analysis.pictures import MAX_HEADS, collect_query, overlay, picked
+from mmlinattn.tooling.analysis.pictures import MAX_HEADS, collect_query, evenly_spaced, overlay
 from mmlinattn.utils.errors import RunError
 
 LONGEST, THUMB = 1024, 132
@@ -97,7 +97,7 @@ def mosaic(found: list, picture: loading.Picture, x: int, y: int) -> np.ndarray:
         top = above + i * (height + head_line + gap) + head_line
         write(maps.block.removeprefix('backbone.')[:22], (4, top + 14))
         write(f'{maps.mixer}, {maps.size[0]} x {maps.size[1]}', (4, top + 32))
-        heads = picked(len(maps.maps), MAX_HEADS)
+        heads = evenly_spaced(len(maps.maps), MAX_HEADS)
         for j, head in enumerate([None, *heads]):
             drawn, peak = overlay(maps.mean if head is None else maps.maps[head], picture)
             thumb = cv2.resize((drawn * 255).astype(np.uint8), (THUMB, height), interpolation=cv2.INTER_AREA)

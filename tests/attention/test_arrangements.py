@@ -41,7 +41,7 @@ def leaves_of(attention, *inputs):
 
 
 def parts(size, rows, columns):
-    """Where each window lies, those at the end as far as the map goes."""
+    """Yield the slices of each window, cropped at the end of the map."""
     for y, x in itertools.product(range(0, size[0], rows), range(0, size[1], columns)):
         yield slice(None), slice(y, y + rows), slice(x, x + columns)
 
@@ -145,7 +145,7 @@ def test_focused_attention_in_windows_is_that_of_each_window_cropped(height, wid
 
 
 def literal_softmax_window(attention, x, window, shift):
-    """Of all pairs of tokens those in the same window, and on the same side of the seam that the roll made."""
+    """Softmax attention over the pairs of tokens in one window and on one side of the seam of the roll."""
     size, (rows, columns) = x.shape[1:3], window
     cut = Windows.fit(*size, window, shift)
     places = torch.cartesian_prod(*map(torch.arange, size))
@@ -165,7 +165,7 @@ def literal_softmax_window(attention, x, window, shift):
 @example(3, 8, (3, 3), True)
 @given(st.integers(1, 7), st.integers(1, 7), st.tuples(st.integers(2, 4), st.integers(2, 4)), st.booleans())
 def test_softmax_in_shifted_windows_equals_a_loop_over_pairs(height, width, window, shift):
-    """Relative positions and the seam included, padding excluded; what it holds: tests/backbones/test_pairs.py."""
+    """Include relative positions and the seam, exclude padding. Kept memory: tests/backbones/test_pairs.py."""
     attention = filled(WindowAttention(DIM, HEADS, 'softmax', window, shift=shift, relative_bias=True))
     x = feature_map(height, width)
     slow = literal_softmax_window(attention, x, window, shift)
@@ -197,7 +197,7 @@ def test_windows_of_a_rolled_map_have_no_neighbours_from_its_other_side(height, 
 @example(7, 9, 4)
 @given(sizes, sizes, st.integers(1, 3))
 def test_stripes_are_two_halves_of_windows(name, height, width, stripe):
-    """Half of the channels in vertical, half in horizontal stripes, each the size of what there is."""
+    """Half of the channels see vertical stripes, half horizontal ones, cropped to the map."""
     attention = filled(StripeAttention(DIM, HEADS, ATTENTIONS[name], stripe))
     x = feature_map(height, width)
     thirds = [part.chunk(2, dim=-1) for part in attention.qkv(x).split([2 * w for w in attention.widths], dim=-1)]

@@ -165,7 +165,7 @@ def test_padding_changes_nothing_for_the_real_tokens(name, height, width, around
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_attention
 def test_a_window_of_padding_only_has_no_values_and_finite_gradients(name, dtype):
-    """The second item is padding, also where it meets a loss."""
+    """Pad the second item of the batch as a whole, and let the loss read it."""
     attention = build(name).to(torch.promote_types(dtype, torch.float32))
     mask = torch.tensor([[True] * 15, [False] * 15])
     x = torch.randn(2, 15, DIM, dtype=attention.qkv.weight.dtype, requires_grad=True)
@@ -186,11 +186,11 @@ def test_a_window_of_padding_only_has_no_values_and_finite_gradients(name, dtype
 
 
 def test_a_host_gates_those_that_have_no_opinion():
-    """RALA without output augmentation (Tab. 9) stays without where the host gates all others."""
+    """RALA without output augmentation (Tab. 9) stays ungated in a host that gates all other attentions."""
     for gate, found in (('projection', [None, 'projection', 'projection']), (None, [None, 'projection', None])):
         assert [build(name, gate=gate).gate for name in ('rala, no gate', 'rala', 'softmax')] == found
 
-    class Gated(SoftmaxMixer):  # the object, where the class has none
+    class Gated(SoftmaxMixer):  # on the instance, not on the class
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.gate = 'tanh'
@@ -201,8 +201,8 @@ def test_a_host_gates_those_that_have_no_opinion():
 @pytest.mark.parametrize('gate', [None, 'projection', 'identity'])
 @pytest.mark.parametrize('local_kernel', [None, 3])
 def test_a_new_attention_is_one_class(gate, local_kernel):
-    """Registered under a name it works wherever the others do, with any widths of queries, keys and values (as wide as
-    the tokens where they are its gate); what it gives may be a view that cannot be written over."""
+    """A registered mixer works in every host, with any widths of queries, keys and values. Gated by its tokens, it has
+    their width. Its output may be an expanded view."""
 
     def mean(q, k, v):
         return (2 * v + q.sum(-1, keepdim=True) - k.sum(-1, keepdim=True)).mean(dim=1, keepdim=True).expand_as(v)
@@ -272,7 +272,7 @@ REFUSED = [  # class, its arguments, words of the error: argument, value, allowe
     *((StripeAttention, (DIM, HEADS, spec, 3), [repr(spec), 'windows and stripes']) for spec in SEQUENTIAL),
     (StripeAttention, (24, 3, 'softmax', 2), ['num_heads=3', 'even']),
     (StripeAttention, (DIM, HEADS, ATTENTIONS['rala, tanh'], 2), ["gate='tanh'", 'stripes']),
-    # what would take a GiB of index and bias a block
+    # its index and bias would take a GiB a block
     (WindowAttention, (DIM, HEADS, 'softmax', (1, 8193), False, True), ['window_size=(1, 8193)', '8192']),
 ]
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Every attention at the ends of its numbers, and what it costs. Long sums in half precision: tests/ops."""
+"""Numerical ranges and costs of every attention. Long sums in half precision: tests/ops."""
 
 import copy
 import itertools
@@ -27,8 +27,8 @@ HALF = [torch.float16, torch.bfloat16]
 @pytest.mark.parametrize('dead', [True, False], ids=['dead', 'apart'])
 @every_attention
 def test_tokens_without_a_direction_and_queries_that_meet_no_key(name, dead, dtype):
-    """Zero queries, keys and values; where a ReLU leaves a query and the keys no channel in common: quotients by eps on
-    the way to gradients of 0, of what a scaler makes of gradients of the order of one."""
+    """Use zero queries, keys and values, or queries and keys without a common channel behind a ReLU. Quotients by eps
+    must not turn zero gradients, scaled as by a loss scaler, into NaN."""
     attention = Attention(DIM, HEADS, ATTENTIONS[name])
     query_dim, key_dim, _ = attention.mixer.widths
     nn.init.zeros_(attention.qkv.bias)
@@ -92,7 +92,7 @@ def test_no_map_of_all_pairs_is_built(name, backend, learns, monkeypatch):
 
 
 def wrapped(attention):
-    """A copy whose IHH and CHH are modules of another class: they are called, on the maps."""
+    """Copy an attention with IHH and CHH as modules of another class, called on the maps."""
     attention = copy.deepcopy(attention)
     for name in ('ihh', 'chh'):
         if getattr(attention.mixer, name) is not None:

@@ -80,7 +80,7 @@ def is_frozen(name, frozen_stages):
 
 @pytest.mark.parametrize(('host', 'table'), [*((host, True) for host in ARCHS), (DEIT, False)])
 def test_frozen_stages(host, table):
-    """0 the stem, i the stem and stages (or blocks) 1..i with what leads to them and their output norms."""
+    """Freeze the stem by 0, by i also stages (or blocks) 1..i with their patch embeddings and output norms."""
     arch = ARCHS[host] if table else dict(ARCHS[host], absolute_position=False)
     for frozen in range(-1, 3 if host == DEIT else 5):
         model = build(host, arch=arch, stage_attns=mixes(host)[-1], frozen_stages=frozen, drop_path_rate=0.0)
@@ -109,8 +109,8 @@ def test_frozen_stages(host, table):
 @pytest.mark.parametrize('norm_eval', [False, True])
 @pytest.mark.parametrize('host', ['RAVLT', NEXT])
 def test_norm_eval_is_of_every_kind_of_batch_norm(host, norm_eval):
-    """Those of maps, of rows in compact feed-forward networks, and MMCV's own synchronised one (``MMSyncBN``), which is
-    no batch norm of PyTorch's."""
+    """Batch norms of maps, of rows in compact feed-forward networks, and MMCV's own ``MMSyncBN``, no subclass of
+    PyTorch's."""
 
     class SyncBatchNorm(nn.Module):
         pass
@@ -167,8 +167,8 @@ def test_init_weights_starts_as_documented(host):
 @every_host
 @pytest.mark.parametrize('options', [{}, dict(out_indices=(0,)), dict(out_norm=False)], ids=str)
 def test_keys_of_parts_that_are_not_built_are_ignored(host, options):
-    """Stages, blocks and norms that the model was configured not to have; what its architecture does not have, or what
-    only looks like such a part, is reported."""
+    """Ignore stages, blocks and norms that the model was configured without. Report parts outside of its architecture
+    and names that only look alike."""
     shared = dict(arch=dict(ARCHS[host], depths=(12,) if host == DEIT else (1,) * 4))
     shared.update(dict(stage_norms=True) if host == NEXT else {})
     count = dict(out_indices=-1) if host == DEIT else {}

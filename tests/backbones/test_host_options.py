@@ -7,8 +7,8 @@ from helpers.small_hosts import ARCHS, build, image
 
 
 def test_window_size():
-    """Of all blocks, of a stage, or trained; linear ones may see the whole map. Position tables are of the window, or
-    of the trained one where there is none."""
+    """Set the window of all blocks, of a stage, or the trained one; linear blocks may see the whole map. Position
+    tables have the size of the window, or of the trained one for whole maps."""
 
     def built(window_size):
         attns = ('focused', 'focused', ['focused', 'softmax'], 'softmax')

@@ -49,7 +49,7 @@ def test_released_dense_backbones(tmp_path):
     x = torch.randn(1, 3, 70, 99, dtype=torch.float64)
     with torch.no_grad():
         outs = model(x)
-        # stage by stage: the result of a norm is an output, and what the next stage gets
+        # stage by stage: the result of a norm is an output and the input of the next stage
         x = x.permute(0, 2, 3, 1)
         for i, out in enumerate(outs):
             x = model.patch_embeds[i](x)
@@ -128,8 +128,8 @@ def test_keys_are_those_of_averaged_tokens(size, reduction, open_sizes, monkeypa
 
 
 def test_averages_of_keys():
-    """Those of quadratic attentions, where the stage reduces; hallucinated attention convolves over the keys' grid.
-    Blocks without an attention may be named None."""
+    """Average the keys of quadratic attentions in stages with a reduction; hallucinated attention convolves over their
+    grid. Blocks without an attention may be named None."""
 
     def kinds(**options):
         modules = small_hosts.build('LinearNextViT', **options).modules()
@@ -183,8 +183,8 @@ def test_norms_by_option():
 
 
 def test_norm_cfg_is_of_all_norms():
-    """What it says of eps and momentum holds, also of the outputs' norms and of compact networks' branches; these may
-    have a norm of their own."""
+    """Set eps and momentum of all norms, also of the outputs and of compact networks. These may have a norm of their
+    own."""
     fixed, sync = dict(type='BN', eps=1e-3, momentum=0.2), dict(type='SyncBN')
     mixed = dict(COMPACT, ffn=dict(type='compact', norm_cfg=sync))
     found = []
@@ -210,8 +210,8 @@ class Factor(nn.Module):
 
 
 def test_each_branch_of_a_block_has_its_own_stochastic_depth():
-    """Three quarters of a transformer block's rate for the attention, the rest for its convolution, all of it for the
-    feed-forward network; convolution blocks have one rate. Then Eq. 6 with 2, 3 and 5 in place of what is dropped."""
+    """Drop the attention of a transformer block at 3/4 of its rate, its convolution at 1/4, its feed-forward network at
+    the whole rate; convolution blocks have one rate. Then Eq. 6 with factors 2, 3 and 5 in place of dropping."""
     assert ConvBlock(8, 8, 4, ReLUMLP(8, 12), BN, 0.4).drop_path.drop_prob == 0.4
     attn, x = GlobalAttention(8, 2, 'softmax'), torch.randn(2, 3, 5, 8)
     block = goldens.fill(TransformerBlock(8, attn, 8, 12, 4, ReLUMLP(12, 6), BN, 0.4)).eval()

@@ -41,7 +41,7 @@ def shapes(host, height, width):
 
 
 def assert_trains(model, x, dtype, loss_scale=2**10):
-    """``loss_scale``: what a scaler makes of gradients of the order of one."""
+    """Train one step with gradients scaled by ``loss_scale``, as by a gradient scaler."""
     with torch.autocast('cpu', dtype):
         outs = model(x)
     assert all(out.isfinite().all() for out in outs)
@@ -170,7 +170,7 @@ def test_autocast_is_finite_at_published_depths(host, arch):
     [*(('RAVLT', attn) for attn in ('inline', 'focused', 'rala')), *zip(list(ARCHS)[1:], ['focused', 'rala'] * 3)],
 )
 def test_float16_is_finite_at_the_size_of_a_detector(host, attn):
-    """Thin models: CPUs compute float16 slowly, and the number of tokens is what counts."""
+    """Thin models: CPUs compute float16 slowly, and the result depends on the number of tokens."""
     assert_trains(small_hosts.build(host, attn).train(), torch.randn(1, 3, 800, 1333), torch.float16)
 
 
@@ -261,7 +261,7 @@ def process_group(tmp_path_factory):
 def test_trains_in_parallel_without_find_unused_parameters(process_group, host, stage_attns, with_cp):
     model = small_hosts.build(host, stage_attns=stage_attns, drop_path_rate=0.5, with_cp=with_cp).train()
     parallel = DistributedDataParallel(model)
-    for _ in range(2):  # what the first step left unused is an error in the second
+    for _ in range(2):  # a parameter that the first step left unused is an error in the second
         loss(parallel(image())).backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
 

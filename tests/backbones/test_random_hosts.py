@@ -39,7 +39,7 @@ ARCH_VALUES = {
 
 
 def drawn(draw):
-    """Arguments of a model, which some attentions may refuse."""
+    """Arguments of a model; some attentions may refuse them."""
     host = draw.choice(list(ARCHS))
     stages = len(ARCHS[host]['depths'])
     heads = [draw.choice((1, 2, 4)) for _ in range(stages)]

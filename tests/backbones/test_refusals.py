@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Bad input of the hosts: the argument, its value and what is allowed, before any work is lost."""
+"""Bad input of the hosts: one line with the argument, its value and the allowed values, before any work is lost."""
 
 import copy
 
@@ -65,7 +65,7 @@ SPECIAL = [
         ('LinearSwin', dict(window_size=value), [f'window_size={value!r}', WINDOW])
         for value in (0, 'whole', 7.5, (7, 7), (7, 7, 7, 0))
     ),
-    # softmax windows whose bias would not fit in memory are named before anything of their size is built
+    # softmax windows with a bias too large for memory are named before anything of their size is built
     ('LinearSwin', dict(window_size=2**20, stage_attns=('softmax',) * 4), [f'window_size=({2**20}, {2**20})', '8192']),
     *(
         (DEIT, dict(arch=arch(DEIT, ffn=dict(type='compact', ffn=ffn))), ["'compact'", 'convolution'])

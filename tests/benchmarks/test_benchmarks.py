@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Multiply-adds, tables and kept memory of the benchmarks; their times need a quiet machine."""
+"""Multiply-adds and kept memory of the benchmarks; their times need a quiet machine."""
 
 import count_traffic
 import measure
@@ -18,19 +18,12 @@ def test_multiply_adds(attns, expected):
     assert count == pytest.approx(expected, rel=0.005)
 
 
-def test_attentions_by_tokens(tmp_path, capsys):
-    """Every registered attention has a row; sizes that would take too long a dash."""
-    out, plot = tmp_path / 'table.md', tmp_path / 'plot.png'
+def test_every_registered_attention_is_measured(tmp_path):
+    out = tmp_path / 'table.md'
     sizes = ['--sides', '3', '6', '--dim', '16', '--heads', '2', '--repeats', '1', '--no-memory']
-    run_attentions.main([*sizes, '--out', str(out), '--plot', str(plot)])
-    text = out.read_text()
-    assert text.strip() == capsys.readouterr().out.strip()
+    run_attentions.main([*sizes, '--out', str(out), '--plot', str(tmp_path / 'plot.png')])
     for name in TOKEN_MIXERS.module_dict:
-        assert len([line for line in text.splitlines() if line.startswith(f'| {name} |')]) == 2
-    assert plot.read_bytes().startswith(b'\x89PNG')
-    run_attentions.main([*sizes, '--only', 'softmax', 'rala', '--modes', 'forward', '--max-seconds', '0'])
-    *_, first, second = capsys.readouterr().out.splitlines()
-    assert [row.split(' | ')[2] for row in (first, second)] == ['-', '-']
+        assert len([line for line in out.read_text().splitlines() if line.startswith(f'| {name} |')]) == 2
 
 
 def test_kept_memory_and_launches_of_attentions(capsys):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import check_gpu
+import launches
 import pytest
 import torch
 
@@ -47,72 +48,49 @@ sys.exit(check_gpu.main(['--out', sys.argv[1], '--rehearse']))
 
 @pytest.mark.exhaustive
 def test_rehearsal(tmp_path):
-    """Run all parts on a CPU, with small models."""
     pytest.importorskip('mmdet')
     done = run('-c', REHEARSAL, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    report, text = json.loads((tmp_path / 'report.json').read_text()), (tmp_path / 'report.md').read_text()
+    report = json.loads((tmp_path / 'report.json').read_text())
     assert {part['status'] for part in report['parts'].values()} == {'done'}
     rows = [row for part in report['parts'].values() for row in part['rows']]
     assert all(row['ms'] > 0 and row['first_s'] > 0 for row in rows if 'step' in row)
     found = [row for row in rows if 'right' in row]
     assert len(found) == 2 * len(check_gpu.HOSTS) + 2 * (len(check_gpu.TIMED) - 1)
     assert all(row['right'] and 0 < row['error'] < 0.1 for row in found)
-    detectors = [row for row in rows if 'optimizer_ms' in row]
-    assert len(detectors) == 6 and min(row['groups'] for row in detectors) < 10 < max(
-        row['groups'] for row in detectors
-    )
-    *_, last = done.stdout.splitlines()
-    assert 'A rehearsal: its times mean nothing.' in done.stdout and last == 'Hosts right: yes.'
-    assert all(f'- {line}' in text for line in report['take'])
-    assert f'{check_gpu.PEER} | compiled' in text and '| channels last | contiguous |' in text
+    groups = [row['groups'] for row in rows if 'optimizer_ms' in row]
+    assert len(groups) == 6 and min(groups) < 10 < max(groups)
 
 
-def test_stand_in_of_a_rehearsal_is_of_pytorch():
+def test_the_rehearsal_has_the_interface_of_pytorch_and_all_hosts():
     names = [name for name in vars(check_gpu.OnCPU) if not name.startswith('__')]
-    assert len(names) == 6 and all(callable(getattr(torch.cuda, name)) for name in names)
-    assert check_gpu.cuda is torch.cuda
-
-
-def test_hosts_are_those_of_the_counts():
-    import launches
-
+    assert all(callable(getattr(torch.cuda, name)) for name in names) and check_gpu.cuda is torch.cuda
     assert tuple(launches.HOSTS) == check_gpu.HOSTS and launches.SWIN == check_gpu.PEER
 
 
-def made_up(eager, compiled, right=True, status='done'):
-    """Parts of a report with these milliseconds, None for a step that failed."""
-    parts = {'machine': dict(status='done', rows=[dict(gpu='H100')])}
-    row = dict(case='eager, float32', error=1e-6, plain=2e-6, right=right)
-    parts.update({f'values, {host}': dict(status=status, rows=[row]) for host in check_gpu.HOSTS})
-    for name in (name for name in check_gpu.PARTS if name.startswith(('steps', 'detectors'))):
-        ms = compiled if ', compiled' in name else eager
-        row = dict(error='no\nmemory') if ms is None else dict(ms=ms, MiB=9.0, first_s=1.0)
-        if name.startswith('detectors'):
-            row = dict(ms=eager, MiB=9.0, first_s=1.0, groups=2, optimizer_ms=3.0)
-        parts[name] = dict(status='done', rows=[dict(step='train, 2 images', **row)])
-    return parts
-
-
 @pytest.mark.parametrize(
-    ('times', 'options', 'takes', 'verdict'),
+    ('eager', 'compiled', 'right', 'status', 'choice', 'verdict'),
     [
-        ((10.0, 5.0), {}, 'take --compile (2.00x of eager, eager 1.00x of Swin-T)', 'yes'),
-        ((10.0, 9.8), dict(right=False), 'take eager (1.02x of eager, eager 1.00x of Swin-T)', 'no'),
-        ((10.0, None), dict(status='no time left'), 'not measured', 'not known'),
-        ((10.0, 20.0), dict(status='failed'), 'take eager (0.50x', 'no'),
+        (10.0, 5.0, True, 'done', 'take --compile (2.00x', 'yes'),
+        (10.0, 9.8, False, 'done', 'take eager (1.02x', 'no'),
+        (10.0, None, True, 'no time left', 'not measured', 'not known'),
+        (10.0, 20.0, True, 'failed', 'take eager (0.50x', 'no'),
     ],
 )
-def test_form_to_take(times, options, takes, verdict):
-    parts = made_up(*times, **options)
+def test_choice_and_verdict(eager, compiled, right, status, choice, verdict):
+    """The choice between eager and compiled steps; a compiled step of None milliseconds has failed."""
+    row = dict(case='eager, float32', error=1e-6, plain=2e-6, right=right)
+    parts = {f'values, {host}': dict(status=status, rows=[row]) for host in check_gpu.HOSTS}
+    for name in (name for name in check_gpu.PARTS if name.startswith('steps')):
+        ms = compiled if ', compiled' in name else eager
+        row = dict(error='no memory') if ms is None else dict(ms=ms, MiB=9.0, first_s=1.0)
+        parts[name] = dict(status='done', rows=[dict(step='train, 2 images', **row)])
     first, *_, last = check_gpu.advice(parts)
-    assert first.startswith('RAVLT-T, train, 2 images: ' + takes)
-    assert last == f'Hosts right: {verdict}.'
-    assert 'Optimizer of Mask R-CNN: 3.00 ms, merged 3.00 ms' in check_gpu.advice(parts)
-    assert ('no memory' in '\n'.join(check_gpu.report(parts))) == (None in times)
+    assert f': {choice}' in first and last == f'Hosts right: {verdict}.'
+    assert check_gpu.report({'machine': dict(status='done', rows=[]), **parts})
 
 
-def test_a_part_that_fails_or_hangs_keeps_its_rows(monkeypatch, tmp_path, capsys):
+def test_a_part_that_fails_or_hangs_keeps_its_rows(monkeypatch, tmp_path):
     def hangs(command, timeout, **_):
         if command[-1] == 'machine':
             Path(command[3]).write_text(json.dumps(dict(status='stopped', rows=[dict(gpu='H100')])))
@@ -120,26 +98,18 @@ def test_a_part_that_fails_or_hangs_keeps_its_rows(monkeypatch, tmp_path, capsys
 
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(check_gpu.subprocess, 'run', hangs)
-    assert check_gpu.main(['--out', str(tmp_path)]) == 1 and 'machine: failed' in capsys.readouterr().out
+    assert check_gpu.main(['--out', str(tmp_path)]) == 1
     machine = json.loads((tmp_path / 'report.json').read_text())['parts']['machine']
     assert machine == dict(status='failed', rows=[dict(gpu='H100')], error='no end within 1200 s')
     monkeypatch.undo()
     monkeypatch.setattr(check_gpu.sys, 'executable', '/bin/false')
     assert check_gpu.run_part('machine', True, 9) == dict(status='failed', rows=[], error='status 1')
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    assert check_gpu.main(['--out', str(tmp_path), '--minutes', '0']) == 0  # nothing wrong was found
-    assert 'no time left' in (tmp_path / 'report.md').read_text()
 
 
-def test_what_is_measured(monkeypatch):
-    """The median without the first two calls, the largest growth of memory, the first call's seconds."""
+def test_times_are_medians_without_the_first_two_calls(monkeypatch):
     repeats = check_gpu.setup.repeats
     times = iter([0.0, 9.0, 0.0, 4.0, *(t for ms in range(1, repeats + 1) for t in (0.0, ms / 1e3))])
     monkeypatch.setattr(check_gpu, 'cuda', check_gpu.OnCPU)
     monkeypatch.setattr(check_gpu, 'clock', lambda: next(times))
     monkeypatch.setattr(check_gpu.OnCPU, 'max_memory_allocated', lambda: 3 * 2**20)
-    calls = []
-    found = check_gpu.measured(lambda: calls.append(1))
-    assert found == dict(ms=pytest.approx((repeats + 1) / 2), MiB=3.0, first_s=9.0)
-    assert len(calls) == repeats + 2
+    assert check_gpu.measured(lambda: None) == dict(ms=pytest.approx((repeats + 1) / 2), MiB=3.0, first_s=9.0)

@@ -39,25 +39,23 @@ def test_python_calls_of_a_training_forward_pass():
 
 
 def test_swin_of_mmdetection():
-    """Hold the counter itself: 12 blocks in bfloat16."""
     found = step(launches.SWIN, 224)
     assert found['forward'] + found['backward'] == pytest.approx(1214, rel=0.03)
     assert found['forward_calls'] == pytest.approx(PYTHON_CALLS, rel=0.03)
 
 
-def test_views_and_allocations_launch_nothing():
-    x = torch.randn(4, 6)
+def test_counts_of_operators_and_calls():
+    """Views and allocations launch nothing. One launch takes 64 tensors of a foreach copy (two lists) and 110 of an
+    operator in place."""
+    x, many = torch.randn(4, 6), [torch.zeros(8) for _ in range(100)]
     assert launches.launches(lambda: x.view(6, 4).t()[1:].detach()) == 0
     assert launches.launches(lambda: (torch.empty_like(x), x.new_empty(3))) == 0
     assert launches.launches(lambda: (x + 1, x.sum(), x.to(torch.bfloat16))) == 3
-
-
-def test_foreach_operators_by_their_tensors():
-    """One launch takes 64 tensors of a copy (two lists), 110 of an operator in place."""
-    x, y = ([torch.zeros(8) for _ in range(100)] for _ in '12')
-    assert launches.launches(torch._foreach_copy_, x, y) == 2
-    assert launches.launches(torch._foreach_mul_, x, 2.0) == 1
+    assert launches.launches(torch._foreach_copy_, many, [torch.ones(8) for _ in many]) == 2
+    assert launches.launches(torch._foreach_mul_, many, 2.0) == 1
     assert launches.multi_tensor_launches([torch.empty(65536 * 321, device='meta')], 1) == 2  # and 320 blocks
+    assert launches.python_calls(lambda: [abs(i) for i in (1, 2)]) in (1, 2)  # comprehensions are calls up to 3.11
+    assert launches.python_calls(abs, 1) == 0
 
 
 def test_autocast_by_the_lists_of_cuda():
@@ -73,11 +71,6 @@ def test_autocast_by_the_lists_of_cuda():
         found = types()
     assert found == [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float32]
     assert types() == before
-
-
-def test_python_calls():
-    assert launches.python_calls(lambda: [abs(i) for i in (1, 2)]) in (1, 2)  # comprehensions are calls up to 3.11
-    assert launches.python_calls(abs, 1) == 0
 
 
 def test_launches_of_the_optimizer():

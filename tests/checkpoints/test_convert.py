@@ -27,7 +27,6 @@ def sevens() -> dict:
 
 
 def test_counters_of_batches_that_a_file_has_are_kept():
-    """A missing counter becomes zero."""
     state = sevens()
     del state['head.0.num_batches_tracked']
     fit = convert_state(dict(state_dict=state), 'a.pth', ModelOfNorms())
@@ -46,7 +45,6 @@ def test_counters_of_batches_that_a_file_has_are_kept():
     ],
 )
 def test_meta_of_a_converted_file(config, tmp_path, monkeypatch, capsys, meta, expected):
-    """The source, and names and colours of classes, also from older files."""
     monkeypatch.setenv('HOME', str(tmp_path))
     torch.save(dict(state_dict=sevens(), meta=meta), tmp_path / 'a.pth')
     assert convert_checkpoint(tmp_path / 'a.pth', '~/b.pth', config).is_complete

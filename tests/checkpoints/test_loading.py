@@ -81,7 +81,6 @@ def test_a_file_without_a_fitting_weight_is_an_error(load, tmp_path, alien, said
 
 
 def test_init_weights_takes_a_prefix(tmp_path):
-    """One of two parts; ``backbone.`` without a ``prefix``."""
     parts = {
         f'{prefix}{key}': torch.full_like(value, number)
         for number, prefix in ((1, 'backbone.'), (2, 'teacher.'))

@@ -36,7 +36,6 @@ def save(request, tmp_path):
 
 
 def refused(path) -> str:
-    """Return the line of a refused file."""
     with pytest.raises(CheckpointError) as caught:
         load_file(path)
     line = str(caught.value)
@@ -58,9 +57,6 @@ def test_history_buffers_keep_statistics_without_functions(save):
     assert type(written) is HistoryBuffer and written.max_length == 3
     for found in (buffer, written):
         assert found.current() == 7.0 and list(found.data[0]) == [1.0, 5.0, 7.0]
-
-
-def test_a_history_buffer_without_numbers(save):
     assert load_file(save(dict(loss=HistoryBuffer())))['loss'].data[0].size == 0
 
 
@@ -73,14 +69,10 @@ def test_one_cycle_schedules(save, strategy):
 
 
 def test_plain_data(save):
-    """All types of NumPy, milestones of schedules, settings, and the types that PyTorch allows."""
     arrays = {code: np.arange(3).astype(code) for code in '?bhilqBHILQefdgFDG'}
     scalars = {code: array[1] for code, array in arrays.items() if code not in 'gG'}
-    others = dict(
-        milestones=Counter([3, 3, 5]), names={'a', 'b'}, size=torch.Size([2, 3]), bytes=b'\x00\xff', none=None
-    )
-    args = argparse.Namespace(lr=0.1, output_dir=Path('runs'))
-    config = ConfigDict(model=dict(depth=2))
+    others = dict(milestones=Counter([3, 3, 5]), names={'a', 'b'}, size=torch.Size([2, 3]), bytes=b'\x00\xff', no=None)
+    args, config = argparse.Namespace(lr=0.1, output_dir=Path('runs')), ConfigDict(model=dict(depth=2))
     found = load_file(save(dict(arrays=arrays, scalars=scalars, args=args, config=config, **others)))
     for code, array in arrays.items():
         assert found['arrays'][code].dtype == array.dtype and (found['arrays'][code] == array).all()

@@ -32,7 +32,7 @@ def runner(work_dir, **kwargs) -> Runner:
     return make_runner(work_dir, [dict(type='EMAHook')], loop, param_scheduler=schedule, **kwargs)
 
 
-def test_hostile_files_are_refused_in_load_from_and_init_cfg(tmp_path):
+def test_hostile_files_are_refused(tmp_path):
     marker, bad = tmp_path / 'was_run', str(tmp_path / 'bad.pth')
     torch.save({'state_dict': {}, 'meta': touch_when_loaded(marker)}, bad)
     with pytest.raises(CheckpointError, match='refused'):

@@ -3,12 +3,7 @@ import pytest
 import torch
 
 from mmlinattn.checkpoints import CheckpointError
-from mmlinattn.checkpoints.states import (
-    backbone_state,
-    model_state,
-    state_dict_of,
-    strip_prefix,
-)
+from mmlinattn.checkpoints.states import backbone_state, model_state, state_dict_of, strip_prefix
 
 ONE = torch.ones(1)
 
@@ -36,7 +31,6 @@ def test_prefixes():
 
 
 def test_parts_of_a_file():
-    """Heads of a bare file, the backbone of a whole one, and any part by its prefix."""
     a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
     parts = 'head neck rpn_head roi_head bbox_head mask_head decode_head auxiliary_head data_preprocessor'.split()
     heads = {f'{part}.w': b for part in parts}
@@ -47,9 +41,7 @@ def test_parts_of_a_file():
     assert backbone_state(whole, 'x', 'teacher.backbone') == ({'stem.w': c}, {}, [])
     assert backbone_state(whole, 'x', 'teacher.') == ({'backbone.stem.w': c}, {}, [])
     assert backbone_state({'w': a}, 'x', 'backbone.') == ({'w': a}, {}, [])
-    with pytest.raises(
-        CheckpointError, match="^x.pth holds nothing under prefix 'student.'; .* backbone.stem.w, neck.w"
-    ):
+    with pytest.raises(CheckpointError, match="^x.pth holds nothing under prefix 'student.'; .* neck.w"):
         backbone_state(whole, 'x.pth', 'student.')
     assert model_state(whole, 'x') == (whole, [])
     assert model_state(bare, 'x')[0] == {'backbone.stem.w': a, 'backbone.header.w': d, **heads}

@@ -14,8 +14,6 @@ from mmlinattn.utils.errors import RunError
 
 
 class Parts(nn.Module):
-    """Parts of a segmentor."""
-
     def __init__(self, data_preprocessor=None):
         super().__init__()
         self.backbone, self.decode_head, self.auxiliary_head = nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(2, 3)
@@ -36,10 +34,7 @@ def test_a_trained_model_needs_all_weights(tmp_path, monkeypatch):
     lacking = {key: value for key, value in state.items() if key != 'decode_head.bias'}
     more = {**state, 'decode_head.x': torch.ones(1)}
     for said, wrong in (
-        (
-            r'weights.pth\' does not fit the model of c\.py; unexpected: decode_head.x',
-            more,
-        ),
+        (r'weights.pth\' does not fit the model of c\.py; unexpected: decode_head.x', more),
         ('mismatched: decode_head.weight', {**state, 'decode_head.weight': torch.ones(1)}),
         ('missing: decode_head.bias', lacking),
         ('NaN or infinite: backbone.bias', {**state, 'backbone.bias': torch.tensor([1.0, float('nan')])}),
@@ -69,19 +64,11 @@ def saved(tmp_path, monkeypatch):
     torch.save(dict(state_dict=base.state_dict()), tmp_path / 'base.pth')
 
     def make(adapter, init_cfg=True):
-        cfg = Config(
-            dict(
-                default_scope='mmpretrain',
-                model=dict(
-                    type='ImageClassifier',
-                    backbone=dict(adapter, module=dict(type='RAVLT', arch=ARCH, out_indices=(3,), out_norm=False)),
-                    neck=dict(type='GlobalAveragePooling'),
-                    head=dict(type='LinearClsHead', num_classes=3, in_channels=32),
-                ),
-            )
-        )
-        if init_cfg:
-            cfg.model.backbone.module.init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'base.pth'))
+        init = dict(type='Pretrained', checkpoint=str(tmp_path / 'base.pth')) if init_cfg else None
+        base = dict(type='RAVLT', arch=ARCH, out_indices=(3,), out_norm=False, init_cfg=init)
+        head = dict(type='LinearClsHead', num_classes=3, in_channels=32)
+        parts = dict(backbone=dict(adapter, module=base), neck=dict(type='GlobalAveragePooling'), head=head)
+        cfg = Config(dict(default_scope='mmpretrain', model=dict(type='ImageClassifier', **parts)))
         model = MODELS.build(cfg.model)
         model.init_weights()
         for parameter in model.parameters():

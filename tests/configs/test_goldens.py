@@ -60,5 +60,5 @@ def test_fine_tuning_at_384_starts_from_the_224_classifier(tmp_path, monkeypatch
     block = model.backbone.stages[0][1]
     torch.testing.assert_close(block.ffn.fc1.weight, released['layers.0.blocks.1.mlp.fc1.weight'])
     table, released_table = block.attn.mixer.position.weight, released['layers.0.blocks.1.attn.positional_encoding']
-    assert table.shape == (1, 96 * 96, 96)  # resized as in tests/layers/test_position.py: a corner stays as it is
+    assert table.shape == (1, 96 * 96, 96)  # resized as in tests/layers/test_position.py: a corner keeps its value
     torch.testing.assert_close(table[:, 0], released_table[:, 0])

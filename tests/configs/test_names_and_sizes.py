@@ -26,7 +26,7 @@ NAMES = {
 }
 
 
-# by their places, which docs/configs.md names and commands of users have
+# in the order of docs/configs.md and of users' commands
 HOOKS = ('DataCheckHook FiniteLossHook ExactResumeHook CheckpointMatchHook StopHook UnusedParametersHook').split()
 
 
@@ -54,7 +54,7 @@ def test_upstream_tools_can_run_it(name):
     cfg = load(name)
     assert cfg.default_scope == task
     assert cfg.get('custom_imports') == dict(imports=['mmlinattn'], allow_failed_imports=False)
-    # the documentation names options of some by their places, and each of them checks something
+    # the documentation names some options by their index, and each hook checks something
     assert [hook.type for hook in cfg.custom_hooks][: len(HOOKS)] == HOOKS
     path = CONFIG_DIR / f'{name}.py'
     bases = bases_of(path)
@@ -78,9 +78,9 @@ HOSTS = dict(
     nextvit='LinearNextViT',
 )
 SIZES = dict(t='tiny', s='small', m='medium', b='base', l='large')
-# Rows whose paper and whose released code disagree; the release decides.
+# In these rows paper and released code disagree; the release decides.
 CONTRADICTORY = {'mmpretrain/inline_pvt_l_in1k', 'mmpretrain/inline_swin_t_in1k'}
-# Rows whose size is not rounded from our count but explained by it (in millions).
+# Sizes that are not rounded from our count but explained by it (in millions).
 MISPRINTED = {
     'mmpretrain/flatten_pvt_t_in1k': 12.149,  # printed 12.2; the release has a norm of 0.001 that it never applies
     'mmpretrain/flatten_pvt_v2_b2_in1k': 22.548,  # printed 22.6: 22.55, rounded once more
@@ -139,7 +139,7 @@ def test_backbone_is_the_one_in_the_name(name):
     model = load(name).model
     backbone, arch = model.backbone, SIZES.get(size, size) + ('-384' if larger else '')
     assert (backbone.type, backbone.arch) == (HOSTS[host], f'{method}-{arch}' if method else arch)
-    # its own widths, windows and rates are the arch's: tests/backbones/test_published_sizes.py
+    # its widths, windows and rates are those of the arch
     assert set(backbone) <= {'type', 'arch', 'init_cfg', 'out_indices', 'out_norm', 'out_type', 'norm_cfg'}
     weights, init_cfg = f'{method}_{host}_{size}' if method else f'{host}_{size}', backbone.get('init_cfg')
     assert task == 'mmpretrain' or 'out_norm' not in backbone, 'a LayerNorm on each map, as the default'
@@ -156,9 +156,9 @@ def test_backbone_is_the_one_in_the_name(name):
 
 
 @pytest.mark.parametrize('name', configs_of('mmpretrain/'))
-def test_what_a_classifier_reads(name):
-    """The class token of a plain backbone, RAVLT's projection of the last map as it is, the mean of the last map of all
-    others: PVT's as it is, as the release leaves its norm out."""
+def test_features_of_a_classifier(name):
+    """Plain backbones give the class token, RAVLT projects its last map, the others average theirs. RAVLT and PVT have
+    no norm there, as released."""
     model, host = load(name).model, load(name).model.backbone.type
     neck, backbone = (model.get('neck') or {}).get('type'), model.backbone
     expected = dict(LinearDeiT=None, RAVLT='ConvProjectionNeck').get(host, 'GlobalAveragePooling')

@@ -80,7 +80,7 @@ def test_a_config_is_its_published_recipe(name):
 TABLES = r'(relative_bias\.table|position_tables?\.(\d\.)?weight|cls_token|mixer\.position\.weight|mixer\.scale)$'
 KINDS = dict(
     norms=lambda key, norms: key in norms,
-    # MMDetection's configs go by the name, which norms of the box heads and of RAVLT's stem do not have
+    # MMDetection's configs match the name, absent in norms of box heads and of RAVLT's stem
     named=lambda key, norms: key in norms and 'norm' in key,
     tables=lambda key, norms: re.search(TABLES, key),
     biases=lambda key, norms: key.endswith('.bias'),
@@ -98,7 +98,7 @@ KINDS = dict(
         ('mmdet/inline_deit_t_maskrcnn_1x', 'named tables'),
         ('mmdet/flatten_pvt_t_maskrcnn_1x mmdet/flatten_pvt_v2_b1_retinanet_1x mmseg/inline_pvt_t_fpn_80k', ''),
         ('mmseg/ravlt_t_fpn_80k', ''),
-        ('mmseg/rala_swin_t_fpn_80k', 'tables'),  # the recipe is RAVLT's, whose norms decay
+        ('mmseg/rala_swin_t_fpn_80k', 'tables'),  # RAVLT's recipe, with decay of norms
         ('mmseg/ravlt_t_upernet_160k', 'norms'),
         ('mmseg/flatten_swin_t_upernet_160k mmseg/flatten_cswin_t_upernet_160k', 'norms tables'),
         ('mmpretrain/ravlt_t_in1k', 'norms biases'),
@@ -132,7 +132,6 @@ def test_parameters_without_weight_decay(names, undecayed):
 
 @pytest.mark.parametrize('name', CONFIGS)
 def test_transforms_of_pipelines_exist(name):
-    """Tests in ``tools/test_rounds.py`` run them."""
     cfg = load(name)
     init_default_scope(cfg.default_scope)
     for loader in (cfg.train_dataloader, cfg.test_dataloader):

@@ -11,14 +11,13 @@ for project in ('mmdet', 'mmseg', 'mmpretrain'):
 
 
 def small_heads(name: str) -> dict:
-    """Options for full heads on fewer regions, and no padding to 512x512."""
     if 'maskrcnn' in name:
         return dict(model__train_cfg__rcnn__sampler__num=16)
     return dict(model__data_preprocessor__size=(64, 64)) if name.startswith('mmseg') else {}
 
 
-# each kind of head on some host, and what each host gives a classifier; all hosts' parameters: tests/backbones;
-# cascades: tests/tools/test_rounds.py
+# each kind of head on some host, and the features of each host for a classifier; parameters of all hosts:
+# tests/backbones; cascades: tests/tools/test_rounds.py
 NAMES = """
 mmdet/ravlt_t_maskrcnn_1x mmdet/ravlt_t_retinanet_1x mmdet/inline_deit_t_maskrcnn_1x
 mmdet/flatten_pvt_v2_b1_retinanet_1x mmdet/flatten_cswin_t_maskrcnn_1x mmseg/ravlt_t_fpn_80k mmseg/inline_pvt_t_fpn_80k

@@ -14,7 +14,7 @@ def room_of(path: str) -> str:
     return max((room for room in ROOMS if f'{path}/'.startswith(f'{room}/')), key=len, default='')
 
 
-def test_rooms_import_what_the_table_says():
+def test_rooms_import_only_the_rooms_of_the_table():
     package, found = ROOT / 'mmlinattn', {room: set() for room in ROOMS}
     rooms = [path.parent for path in package.glob('*/__init__.py')]
     for file in (file for room in rooms for file in room.rglob('*.py')):

@@ -40,8 +40,6 @@ PROSE = {'text', 'mermaid'}
 
 @dataclass
 class Block:
-    """A fenced block with the comment before it."""
-
     page: str
     line: int
     language: str
@@ -73,7 +71,7 @@ SHELL = [block for block in BLOCKS if block.language in ('bash', 'shell')]
 
 
 @pytest.mark.parametrize('block', BLOCKS, ids=str)
-def test_every_block_says_what_it_is(block):
+def test_every_block_has_a_kind(block):
     assert block.language in {'python', 'bash', 'shell', *PROSE}, f'{block}: which language?'
     assert block.language not in PROSE or not block.note
     if block.language == 'python':
@@ -175,7 +173,6 @@ def test_commands_in_sentences_have_options_of_the_tools(path):
 
 
 def scripts():
-    """Yield the Python blocks to run, by page."""
     pages = {}
     for block in BLOCKS:
         if block.language == 'python' and block.kind in ('run', 'slow'):
@@ -186,7 +183,7 @@ def scripts():
 
 @pytest.mark.parametrize('blocks', scripts())
 def test_python_runs(blocks, tmp_path, monkeypatch):
-    """Run the blocks of a page as one file; slow pages, which fill upstream's registries, in a process of their own."""
+    """Run the blocks of a page as one file. Slow pages fill upstream's registries and run in a process of their own."""
     code = '\n'.join(block.text for block in blocks)
     if any(block.kind == 'slow' for block in blocks):
         (tmp_path / 'page.py').write_text(code)
@@ -223,7 +220,8 @@ def test_configs_load_and_build(block, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_page_on_deployment(tmp_path, monkeypatch, capsys):
-    """Its Python with small models: a photograph to boxes and masks as MMDetection's, and graphs of one's own."""
+    """Run the Python of the page with small models: a photograph to boxes and masks as MMDetection's, and graphs of a
+    user's model."""
     for package in ('mmdet', 'onnx', 'onnxscript', 'onnxruntime'):
         pytest.importorskip(package)
     import cv2

@@ -13,7 +13,6 @@ PAGES = sorted(
 
 
 def prose(path) -> str:
-    """Return a page without its code blocks."""
     text = path.read_text(encoding='utf-8')
     if path.suffix == '.ipynb':
         cells = json.loads(text)['cells']

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the tests of configs share: each loaded once, models without random weights."""
+"""Configs for tests, each loaded once, and models without random weights."""
 
 import copy
 import functools
@@ -23,7 +23,6 @@ _INITIALISERS = 'kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
 
 
 def configs_of(prefix: str) -> list[str]:
-    """Names (``task/stem``) that begin so."""
     return [name for name in CONFIGS if name.startswith(prefix)]
 
 
@@ -34,12 +33,13 @@ def load(name: str) -> Config:
 
 
 def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Config]:
-    """The model of a config and the config, made to train from scratch as a user would.
+    """Return the model of a config, set up for training from scratch, and the config.
 
     Args:
         name: ``task/stem``.
-        random_init: False leaves memory as it is, which builds 100 M parameters in no time.
-        options: as after ``--cfg-options``, with ``__`` for dots.
+        random_init: False leaves memory as it is, to build 100 M parameters in no time.
+        options: Values of ``--cfg-options``, with ``__`` for dots.
+
     """
     cfg = copy.deepcopy(load(name))  # building cascades changes lists of their training settings
     cfg.merge_from_dict({'model.backbone.init_cfg': None})
@@ -48,7 +48,6 @@ def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Co
 
 
 def build_model(cfg: Config, random_init: bool) -> nn.Module:
-    """As the Runner does."""
     init_default_scope(cfg.default_scope)
     cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))  # MMPretrain keeps it outside the model
     kept = {} if random_init else dict.fromkeys(_INITIALISERS, lambda tensor, *_, **__: tensor)
@@ -58,7 +57,7 @@ def build_model(cfg: Config, random_init: bool) -> nn.Module:
 
 def without_gradient(model: nn.Module, cfg: Config) -> list[str]:
     """Parameters that a training step on two 64x64 images leaves without a gradient."""
-    from mmlinattn.tooling.swapping import dummy_inputs  # which needs the tasks' packages
+    from mmlinattn.tooling.swapping import dummy_inputs  # needs the tasks' packages
 
     if cfg.default_scope == 'mmpretrain':
         batch = dummy_inputs.classification_batch((64, 64), cfg.model.head.num_classes)

@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Outputs of the authors' released models under weights that anyone can rebuild.
+"""Outputs of the authors' released models under rebuildable weights.
 
-A case ``NAME`` in ``tests/data/goldens`` is a JSON file (input, parameter count, keys and shapes of
-the released state dict, shapes of the stage outputs), an ``.npz`` with outputs of the authors' code
-in float64, thinned out by :func:`thin`, and where the release has buffers, a ``.const.npz``.
+A case ``NAME`` in ``tests/data/goldens`` is a JSON file (input, parameter count, keys and shapes of the released state
+dict, shapes of the stage outputs), an ``.npz`` with outputs of the authors' code in float64, thinned out by
+:func:`thin`, and for releases with buffers a ``.const.npz``.
 """
 
 import json

@@ -12,7 +12,7 @@ from mmengine.registry import MODELS
 from helpers import goldens, small_hosts
 from mmlinattn.tooling.export.models import deviation
 
-# one block a stage, and of Swin two in the middle ones, whose second shifts
+# one block a stage; two in the middle stages of Swin, the second shifted
 ARCHS = {host: dict(arch, depths=(1,) * len(arch['depths'])) for host, arch in small_hosts.ARCHS.items()}
 ARCHS['LinearSwin']['depths'] = (1, 2, 2, 1)
 ARCHS['RAVLT'] = dict(ARCHS['LinearPVT'], num_heads=(1, 1, 2, 4))
@@ -21,8 +21,8 @@ HOSTS = tuple(ARCHS)
 # Maps of whole windows, stripes and strides, and maps with remainders; maps smaller than a window.
 SHAPES = [(1, 113, 150), (3, 224, 320), (2, 353, 481), (1, 40, 260)]
 TRACED_AT = (2, 65, 94)
-# A graph that is wrong at a size is off by 0.3 and more. Runtimes round in their own way, and some heads here are two
-# channels wide, whose norms are small.
+# A graph with wrong sizes is off by 0.3 and more. Runtimes round differently, and some heads here have two channels
+# with small norms.
 TOLERANCE = 0.01
 
 
@@ -55,7 +55,6 @@ def check(graph, model, shapes=SHAPES):
 
 
 def metadata_of(form, path):
-    """The metadata in a file."""
     files = {'metadata.json': ''}
     if form == 'torch-export':
         with open(path, 'rb') as file:

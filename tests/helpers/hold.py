@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""A hook for the configs of tests that stop a run: it waits at a place, so that no test has to be in time for it."""
+"""A hook for configs of tests that stop a run: it waits at an iteration, so that no test depends on timing."""
 
 import os
 import time

@@ -1,10 +1,13 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Images and text files, as people have them in folders of their own."""
+"""Images and annotation files in folders of users."""
 
 import json
 
 import numpy as np
+import pytest
 from PIL import Image
+
+from mmlinattn.utils.errors import RunError
 
 WIDTH, HEIGHT = 64, 48
 
@@ -20,3 +23,29 @@ def text(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
+
+
+def counts(data, *splits):
+    """Return the number of images of each split."""
+    return [len(data.images[split]) for split in splits or data.images]
+
+
+def boxes_of(data, *splits):
+    """Return ``(file name, class, [x, y, width, height])`` and the annotation of all objects of some splits."""
+    found = {}
+    for split in splits or data.annotations:
+        content = json.loads(data.annotations[split])
+        names = {category['id']: category['name'] for category in content['categories']}
+        files = {image['id']: image['file_name'] for image in content['images']}
+        for entry in content['annotations']:
+            box = tuple(round(side, 3) for side in entry['bbox'])
+            found[files[entry['image_id']], names[entry['category_id']], box] = entry
+    return found
+
+
+def assert_refused(said, read, *args):
+    """Check that ``read(*args)`` raises one line with the given words."""
+    with pytest.raises(RunError) as error:
+        read(*args)
+    line = str(error.value)
+    assert all(word in line for word in ([said] if isinstance(said, str) else said)) and '\n' not in line, line

@@ -90,7 +90,7 @@ FAMILIES = dict(
 
 
 def build(family):
-    """A detector in eval mode, whose scores spread from 0 to 1 and whose boxes differ in shape."""
+    """Build a detector in eval mode with scores from 0 to 1 and boxes of several shapes."""
     init_default_scope('mmdet')
     torch.manual_seed(0)
     model = MODELS.build(ConfigDict(FAMILIES[family], data_preprocessor=PREPROCESSOR)).eval().requires_grad_(False)
@@ -103,7 +103,6 @@ def build(family):
 
 
 def predict(model, images):
-    """Detections of upstream's ``predict`` for normalised images."""
     height, width = images.shape[2:]
     info = dict(img_shape=(height, width), ori_shape=(height, width), scale_factor=(1.0, 1.0))
     padded = F.pad(images, (0, -width % 32, 0, -height % 32))

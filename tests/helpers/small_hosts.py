@@ -26,7 +26,7 @@ ARCHS = {
     'LinearPVTv2': dict(_PYRAMID, grids=(10, 5, 3, 2)),
     'LinearSwin': dict(_PYRAMID, window=3, linear_windows=(7, 4, 3, 2)),
     'LinearCSWin': dict(_PYRAMID, num_heads=(2, 2, 2, 4), grids=(10, 5, 3, 2), stripes=(1, 2, 3, None)),
-    # convolution blocks in the first and third stage; keys of which some are averaged over fewer tokens
+    # convolution blocks in the first and third stage; some keys are averages of fewer tokens
     'LinearNextViT': dict(
         _PYRAMID, attn_every=(0, 1, 2, 1), grids=(10, 5, 3, 2), sr_ratios=(4, 3, 2, 1), group_dim=2, stem_dims=(8, 4, 6)
     ),
@@ -63,18 +63,6 @@ def mixes(host):
 def build(host, attn=None, **options):
     """:func:`config` with weights that hide no term."""
     return goldens.fill(MODELS.build(config(host, attn, **options)))
-
-
-def shallow(host, arch):
-    """A published size of the class ``host`` with its widths, heads and attentions, and two blocks a stage at most: the
-    second shifts its windows. No branch is left out by chance."""
-    published = host.arch_zoo[arch]
-    return host(
-        dict(published, depths=tuple(min(depth, 2) for depth in published['depths'])),
-        drop_path_rate=0.0,
-        with_cp=True,
-        **(dict(out_type='featmap') if host.__name__ == 'LinearDeiT' else {}),
-    )
 
 
 def image(batch=2, height=64, width=96, channels=3):

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Command lines run as users run them, for the tests of tools: in this process, in one of their own, many in one.
+"""Command lines of tools: in this process, in one of their own, many in one process.
 
-``python tool_runs.py JOBS.json ERRORS.json`` is the last: to start Python, import PyTorch and read upstream's model
-indices takes longer than what the tests train.
+``python tool_runs.py JOBS.json ERRORS.json`` is the last. Starting Python, importing PyTorch and reading upstream's
+model indices take longer than the trainings of the tests.
 """
 
 import json
@@ -61,7 +61,7 @@ def start(*command, cwd, **env):
     return subprocess.Popen(
         [str(word) for word in command],
         start_new_session=True,
-        # what a shell starts in the background ignores it, and so would the tool
+        # a shell starts background jobs with SIGINT ignored, and the tool would inherit that
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options(cwd, env),
     )
@@ -80,14 +80,15 @@ def python(script, *args, **kwargs):
 
 
 def in_this_process(tool, *args):
-    """A script, of ours by its path below ``tools``."""
     with mock.patch.object(sys, 'argv', [tool, *map(str, args)]):
         runpy.run_path(str(TOOLS / tool), run_name='__main__')
 
 
 def in_one_process(jobs, folder):
-    """Command lines of Python scripts one after the other, by name: what each job printed, and its error, empty where
-    there was none. A job ends at its first error, the others still run."""
+    """Run command lines of Python scripts one after the other; return output and error of each job by name.
+
+    A job ends at its first error, '' without any; the others still run.
+    """
     (folder / 'jobs.json').write_text(json.dumps(jobs))
     try:
         out = python(__file__, 'jobs.json', 'errors.json', cwd=folder)
@@ -109,8 +110,7 @@ def losses(work_dir):
 
 
 def free_port():
-    """Not of those that a system hands out by itself (from 32768 up), of which another program may be given this one
-    before the run asks for it."""
+    """Return a port outside of the ephemeral range (from 32768 up): the system may give those to other programs."""
     for port in random.SystemRandom().sample(range(15000, 30000), 100):
         with socket.socket() as listener:
             try:
@@ -125,7 +125,7 @@ def error_of(job) -> str:
     from conftest import end_workers, forget_instances  # it has MMEngine read indices once, as in the tests
 
     for command in job:
-        forget_instances()  # upstream's configs name them alike
+        forget_instances()  # upstream's configs share names
         try:
             in_this_process(*command)
         except SystemExit as end:

@@ -123,7 +123,7 @@ def turn(x, height, width, base=10000.0):
 
 
 def similarity(q, k, size=None):
-    """``q_i . k_j`` (B, heads, N, N); of turned tokens where ``size`` = (height, width)."""
+    """Return ``q_i . k_j`` (B, heads, N, N); with ``size`` = (height, width) after the rotary encoding."""
     if size is None:
         return torch.einsum('bhid,bhjd->bhij', q, k)
     # the dot product of two vectors of pairs is the real part of one with the other's conjugate
@@ -288,7 +288,8 @@ def angular(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def twin(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=None, context=None):
-    """``W_o ((mix(q, k, v) + DWConv(v)) * gate)``; ``size``: height and width where tokens are turned (rotary)."""
+    """Compute ``W_o ((mix(q, k, v) + DWConv(v)) * gate)``; ``size`` = (height, width) turns queries and keys
+    (rotary)."""
     spec, key_grid, widths = ATTENTIONS[name], key_grid or grid, attention.mixer.widths
     weights = attention.qkv.weight.split(attention.widths)
     biases = [0.0] * 4 if attention.qkv.bias is None else attention.qkv.bias.split(attention.widths)

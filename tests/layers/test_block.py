@@ -102,7 +102,7 @@ def test_small_layer_scales_under_float16(learns):
     ],
 )
 def test_norms_that_would_take_rows_for_channels_are_refused(build, norm):
-    """Of a map with as many rows as channels they would compute something."""
+    """On a map with as many rows as channels such norms would run and give other numbers."""
     with pytest.raises(ValueError, match=f"^norm_cfg=.*'{norm}'.*: expected a norm over the last axis, as 'LN'"):
         build(dict(type=norm, **(dict(num_groups=2) if norm == 'GN' else {})))
 

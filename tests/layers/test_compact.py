@@ -34,8 +34,8 @@ def one_by_one(layer, x):
 @pytest.mark.parametrize('fixed', ['all', 'first', 'none'])
 @pytest.mark.parametrize('branches', [1, 2, 3])
 def test_branches_are_parallel_and_merge_into_one_matrix(branches, fixed):
-    """Values, gradients and statistics, also where one branch is fixed alone; merged once, types and what is frozen
-    stay."""
+    """Compare values, gradients and statistics, also with one fixed branch. Merging, done once, keeps types and frozen
+    flags."""
     layer = unsettled(FactorisedLinear(12, 8, 5, branches)).double().requires_grad_(fixed != 'first')
     layer.train(fixed != 'all')
     for factor in (layer.down, layer.up):
@@ -53,7 +53,7 @@ def test_branches_are_parallel_and_merge_into_one_matrix(branches, fixed):
     assert [(type(part), part.weight.shape) for part in (down, up)] == [(nn.Linear, (5, 12)), (nn.Linear, (8, 5))]
     assert all(parameter.requires_grad is (fixed != 'first') for parameter in layer.parameters())
     torch.testing.assert_close(layer(x), expected)
-    up.register_forward_hook(lambda *args: None)  # nor is the bias lost where somebody watches
+    up.register_forward_hook(lambda *args: None)  # a forward hook must not lose the bias
     torch.testing.assert_close(layer(x), expected)
 
 
@@ -110,7 +110,7 @@ def test_refusals(spec, words):
 
 @pytest.mark.parametrize(('spec', 'kind'), [(None, DWConvFFN), ('mlp', MLP), ('conv', ConvFFN), ('dwconv', DWConvFFN)])
 def test_feed_forward_networks_by_name(spec, kind):
-    """Alone and compact; options are the arch's, which names one for every block."""
+    """Build them alone and compact; the options are those of the arch, shared by all blocks."""
     ffn = build_ffn(spec, DWConvFFN, 10, 30)
     assert type(ffn) is kind and (ffn.fc1.in_features, ffn.fc1.out_features, ffn.fc2.out_features) == (10, 30, 10)
     inner = {} if spec is None else dict(ffn=spec)

@@ -39,7 +39,7 @@ def padded(x, multiple):
 
 @pytest.mark.parametrize('size', [(8, 8), (7, 9), (1, 2), (5, 1)], ids=str)
 def test_patches_of_maps_of_any_size(size):
-    """Those at the border are filled up with zeros; four neighbours of Swin's: down first, then right."""
+    """Pad patches at the border with zeros. Swin's four neighbours: down first, then right."""
     x = torch.randn(2, *size, 3)
     for kernel, stride, padding in ((4, 4, 0), (2, 2, 0), (7, 4, 3), (3, 2, 1), (4, 4, 1)):
         embed = PatchEmbed(3, 5, kernel, stride, padding, dict(type='LN', eps=0.5))

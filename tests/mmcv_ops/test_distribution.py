@@ -14,7 +14,7 @@ from mmcv import ops
 SOURCE = Path(__file__).resolve().parents[2] / 'mmcv_ops'
 
 
-def test_the_wheel_adds_the_operators_and_what_python_3_14_lacks(tmp_path):
+def test_the_wheel_adds_operators_and_find_loader(tmp_path):
     shutil.copytree(SOURCE, tmp_path / 'source', ignore=shutil.ignore_patterns('build', '*.egg-info', '__pycache__'))
     options = ('--quiet', '--no-build-isolation', '--no-deps', '--no-index', '--wheel-dir', '.')
     subprocess.run([sys.executable, '-m', 'pip', 'wheel', *options, './source'], cwd=tmp_path, check=True)
@@ -30,7 +30,7 @@ def test_the_wheel_adds_the_operators_and_what_python_3_14_lacks(tmp_path):
     subprocess.run([sys.executable, '-S', '-c', check], check=True)
 
 
-def test_an_operator_that_is_not_there_says_who_asks_and_what_to_run(ext):
+def test_missing_operators_name_caller_and_command(ext):
     assert not hasattr(ext, '__path__')  # as a package has it
     layer = ops.Correlation()
     with pytest.raises(NotImplementedError) as error:

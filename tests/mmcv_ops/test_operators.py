@@ -34,20 +34,6 @@ def test_results_are_those_of_compiled_mmcv(name):
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=2e-5 * np.abs(expected).max(initial=0))
 
 
-@pytest.mark.parametrize('dtype', LOWER)
-def test_nms_in_lower_precision_keeps_what_the_same_numbers_keep_in_float32(dtype):
-    boxes, scores = (tensor.to(dtype) for tensor in cases.boxes(1, 200))
-    kept = ops.nms(boxes, scores, 0.5)[1]
-    assert torch.equal(kept, ops.nms(boxes.float(), scores.float(), 0.5)[1]) and 0 < len(kept) < 200
-
-
-def test_nms_leaves_the_number_of_threads(monkeypatch):
-    """Another thread takes over the number in its first operator, and keeps it."""
-    monkeypatch.setattr(torch, 'set_num_threads', lambda count: pytest.fail('a setting of the process'))
-    kept = ops.nms(*cases.boxes(300, 300), 0.5)[1]
-    assert kept.tolist() == RECORDS['nms-300-0-False-0.5'][1:].tolist()
-
-
 def test_two_boxes_without_area_suppress_nothing():
     """Their overlap is 0 / 0 in MMCV, and NaN is above no threshold."""
     dets = torch.tensor(
@@ -59,22 +45,29 @@ def test_two_boxes_without_area_suppress_nothing():
         found = ops.soft_nms(dets[:3, :4].contiguous(), dets[:3, 4].contiguous(), 0.0, 0.5, 0.1, method)
         assert torch.equal(found[0], dets[:3])
     assert ops.nms(dets[:3, :4].contiguous(), dets[:3, 4].contiguous(), 0.0)[1].tolist() == [0, 1, 2]
-
-
-def test_soft_nms_of_boxes_without_area_has_no_nan():
-    boxes = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 1], [5, 5, 9, 9]])
-    dets, kept = ops.soft_nms(boxes, torch.tensor([0.9, 0.8, 0.7]), method='gaussian')
-    assert torch.equal(dets[:, 4], torch.tensor([0.9, 0.8, 0.7])) and kept.tolist() == [0, 1, 2]
+    boxes, scores = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 1], [5, 5, 9, 9]]), torch.tensor([0.9, 0.8, 0.7])
+    found, kept = ops.soft_nms(boxes, scores, method='gaussian')
+    assert torch.equal(found[:, 4], scores) and kept.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize('dtype', LOWER)
-@pytest.mark.parametrize('mode', ['avg', 'max'])
-def test_roi_align_in_lower_precision(dtype, mode):
+def test_lower_precision(dtype):
+    """NMS keeps the boxes that the same numbers keep in float32. Maxima and offsets are rounded too, so that pooled and
+    sampled values are near those of float32 on the whole."""
+    boxes, scores = (tensor.to(dtype) for tensor in cases.boxes(1, 200))
+    kept = ops.nms(boxes, scores, 0.5)[1]
+    assert torch.equal(kept, ops.nms(boxes.float(), scores.float(), 0.5)[1]) and 0 < len(kept) < 200
     x, rois = cases.normal(1, 2, 3, 25, 38).to(dtype), cases.rois(2, 5).to(dtype)
-    results = cases.with_gradients(lambda x: ops.roi_align(x, rois, 3, 0.25, 2, mode), x)
-    expected = cases.with_gradients(lambda x: ops.roi_align(x, rois.float(), 3, 0.25, 2, mode), x.float())
-    for result, full in zip(results, expected):
-        assert (result.float() - full).norm() < 0.1 * full.norm()  # places of the maxima are rounded too
+    pairs = []
+    for mode in ('avg', 'max'):
+        half = cases.with_gradients(lambda x, mode=mode: ops.roi_align(x, rois, 3, 0.25, 2, mode), x)
+        full = cases.with_gradients(lambda x, mode=mode: ops.roi_align(x, rois.float(), 3, 0.25, 2, mode), x.float())
+        pairs += zip(half, full)
+    for modulated in (False, True):
+        settings = modulated, 1, 2, 1, 1, 1, (3, 3)
+        pairs += zip(cases.convolution(*settings, dtype=dtype), cases.convolution(*settings))
+    for half, full in pairs:
+        assert half.dtype == dtype and (half.float() - full).norm() < 0.1 * full.norm()
 
 
 def test_roi_align_refuses_a_box_that_ends_before_it_starts(device):
@@ -99,17 +92,7 @@ def test_gradients_of_channels_last_offsets_and_masks(kernel):
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize('modulated', [False, True])
-@pytest.mark.parametrize('dtype', LOWER)
-def test_deformable_convolution_in_lower_precision(modulated, dtype):
-    settings = modulated, 1, 2, 1, 1, 1, (3, 3)
-    for result, full in zip(cases.convolution(*settings, dtype=dtype), cases.convolution(*settings)):
-        assert result.dtype == dtype
-        # offsets are rounded too
-        assert (result.float() - full).norm() < 0.1 * full.norm()
-
-
-def test_several_backward_passes_whose_input_needs_no_gradient():
+def test_several_backward_passes_without_input_gradient():
     x, offset, weight = cases.normal(1, 2, 4, 6, 6), cases.normal(2, 2, 18, 6, 6), cases.normal(3, 4, 4, 3, 3)
     out = ops.deform_conv2d(x, offset, weight.requires_grad_(), 1, 1).sum()
     one, two = (torch.autograd.grad(out * scale, weight, retain_graph=True)[0] for scale in (1, 2))
@@ -144,33 +127,30 @@ def test_roi_pool_is_its_definition():
     assert ops.roi_pool(x, rois[:0], 3, 0.25).shape == (0, 3, 3, 3)
 
 
-@pytest.mark.parametrize('weighted', [False, True])
-def test_sigmoid_focal_loss_is_torchvisions(weighted):
-    logits, target = cases.normal(1, 6, 4).double() * 9, torch.tensor([0, 1, 2, 3, 4, 4])
+@pytest.mark.parametrize('weight', [None, torch.tensor([1.0, 2, 3, 4]).double()])
+def test_focal_losses_are_their_definitions(weight, device):
+    """Sigmoid (torchvision's own) and softmax. Background has no weight. MMCV's softmax loss has gradients as a sum."""
+    weight = weight if weight is None else weight.to(device)
+    x, target = cases.normal(1, 6, 4).double() * 3, torch.tensor([0, 1, 2, 3, 4, 4])
     own = F.one_hot(target, 5)[:, :4].double()
-    rows = torch.tensor([1.0, 2, 3, 4, 1, 1] if weighted else [1.0] * 6).double()  # the last are background
-    weight = rows[:4] if weighted else None
-    results = cases.with_gradients(lambda x: ops.sigmoid_focal_loss(x, target, 2.0, 0.25, weight, 'none'), logits)
-    theirs = cases.with_gradients(
-        lambda x: torchvision.ops.sigmoid_focal_loss(x, own, 0.25, 2.0) * rows[:, None], logits
-    )
-    for result, expected in zip(results, theirs):
-        assert_close(result, expected, 1e-12)
-    assert ops.sigmoid_focal_loss(logits[:0], target[:0], 2.0, 0.25, None, 'none').shape == (0, 4)
+    rows = torch.cat((torch.ones(4).double() if weight is None else weight, torch.ones(2).double()))
 
+    def sigmoid(x):
+        return torchvision.ops.sigmoid_focal_loss(x, own, 0.25, 2.0) * rows[:, None]
 
-def test_softmax_focal_loss_is_its_definition():
-    logits, target = cases.normal(1, 5, 4).double(), torch.tensor([0, 1, 2, 3, -1])
-    weight = torch.tensor([1.0, 2, 3, 4], dtype=torch.float64)
+    def softmax(x):
+        p = x[:4].softmax(1)[range(4), range(4)]
+        return torch.cat((-0.25 * rows[:4] * (1 - p) ** 2 * p.log(), p.new_zeros(2)))
 
-    def by_hand(logits):
-        p = logits.softmax(1)[range(4), range(4)]
-        return torch.cat((-0.25 * weight * (1 - p) ** 2 * p.log(), p.new_zeros(1)))
-
-    assert_close(ops.softmax_focal_loss(logits, target, 2.0, 0.25, weight, 'none'), by_hand(logits), 1e-12)
-    results = cases.with_gradients(lambda x: ops.softmax_focal_loss(x, target, 2.0, 0.25, weight, 'sum'), logits)
-    for result, expected in zip(results, cases.with_gradients(lambda x: by_hand(x).sum(), logits)):
-        assert_close(result, expected, 1e-12)
+    for ours, plain, classes in (
+        (ops.sigmoid_focal_loss, sigmoid, target),
+        (ops.softmax_focal_loss, softmax, torch.where(target == 4, -1, target)),
+    ):
+        assert_close(ours(x, classes, 2.0, 0.25, weight, 'none'), plain(x), 1e-12)
+        results = cases.with_gradients(lambda x: ours(x, classes, 2.0, 0.25, weight, 'sum'), x)  # noqa: B023
+        for result, expected in zip(results, cases.with_gradients(lambda x: plain(x).sum(), x)):  # noqa: B023
+            assert_close(result, expected, 1e-12)
+    assert ops.sigmoid_focal_loss(x[:0], target[:0], 2.0, 0.25, None, 'none').shape == (0, 4)
 
 
 @pytest.mark.parametrize('scale, groups', [(1, 1), (2, 2), (3, 1)])

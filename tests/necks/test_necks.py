@@ -17,7 +17,7 @@ def pyramid(**options):
 
 @pytest.mark.parametrize(('height', 'width'), [(64, 96), (70, 90), (33, 47), (49, 32)])
 def test_levels_have_the_sizes_of_a_convolutional_pyramid(height, width):
-    """Of the last of several maps; a level of an odd image is the corner of that of the padded one."""
+    """Read the last of several maps. The level of an odd image is the corner of that of the padded image."""
     neck, x = pyramid(), torch.randn(2, 8, -(-height // 16), -(-width // 16))
     outs, whole = neck([torch.zeros(1, 5, 3, 4), x], image_size=(height, width)), neck(x)
     for out, other, stride in zip(outs, whole, (4, 8, 16, 32, 64), strict=True):
@@ -64,7 +64,7 @@ def test_levels_are_those_of_vitdet():
 
 
 def test_initial_weights():
-    """Uniform Xavier for convolutions, bounded by sqrt(6 / (fan in + fan out)); or what ``init_cfg`` says."""
+    """Uniform Xavier for convolutions, bounded by sqrt(6 / (fan in + fan out)), unless ``init_cfg`` is given."""
     for kind in (partial(MapAdapter, [24], [40]), partial(SimpleFeaturePyramid, 24, 40)):
         for init_cfg in (None, dict(type='Constant', layer='Conv2d', val=2.0)):
             neck = kind(init_cfg=init_cfg)
@@ -144,7 +144,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(('build', 'words'), REFUSED, ids=range(len(REFUSED)))
-def test_messages_name_the_argument_its_value_and_what_is_allowed(build, words):
+def test_messages_name_argument_value_and_allowed_values(build, words):
     with pytest.raises(ValueError) as error:
         build()
     assert not [word for word in words if word not in str(error.value)] and '\n' not in str(error.value)

@@ -22,7 +22,7 @@ every_attention = pytest.mark.parametrize('name', ATTENTIONS)
 
 @st.composite
 def inputs(draw):
-    """Queries, keys and values, slices of one projection, and what else attentions take."""
+    """Queries, keys and values as slices of one projection, and further arguments of attentions."""
     batch, tokens, heads = (draw(st.integers(1, most)) for most in (3, 30, 3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     x = torch.randn(batch, tokens, 3 * heads * 4, generator=generator, dtype=torch.float64)

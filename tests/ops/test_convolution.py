@@ -52,7 +52,7 @@ def test_kernels_of_each_image_are_its_own(x, size):
 @draws
 @given(maps(), st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]), st.sampled_from([1, 3, 5]), st.booleans())
 def test_convolutions_of_gelu(x, steps, size, residual):
-    """And of as many channels and stride 1, beside what they convolve."""
+    """Compare also with equal channels and stride 1, with the residual added."""
     stride, groups = (1, steps[1]) if residual else steps
     dim = 4 if residual else 8
     weight, bias = torch.randn(dim, 4 // groups, size, size, dtype=x.dtype), torch.randn(dim, dtype=x.dtype)

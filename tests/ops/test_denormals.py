@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""No op computes with denormal numbers, with which many CPUs are a hundred times slower: counted, not timed."""
+"""Count denormal numbers in all ops. Many CPUs compute with them a hundred times slower."""
 
 import re
 from functools import partial
@@ -35,8 +35,8 @@ class Denormals(TorchDispatchMode):
 
 
 def inputs():
-    """As trained networks have them: a channel that no token uses, tokens without a positive channel, large ones, of
-    which some weigh just above nothing beside the largest."""
+    """Tokens of trained networks: an unused channel, tokens without a positive channel, and large tokens. Some weigh
+    just above nothing beside the largest."""
     q, k, v = torch.randn(3, 2, TOKENS, DIM)
     q[..., :5] = k[..., 2:9] = -1
     q[:, 3] = k[:, 4] = -2

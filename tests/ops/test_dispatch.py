@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Which backend runs an op, and that whatever transforms, watches or records a model gets one that stands it."""
+"""Choice of the backend of an op, and safe backends under transforms, hooks and recorders."""
 
 import importlib.util
 from concurrent.futures import ThreadPoolExecutor
@@ -177,7 +177,7 @@ def test_compiled_heads_are_no_axis_of_channels_last_maps(name, masked):
 
 
 def test_compiled_softmax_attention_is_fused():
-    """The map of all pairs is in no graph; Dynamo answers for itself when asked whether torch.func is at work."""
+    """No graph holds the map of all pairs. Dynamo itself answers if torch.func is active."""
     inputs = [tokens() for _ in range(3)]
     nodes = compiled_nodes(lambda q, k, v: ops.softmax_attention(q, k, v, HEADS), *inputs)
     assert [op for op, _ in nodes if 'scaled_dot_product' in op]

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Gradients written by hand: what they keep, and that they are right in whatever way they are asked for."""
+"""Gradients written by hand: kept tensors, and right values under every autograd API."""
 
 from functools import partial
 
@@ -43,7 +43,7 @@ MADE = {
 @pytest.mark.parametrize('made', MADE)
 @pytest.mark.parametrize('name', ALL)
 def test_gradients_of_gradients_and_batched_ones(name, made, which):
-    """First and second derivatives where ``create_graph=True``, and first ones where ``is_grads_batched=True``."""
+    """Compare first and second derivatives (``create_graph=True``), and first ones with ``is_grads_batched=True``."""
     x, results = (torch.rand(2, 9, 8, dtype=torch.float64) + 0.2).requires_grad_(), []
     for choice in (which, 'reference'):
         with form(choice):
@@ -114,8 +114,8 @@ DEAD = ['rala, relu', 'rala, relu, turned', 'linear, relu', 'focused, 3', 'rala,
 @pytest.mark.parametrize('which', FORMS)
 @pytest.mark.parametrize('name', DEAD)
 def test_a_query_that_meets_no_key_in_float16(name, which):
-    """Alive only in channels in which all keys are dead, it is divided by eps alone: gradients stay finite, and those
-    of all others right."""
+    """A query alive only in channels of dead keys is divided by eps alone. Gradients stay finite, and those of other
+    queries right."""
     call = partial(ops.rala, kernel='relu', rotary=ops.rotary_table(3, 3, 8)) if 'turned' in name else LINEAR[name]
     x = torch.randn(3, 1, 9, 8, generator=torch.Generator().manual_seed(0))
     q, k, v = x
@@ -148,7 +148,8 @@ def test_keys_with_a_mean_of_a_hundred_deviations(which):
         assert (ours - theirs).norm() < 1e-4 * theirs.norm()
 
 
-# --- what the backward pass keeps, and how many operations there are --------------------------------------------------
+# --- kept tensors and number of operations
+# -----------------------------------------------------------------------------
 
 
 def kept(function, *leaves) -> int:

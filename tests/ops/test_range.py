@@ -23,7 +23,7 @@ def test_sums_over_the_tokens_of_a_detection_map(name, dtype, masked, which):
     """Stage 1 at 1333x800: the sum of 66,800 tokens of mean 1.2 is no number of float16, and bfloat16 stops counting at
     256."""
     q, k, v = (1.2 + 0.3 * torch.randn(1, 200 * 334, 8) for _ in range(3))
-    if name == 'hydra':  # keys along one channel, queries not: the sum is above 65504, what comes of it is not
+    if name == 'hydra':  # keys along one channel, queries not: the sum exceeds 65504, the output does not
         k = k * (torch.arange(8) == 3)
     mask = None
     if masked:
@@ -94,8 +94,8 @@ def test_every_power_with_dead_and_huge_tokens(power, width, which):
     q, k, v, scale = (t.detach().double() for t in leaves)
     q, k = (by_head(focused_map(t, scale, power), 4) for t in (q, k))
     exact = side_by_side(linear_map(q, k) @ by_head(v, 4))
-    if power <= 16:  # the literal powers of the twin underflow beyond
-        # beside tokens of 1e4, what is 1e-15 of their largest component is not quite nothing
+    # the literal powers of the twin underflow beyond; beside tokens of 1e4, 1e-15 of their largest component is above 0
+    if power <= 16:
         torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
 
 
@@ -136,7 +136,7 @@ def test_the_addend_of_the_normaliser(name, eps, learns, which):
     options, floor = LINEAR[name].keywords, eps.get('eps', 1e-6)
     phi = options.get('kernel', 'elu')
     q, k, v = torch.randn(3, 2, 7, 8, dtype=torch.float64)
-    if not eps:  # what kernels make some 1e-3 of
+    if not eps:  # kernels shrink these to about 1e-3
         q, k = (t - 8 if phi == 'elu' else t / 1000 for t in (q, k))
     leaves = [t.requires_grad_(learns) for t in (q, k, v)]
 
@@ -162,7 +162,7 @@ def test_the_addend_of_the_normaliser(name, eps, learns, which):
 @every_form
 @pytest.mark.parametrize('dtype', HALF, ids=str)
 def test_scales_of_the_focused_map_are_not_rounded_to_the_type_of_the_tokens(dtype, which):
-    """Parameters stay float32 under autocast; values of float32 show what the map of half-precision tokens is."""
+    """Parameters stay float32 under autocast. Values in float32 show the map of half-precision tokens."""
     q, k = torch.randn(2, 2, 7, 8).to(dtype)
     v, scale = torch.randn(2, 7, 8), torch.rand(8) + 0.5
     results = []
@@ -177,8 +177,7 @@ def test_scales_of_the_focused_map_are_not_rounded_to_the_type_of_the_tokens(dty
 @every_form
 @pytest.mark.parametrize(('eps', 'size'), [(dict(eps=0.3), 1), ({}, 1e-3)], ids=['large', 'default'])
 def test_the_floor_of_the_focused_map_and_its_normaliser(eps, size, which):
-    """One number is both: what is added to ReLU's results, and to the normaliser; 1e-6 unless told otherwise. Zeros get
-    no gradient, as of ReLU."""
+    """One eps is added to ReLU's results and to the normaliser, 1e-6 by default. Zeros get no gradient, as in ReLU."""
     q, k, v = torch.randn(3, 2, 7, 8, dtype=torch.float64) * torch.tensor([size, size, 1]).view(3, 1, 1, 1)
     scale, offset = torch.randn(8, dtype=torch.float64), size * torch.randn(1, 7, 8, dtype=torch.float64)
     floor, inverse = eps.get('eps', 1e-6), 1 / nn.functional.softplus(scale)

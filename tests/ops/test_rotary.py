@@ -27,7 +27,7 @@ def test_rotate_turns_pairs_by_the_angles_of_the_release(size, dim, base):
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_rotate_takes_every_layout_and_type(dtype):
-    """Columns of a wider tensor from an odd one on, rows that are columns, tables whose pairs lie apart."""
+    """Rotate columns of a wider tensor at an odd offset, transposed tensors, and strided tables."""
     x, turn = torch.randn(2, 3, 6, 8).to(dtype), rotary_table(2, 3, 8, dtype=dtype)
     with ops.use('reference'):
         expected = rotate(x, turn)

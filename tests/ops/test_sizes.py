@@ -17,7 +17,7 @@ from mmlinattn.utils import private_apis
 
 @pytest.mark.parametrize('old', [False, True])
 def test_numbers_are_known_and_tensors_are_not(old, monkeypatch):
-    """Also by PyTorch before 2.5, which is asked for the type of each."""
+    """PyTorch before 2.5 checks the type of each."""
     if old:
         monkeypatch.delattr(private_apis.symbolic_shapes, 'has_static_value', raising=False)
     assert sizes.is_known() and sizes.is_known(3) and sizes.is_known(3, 4)
@@ -25,7 +25,7 @@ def test_numbers_are_known_and_tensors_are_not(old, monkeypatch):
         assert not sizes.is_known(*unknown)
 
 
-def test_known_sizes_leave_maps_where_they_are():
+def test_known_sizes_copy_no_map():
     x = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
     assert sizes.clone_if_open(x) is x
     image = sizes.to_image(x)
@@ -36,7 +36,7 @@ def test_known_sizes_leave_maps_where_they_are():
 
 @pytest.mark.parametrize(('least', 'copied'), [(1, True), (2, False)])
 def test_open_sizes_that_may_be_one_are_settled(least, copied):
-    """As ``torch.export`` has them, of a map's height; a copy is contiguous, what lies as it is stays."""
+    """Heights as ``torch.export`` passes them. A copy is contiguous; without a copy the strides stay."""
     environment = ShapeEnv()
     height = environment.create_unbacked_symint()
     torch._check(height >= least)
@@ -71,7 +71,7 @@ def test_no_tokens_give_an_empty_result(name, dtype, which):
 
 @pytest.mark.parametrize('name', [name for name in EVERY if 'no row' not in name])
 def test_traced_graphs_have_no_number_of_the_default_type(name):
-    """``torch.jit.trace`` hands out sizes as integers in tensors, whose roots and quotients are of that type."""
+    """``torch.jit.trace`` passes sizes as integer tensors; their roots and quotients have the default dtype."""
     q, k, v = torch.randn(3, 2, 12, 8, dtype=torch.float64)
     expected = EVERY[name](q, k, v, 2)
     torch.set_default_dtype(torch.bfloat16)

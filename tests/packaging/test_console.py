@@ -42,9 +42,3 @@ def test_installed_tool_gets_the_arguments_before_the_package_is_imported(tmp_pa
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert done.stdout == f'__main__ {[str(tools / "train.py"), "my file.py", "--amp"]}\n'
-
-
-def test_the_package_runs_as_a_module():
-    command = [sys.executable, '-m', 'mmlinattn', '--help']
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.startswith('usage: mmlinattn {train,test,demo,config,swap,export}'), done.stderr

@@ -40,13 +40,12 @@ def program(path, *lines):
 
 @pytest.fixture
 def bare(tmp_path):
-    """An environment without packages."""
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(tmp_path / 'bare')], check=True)
     return tmp_path / 'bare'
 
 
 @pytest.mark.parametrize('version', ['3.9.25', '3.15.0'])
-def test_python_that_the_stack_does_not_run_on_is_refused(version, tmp_path):
+def test_python_out_of_range_is_refused(version, tmp_path):
     numbers = tuple(map(int, version.split('.')))
     code = f'import sys; sys.version_info = {numbers}; exec(sys.argv[1])'
     python = program(tmp_path / 'python', f'exec {sys.executable} -c "{code}" "$2"')
@@ -54,14 +53,10 @@ def test_python_that_the_stack_does_not_run_on_is_refused(version, tmp_path):
     assert 'Python 3.10 to 3.14' in line and 'uv python install' in line and not (tmp_path / 'venv').exists()
 
 
-def test_another_python_than_the_one_asked_for_is_not_used(bare):
+def test_environments_of_others_are_neither_used_nor_erased(bare, tmp_path):
     answer = '[ "$1" != -V ] || { echo Python 3.10.99; exit; }'
     python = program(bare / 'python', answer, f'exec {sys.executable} "$@"')
     assert 'not Python 3.10.99' in refused(setup_env('--venv', bare, '--python', python))
-
-
-def test_an_environment_of_somebody_else_is_not_erased(tmp_path):
-    """For example, one of an unsupported Python."""
     kept = tmp_path / 'venv' / 'lib' / 'python3.8' / 'site-packages' / 'mine.py'
     kept.parent.mkdir(parents=True)
     kept.touch()
@@ -70,20 +65,16 @@ def test_an_environment_of_somebody_else_is_not_erased(tmp_path):
     assert 'exists and is no environment that this script made' in line and kept.exists()
 
 
-def test_missing_compiler_is_told_before_anything_is_made(tmp_path):
-    line = refused(setup_env('--compiled', '--venv', tmp_path / 'venv', CXX='no-such-g++'))
-    assert "needs 'no-such-g++'" in line and 'build-essential' in line and not (tmp_path / 'venv').exists()
-
-
-def test_unreachable_index_is_one_line_without_the_password(tmp_path):
-    index = 'http://user:secret@127.0.0.1:9/simple'
-    done = setup_env('--venv', tmp_path / 'venv', '--python', sys.executable, PIP_INDEX_URL=index)
-    assert 'package index http://127.0.0.1:9/simple' in refused(done)
-    assert 'secret' not in done.stderr
+def test_missing_compiler_and_index_are_refused_first(tmp_path):
+    venv, index = tmp_path / 'venv', 'http://user:secret@127.0.0.1:9/simple'
+    line = refused(setup_env('--compiled', '--venv', venv, CXX='no-such-g++'))
+    assert "needs 'no-such-g++'" in line and 'build-essential' in line and not venv.exists()
+    done = setup_env('--venv', venv, '--python', sys.executable, PIP_INDEX_URL=index)
+    assert 'package index http://127.0.0.1:9/simple' in refused(done) and 'secret' not in done.stderr
 
 
 def wheel(folder: Path, name: str, version: str, script: str = '') -> None:
-    """Write a wheel with at most a script into a folder that serves as an index."""
+    """Write a wheel with at most a script into a folder used as an index."""
     module, page = name.replace('-', '_'), folder / name
     page.mkdir(parents=True, exist_ok=True)
     info = f'{module}-{version}.dist-info'
@@ -110,7 +101,7 @@ def wheel(folder: Path, name: str, version: str, script: str = '') -> None:
     ],
 )
 def test_pytorch_comes_from_the_index_that_fits_the_machine(how, expected, tmp_path):
-    """Two folders of empty wheels stand in for PyPI and for PyTorch's index of CPU builds."""
+    """Use two folders of empty wheels for PyPI and PyTorch's index of CPU builds."""
     uv = pytest.importorskip('uv').find_uv_bin()
     if Path('/proc/driver/nvidia/version').exists():
         pytest.skip('this machine has a driver')
@@ -134,7 +125,7 @@ def test_pytorch_comes_from_the_index_that_fits_the_machine(how, expected, tmp_p
             MMLINATTN_TORCH_CPU_INDEX=mirror,
         )
     assert ('cannot be reached: installing' in done.stderr) == ('reach' in how), done.stderr
-    # the set-up fails after this step, since the stand-ins lack setuptools
+    # the set-up fails after this step, since the empty wheels lack setuptools
     (site,) = tmp_path.glob('venv/lib/python3*/site-packages')
     found = {path.name.removesuffix('.dist-info') for path in site.glob('*-9.1*.dist-info')}
     cuda = {'nvidia_cublas-9.1'} if expected == '9.1' or source else set()
@@ -155,7 +146,7 @@ def test_wrong_arguments(arguments, message):
     assert message in refused(setup_env(*arguments.split()))
 
 
-def test_existing_environment_is_told_what_it_lacks(bare):
+def test_existing_environment_lists_missing_packages(bare):
     before = sorted(path for path in bare.rglob('*') if '__pycache__' not in path.parts)
     for how in (dict(), dict(MMLINATTN_USE_EXISTING_ENV='1')):
         done = setup_env(

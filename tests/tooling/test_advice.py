@@ -124,7 +124,7 @@ def test_the_remedy_beside_upstream_s_error(monkeypatch, error):
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
     remedy = re.escape(command_line.ADVICE[ERRORS[error]])
     with pytest.raises(RunError, match=rf'^c\.py: {remedy} \(.*{re.escape(ERRORS[error])}'):
-        with command_line.explained_setup('c.py', whole=False):
+        with command_line.setup_errors('c.py', whole=False):
             error()
 
 

@@ -21,7 +21,7 @@ from mmlinattn.tooling.datasets.shapes import COCO_CLASSES
         (None, None),
     ],
 )
-def test_where_class_names_come_from(meta, expected):
+def test_class_names_of_checkpoint_and_config(meta, expected):
     pytest.importorskip('mmdet')
     cfg = copy.deepcopy(load('mmdet/ravlt_shapes_quickstart'))
     assert class_names(cfg, meta) == (expected or list(COCO_CLASSES))
@@ -42,7 +42,7 @@ def test_where_class_names_come_from(meta, expected):
     ],
     ids=str,
 )
-def test_names_of_the_data_where_they_are_as_many_as_the_head_has(model, expected):
+def test_names_of_the_data_if_the_head_has_as_many(model, expected):
     for names, given in ((['x', 'y', 'z'], 'metainfo'), (('x', 'y', 'z'), 'classes'), (['x'], 'metainfo')):
         data = dict(metainfo=dict(classes=names)) if given == 'metainfo' else dict(classes=names)
         cfg = Config(dict(model=model, test_dataloader=dict(dataset=dict(datasets=[data, {}]))))

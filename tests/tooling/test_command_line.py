@@ -17,18 +17,17 @@ from mmlinattn.utils.errors import RunError
 
 @pytest.mark.parametrize(('age', 'is_resumed', 'is_its_own'), [(0, False, True), (99, True, True), (99, False, False)])
 @pytest.mark.parametrize('rank', ['0', '1'])
-def test_ctrl_c_names_the_run_s_own_checkpoint(tmp_path, monkeypatch, capsys, age, is_resumed, is_its_own, rank):
-    """Only the first process prints."""
+def test_ctrl_c_names_the_last_checkpoint(tmp_path, monkeypatch, capsys, age, is_resumed, is_its_own, rank):
     monkeypatch.setenv('RANK', rank)
     (tmp_path / 'last_checkpoint').write_text('work/epoch_1.pth\n')
     os.utime(tmp_path / 'last_checkpoint', (time.time() - age,) * 2)
     with pytest.raises(SystemExit) as end, command_line.clean_end() as run:
         run.work_dir, run.since = str(tmp_path), 0 if is_resumed else run.since
         raise KeyboardInterrupt
-    own = "the last checkpoint is 'work/epoch_1.pth'; the same command with --resume goes on from there."
-    none = f"no checkpoint was written to '{tmp_path}' yet; the same command begins anew."
-    line = f'interrupted: {own if is_its_own else none}\n'
-    assert end.value.code == 130 and capsys.readouterr().err == (line if rank == '0' else '')
+    line = capsys.readouterr().err
+    assert end.value.code == 130 and line.count('\n') == (rank == '0')
+    words = "interrupted: the last checkpoint is 'work/epoch_1.pth'" if is_its_own else 'no checkpoint was written'
+    assert (words in line) == (rank == '0')
 
 
 @pytest.mark.parametrize(('error', 'end'), [(KeyboardInterrupt, SystemExit), (ValueError, ValueError)])
@@ -64,7 +63,7 @@ class Outer:
 
 def test_an_error_while_building_names_the_innermost_class(monkeypatch):
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
-    explained = command_line.explained_setup
+    explained = command_line.setup_errors
     model = dict(type='Outer', part=dict(type='Refuses'))
     for whole in (True, False):
         with pytest.raises(RunError, match='^c.py cannot be run: Refuses: KeyError: '), explained('c.py', whole):
@@ -88,7 +87,6 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
 
 @pytest.mark.parametrize('kind', ['CocoDataset', 'VOCDataset'])
 def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind):
-    """For any data set under construction."""
     pytest.importorskip('mmdet')
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
     init_default_scope('mmdet')
@@ -101,12 +99,11 @@ def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind):
         (tmp_path / 'list.txt').write_text('a')
         config = dict(type=kind, ann_file='list.txt', data_root=str(tmp_path), data_prefix=dict(sub_data_root=''))
     with pytest.raises(RunError, match=f'^c.py cannot be run: {kind}: .*{re.escape(str(file))}'):
-        with command_line.explained_setup('c.py'):
+        with command_line.setup_errors('c.py'):
             DATASETS.build(config)
 
 
 def test_the_folder_of_an_output_file(tmp_path):
-    """The folder is made, an earlier file is unchanged, no probe is left."""
     (tmp_path / 'old.txt').write_text('old')
     command_line.check_out_file(tmp_path / 'old.txt')
     command_line.check_out_file(tmp_path / 'new' / 'deep' / 'a.txt')

@@ -41,14 +41,18 @@ def test_config_of_a_detector_says_that_mmcv_has_no_operators(no_operators, tmp_
     ],
 )
 def test_line_names_the_part_and_the_command(module, error, command):
-    line = environment.explained(module, error)
+    line = environment.describe_failure(module, error)
     assert line.startswith(f'{module} does not work in {sys.executable}: {error}; mend it with: pip install')
     assert command in line and '\n' not in line
 
 
-def test_mmcv_of_another_version_is_replaced():
-    line = environment.explained('mmdet.models', AssertionError('MMCV==2.2.0 is used but incompatible'))
-    assert 'mend it with: pip uninstall -y mmcv && pip install "mmcv-lite>=2.1,<2.2" ' in line
+def test_packages_of_other_versions_are_replaced(monkeypatch):
+    line = environment.describe_failure('mmdet.models', AssertionError('MMCV==2.2.0 is used but incompatible'))
+    assert 'mend it with: pip uninstall -y mmcv && pip install "mmcv-lite>=2.1,<2.2"' in line
+    monkeypatch.setattr(environment, '_version', lambda name: '4.57.1' if name == 'transformers' else '')
+    assert 'pip install "transformers>=4.28,<4.52"' in environment.describe_failure(
+        'mmdet.models', ImportError('moved')
+    )
 
 
 def test_one_cause_is_one_line(monkeypatch):
@@ -62,7 +66,7 @@ def test_one_cause_is_one_line(monkeypatch):
     assert line.startswith('cv2 ') and line.endswith(' && pip install opencv-python-headless')
 
 
-def test_gpu_without_operators_is_told_before_training(monkeypatch):
+def test_gpu_without_operators_is_refused_before_training(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip('the GPU has them')
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)

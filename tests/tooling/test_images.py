@@ -68,7 +68,6 @@ ARCH = dict(embed_dims=(8, 8, 16, 16), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 
 
 @pytest.mark.parametrize(('channels', 'dtype'), [(1, np.uint8), (1, np.uint16), (4, np.uint16)])
 def test_images_of_other_channels_reach_the_model_as_they_are(channels, dtype, tmp_path):
-    """Count, export and inspect, from the file on."""
     pytest.importorskip('mmpretrain')
     init_default_scope('mmpretrain')
     most = np.iinfo(dtype).max

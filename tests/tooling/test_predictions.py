@@ -64,7 +64,7 @@ def test_coco_reads_its_results(tmp_path, with_masks):
         np.testing.assert_array_equal(mask_api.decode(entries[1]['segmentation']), sample.pred_instances.masks[1])
 
 
-def test_ids_that_no_file_gives_are_said(tmp_path, capsys):
+def test_ids_without_an_annotation_file(tmp_path, capsys):
     entries = predictions.coco_results(detections(False), 'a')
     assert [entry['category_id'] for entry in entries] == [2, 1, 2]
     predictions.write_coco(str(tmp_path / 'a.json'), entries, None)
@@ -84,7 +84,6 @@ def test_ids_of_the_annotation_file(tmp_path):
 
 
 def test_yolo_lines():
-    """Clipped to the image; of masks the outline of the largest part."""
     lines = predictions.yolo_lines(detections(False), 0.4, True)
     assert lines == ['1 0.200000 0.800000 0.200000 0.800000 0.900000', '0 0.500000 0.500000 1.000000 1.000000 0.500000']
     first, second = (line.split() for line in predictions.yolo_lines(detections(True), 0.0))
@@ -120,8 +119,6 @@ def test_names_of_files_of_images(paths, suffix, names):
 
 
 class Visualizer:
-    """Draws a picture, as MMDetection's and MMSegmentation's do."""
-
     def add_datasample(self, name, image, out_file=None, **kwargs):
         mmcv.imwrite(image[..., ::-1], out_file)
 
@@ -164,7 +161,6 @@ def tested(tmp_path):
 
 
 def test_files_of_a_test(tested, tmp_path):
-    """Folders are kept where names repeat; the threshold is that of the config."""
     out = str(tmp_path / 'out')
     assert tested(show_dir=out, interval=2) == ['x/1.png', 'y/2.png']
     found = tested(save_txt=out, save_json=f'{out}/all.json')

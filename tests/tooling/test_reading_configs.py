@@ -41,14 +41,14 @@ def test_own_classes_need_no_second_setting(head, capsys):
     data = dict(type='mmpretrain.CustomDataset', data_root='mine', split='train')
     loader = dict(train_dataloader=wrapped(data), val_dataloader=dict(dataset=dict(type='ImageNet', split='val')))
     cfg = Config(dict(model=dict(head=head), data_preprocessor=dict(num_classes=1000, to_rgb=True), **loader))
-    configs.follow_own_classes(cfg)
+    configs.adapt_inherited_classes(cfg)
     count = 12 if head and 'num_classes' in head else 1000
     assert cfg.data_preprocessor == dict(num_classes=count, to_rgb=True)
     assert cfg.train_dataloader.dataset.dataset.datasets[0] == dict(type='mmpretrain.CustomDataset', data_root='mine')
     assert cfg.val_dataloader.dataset.split == 'val'
     said = capsys.readouterr().err
     assert ("'train' is left out" in said) and ('num_classes = 1000 is 12 here' in said) == (count == 12)
-    configs.follow_own_classes(cfg)
+    configs.adapt_inherited_classes(cfg)
     assert capsys.readouterr().err == ''
 
 
@@ -99,20 +99,14 @@ def test_folders_that_are_not_there_are_named_with_their_key(tmp_path, monkeypat
 def test_checkpoints_by_path_and_by_address(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
     (tmp_path / 'a.pth').touch()
-    for path in (
-        '~/a.pth',
-        str(tmp_path / 'a.pth'),
-        'https://example.org/a.pth',
-        's3://a/b.pth',
-        'mmlinattn://ravlt_t',
-    ):
+    for path in ('~/a.pth', f'{tmp_path}/a.pth', 'https://example.org/a.pth', 's3://a/b.pth', 'mmlinattn://ravlt_t'):
         assert configs.check_checkpoint(path, '--resume') == path
     with pytest.raises(CheckpointError, match='no published checkpoint is called'):
         configs.check_checkpoint('mmlinattn://ravlt', 'checkpoint')
 
 
 @pytest.mark.parametrize('root', ['', '.', './'])
-def test_a_data_root_where_there_was_none_moves_relative_files(root):
+def test_a_new_data_root_moves_relative_files(root):
     others = [dict(ann_file='/ann/a.json'), dict(ann_file=''), dict(ann_file=None)]
     metrics = [dict(ann_file='ann/a.json', metric='bbox'), *others]
     cfg = Config(dict(test_dataloader=dict(dataset=dict(COCO, data_root=root)), test_evaluator=metrics))
@@ -129,7 +123,7 @@ def test_a_data_root_where_there_was_none_moves_relative_files(root):
         ('mmpretrain', "__import__('mmpretrain')", '"mmpretrain>=1.2,<1.3"'),
     ],
 )
-def test_what_is_missing_is_named_as_pip_knows_it(tmp_path, monkeypatch, scope, line, pip):
+def test_missing_packages_are_named_for_pip(tmp_path, monkeypatch, scope, line, pip):
     config = tmp_path / 'config.py'
     config.write_text(line)
     monkeypatch.setattr(configs, 'find_spec', lambda name: None)  # not installed
@@ -138,15 +132,9 @@ def test_what_is_missing_is_named_as_pip_knows_it(tmp_path, monkeypatch, scope, 
     with pytest.raises(RunError) as found:
         configs.read_config(str(config))
     assert str(found.value) == f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {pip}'
-
-
-@pytest.mark.parametrize('name', ['nobody_has_this', 'mmsegment'])  # the second is a prefix of a known name
-def test_other_modules_that_a_config_lacks(tmp_path, name):
-    config = tmp_path / 'config.py'
-    config.write_text(f"__import__('{name}')\n")
-    with pytest.raises(RunError) as found:
+    config.write_text("__import__('mmsegment')\n")  # begins like a known name
+    with pytest.raises(RunError, match="cannot be read: ModuleNotFoundError: No module named 'mmsegment'$"):
         configs.read_config(str(config))
-    assert str(found.value) == f"config {str(config)!r} cannot be read: ModuleNotFoundError: No module named '{name}'"
 
 
 def test_the_task_of_a_config_without_a_scope(tmp_path):
@@ -162,14 +150,11 @@ def test_the_task_of_a_config_without_a_scope(tmp_path):
         assert configs.read_config(str(tmp_path / 'config.py')).get('default_scope') == scope
 
 
-def test_a_config_by_name_where_nothing_is_installed(tmp_path, monkeypatch):
-    """The folder of an installation is missing."""
+def test_a_config_by_name_without_an_installation(tmp_path, monkeypatch):
     (tmp_path / 'mmlinattn').mkdir()
     monkeypatch.setattr('mmengine.config.config.get_installed_path', lambda name: str(tmp_path / 'mmlinattn'))
     (tmp_path / 'config.py').write_text("_base_ = 'mmlinattn::mmpretrain/ravlt_t_in1k.py'")
-    with pytest.raises(
-        RunError, match=r'inherits one by its name, and mmlinattn is not installed. Run pip install -e \.'
-    ):
+    with pytest.raises(RunError, match=r'by its name, and mmlinattn is not installed. Run pip install -e \.'):
         configs.read_config(str(tmp_path / 'config.py'))
 
 
@@ -192,18 +177,13 @@ def test_the_folder_of_a_pure_python_config(tmp_path):
 
 
 def test_whole_paths_move_with_the_data(tmp_path):
-    """Annotation files too, below the old folder or of their name in the new one."""
     old, new = tmp_path / 'old', tmp_path / 'new'
     new.mkdir()
     (new / 'mine_val.json').write_text('{}')
-    dataset = dict(
-        data_root=f'{old}/', ann_file=f'{old}/a/train.json', data_prefix=dict(img=f'{old}/images/', seg='masks')
-    )
-    elsewhere = str(tmp_path / 'gone' / 'mine_val.json')
+    prefix, elsewhere = dict(img=f'{old}/images/', seg='masks'), str(tmp_path / 'gone' / 'mine_val.json')
+    train = dict(dataset=dict(data_root=f'{old}/', ann_file=f'{old}/a/train.json', data_prefix=prefix))
     val = dict(dataset=dict(data_root=f'{old}/', ann_file=elsewhere, data_prefix=dict(img='')))
-    cfg = Config(
-        dict(train_dataloader=dict(dataset=dataset), val_dataloader=val, val_evaluator=dict(ann_file=elsewhere))
-    )
+    cfg = Config(dict(train_dataloader=train, val_dataloader=val, val_evaluator=dict(ann_file=elsewhere)))
     configs.set_data_root(cfg, str(new))
     train = cfg.train_dataloader.dataset
     assert (train.data_root, train.ann_file) == (str(new), f'{new}/a/train.json')

@@ -40,12 +40,11 @@ def test_mixed_precision_without_an_accelerator(monkeypatch, capsys, wrapper, de
 BF16 = dict(type='AmpOptimWrapper', dtype='bfloat16', loss_scale=dict(enabled=False))
 FP16 = dict(type='AmpOptimWrapper', loss_scale='dynamic')
 SAID = {
-    'bf16': 'mixed precision: bfloat16 without loss scaling.',
-    'fp16': 'mixed precision: float16 with loss scaling.',
-    'scaled bf16': 'mixed precision: bfloat16 with loss scaling.',
-    'fp32': 'training in float32, which does not use TF32; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 before the command does. '
-    '--amp trains in bfloat16.',
-    'tf32': 'training in float32, which uses TF32. --amp trains in bfloat16.',
+    'bf16': 'bfloat16 without loss scaling',
+    'fp16': 'float16 with loss scaling',
+    'scaled bf16': 'bfloat16 with loss scaling',
+    'fp32': 'TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1',
+    'tf32': 'uses TF32',
     'nothing': '',
 }
 
@@ -65,7 +64,7 @@ SAID = {
         ({}, (8, 0), True, {}, 'nothing'),
     ],
 )
-def test_precision_of_a_gpu_that_stands_in(monkeypatch, capsys, wrapper, capability, is_asked, expected, said):
+def test_precision_of_a_simulated_gpu(monkeypatch, capsys, wrapper, capability, is_asked, expected, said):
     monkeypatch.setattr(running, 'get_device', lambda: 'cuda')
     monkeypatch.setattr('torch.cuda.is_available', lambda: True)
     monkeypatch.setattr('torch.cuda.get_device_capability', lambda: capability)
@@ -73,7 +72,8 @@ def test_precision_of_a_gpu_that_stands_in(monkeypatch, capsys, wrapper, capabil
     cfg = Config(dict(optim_wrapper=wrapper))
     running.set_precision(cfg, is_asked)
     assert cfg.optim_wrapper == expected
-    assert capsys.readouterr().err == (f'notice: {SAID[said]}\n' if SAID[said] else '')
+    line = capsys.readouterr().err
+    assert SAID[said] in line and bool(line) == bool(SAID[said])
 
 
 def test_amp_refuses_other_wrappers(monkeypatch):
@@ -92,9 +92,7 @@ def test_hooks_of_the_tools_are_added_once(hooks):
         assert sorted(names) == sorted(['A'] * (hooks == [dict(type='A')]) + own)
 
 
-@pytest.mark.parametrize(
-    ('is_on', 'lr', 'said'), [(True, 0.5, 'rate x 0.5: 8 images an'), (False, 1.0, 'is for 16 im')]
-)
+@pytest.mark.parametrize(('is_on', 'lr', 'said'), [(True, 0.5, 'rate x 0.5: 8 im'), (False, 1.0, 'is for 16 im')])
 @pytest.mark.parametrize('several', [False, True])
 def test_the_rate_is_scaled_by_the_images_of_an_update(capsys, is_on, lr, said, several):
     """Two images on one process, four of them accumulated; of one optimizer or several."""
@@ -134,28 +132,23 @@ def test_a_schedule_follows_the_length_that_the_command_line_gives(capsys, epoch
     assert f'fitted to train_cfg.max_epochs={epochs} (it was made for 300)' in capsys.readouterr().err
 
 
-def test_a_schedule_longer_than_the_file_s_own_training_is_fitted_from_its_end():
+def test_other_schedules(capsys):
+    """One of the user's own is left alone; one longer than the training of the file is fitted from its end."""
+    for options in ({}, {'train_cfg.max_epochs': 6, 'param_scheduler.0.end': 2}):
+        cfg = Config(dict(train_cfg=dict(max_epochs=6), param_scheduler=schedules()))
+        running.fit_schedule(cfg, dict(max_epochs=300), options)
+        assert cfg.param_scheduler == schedules() and not capsys.readouterr().err
     cfg = Config(dict(train_cfg=dict(max_iters=40), param_scheduler=[dict(type='PolyLR', end=800, by_epoch=False)]))
     running.fit_schedule(cfg, dict(max_iters=6), {'train_cfg.max_iters': 40})
     assert cfg.param_scheduler[0].end == 40
 
 
-@pytest.mark.parametrize('options', [{}, {'train_cfg.max_epochs': 6, 'param_scheduler.0.end': 2}])
-def test_a_schedule_of_ones_own_is_left_alone(capsys, options):
-    cfg = Config(dict(train_cfg=dict(max_epochs=6), param_scheduler=schedules()))
-    running.fit_schedule(cfg, dict(max_epochs=300), options)
-    assert cfg.param_scheduler == schedules() and not capsys.readouterr().err
-
-
-@pytest.mark.parametrize('given', [{}, dict(runner_type='SafeRunner')])
-def test_the_runner_of_the_tools(monkeypatch, given):
-    """It is quiet, and a SafeRunner."""
+def test_runners_of_the_tools_and_of_the_config(monkeypatch):
     monkeypatch.setattr(running.ToolRunner, 'from_cfg', classmethod(lambda cls, cfg: cls))
-    assert running.build_runner(Config(dict(given, launcher='none'))) is running.ToolRunner
+    for given in ({}, dict(runner_type='SafeRunner')):
+        assert running.build_runner(Config(dict(given, launcher='none'))) is running.ToolRunner
     assert issubclass(running.ToolRunner, running.SafeRunner)
 
-
-def test_a_runner_of_the_config_s_own():
     @RUNNERS.register_module(force=True)
     class TestRunner:
         @classmethod

@@ -11,7 +11,7 @@ QUICK = '--iterations=2 --batch=4 --num-train=8 --num-val=8 --seeds=1'.split()
 
 
 @pytest.mark.slow
-def test_a_study_writes_its_results_and_goes_on(tmp_path):
+def test_a_study_writes_its_results_and_resumes(tmp_path):
     found = []
     for arms in (['full'], ['full', 'without CPE']):
         in_this_process(TOOL, '--study', 'rala', '--out', tmp_path, '--arms', *arms, *QUICK)

@@ -12,7 +12,7 @@ from mmlinattn.checkpoints import load_file
 from mmlinattn.utils.building import build_model
 
 WIDTHS = list(ARCH['embed_dims'])
-# Nothing may be fetched to build a model: this name is nobody's.
+# Nothing may be fetched to build a model: this name is unknown.
 BACKBONE = (
     f"dict(_delete_=True, type='RAVLT', arch={ARCH}, init_cfg=dict(type='Pretrained', checkpoint='mmlinattn://nobody'))"
 )
@@ -46,7 +46,6 @@ class Files:
         return build_model(Config.fromfile(self.config))
 
     def publish(self, change=lambda state: None) -> dict:
-        """Old backbone names, today's head names."""
         state = {key: v for key, v in self.model().state_dict().items() if not key.startswith('backbone.')}
         state.update({f'backbone.{key}': v for key, v in released_ravlt(dense=True).items()})
         change(state)
@@ -54,7 +53,6 @@ class Files:
         return state
 
     def run(self, status=0, source=None, target=None):
-        """Lines on stdout and stderr of the tool."""
         paths = source or self.source, target or self.target
         with pytest.raises(SystemExit) as end:
             in_this_process('convert_checkpoint.py', *paths, '--config', self.config)
@@ -79,7 +77,7 @@ def test_a_released_model_loads_strictly(files, name):
     load_checkpoint(model, str(files.target), strict=True)
     stem = model.state_dict()['backbone.patch_embeds.0.layers.0.weight']
     assert torch.equal(stem, state['backbone.patch_embed.proj.0.weight'])
-    # converted again it stays as it is
+    # a second conversion changes nothing
     again = files.target.with_name('again.pth')
     files.run(source=files.target, target=again)
     first, second = (load_file(path)['state_dict'] for path in (files.target, again))

@@ -3,6 +3,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pkgutil import resolve_name
 from unittest import mock
 
@@ -13,7 +14,6 @@ import pytest
 import torch
 from helpers.config_helpers import load
 from helpers.tool_runs import QUICK, in_this_process
-from mmengine import fileio
 from mmengine.registry import MODELS, DefaultScope, init_default_scope
 
 INFERENCERS = dict(
@@ -62,7 +62,6 @@ def pictures(tmp_path):
 
 @pytest.mark.parametrize('task', INFERENCERS)
 def test_a_folder_of_pictures(run, pictures, tmp_path, capsys, task):
-    """A drawing an image, in a new folder, with the names of ``--classes``."""
     out, threshold = tmp_path / 'deep' / 'folder', ['--score-thr', 0] if task == 'mmdet' else []
     if task != 'mmpretrain':  # its drawings alone would have one name
         for name in ('2024.01.02.jpg', 'b.png', 'b.png.bmp'):
@@ -112,7 +111,6 @@ def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, ca
 
 @pytest.mark.parametrize('task', ['mmseg', 'mmpretrain'])
 def test_an_image_that_is_too_small_keeps_no_other_from_being_drawn(run, tmp_path, capsys, task):
-    """The last line names it."""
     folder, out = tmp_path / 'pictures', tmp_path / 'out'
     for name, size in dict(a=60, b=20, c=60).items():
         mmcv.imwrite(np.zeros((size, size, 3), np.uint8), str(folder / f'{name}.png'))
@@ -127,24 +125,22 @@ def test_an_image_that_is_too_small_keeps_no_other_from_being_drawn(run, tmp_pat
     assert last.startswith(f"error: image '{folder}/b.png': the model refuses it: ValueError: ") and '32' in last
 
 
-@pytest.mark.parametrize(('threshold', 'count'), [(0.01, 12), (0.99, 0)])
-def test_a_classifier_of_several_labels(run, pictures, tmp_path, capsys, threshold, count):
-    """All labels are printed, or none."""
-    path, loss = tmp_path / 'config.py', dict(type='CrossEntropyLoss', use_sigmoid=True)
-    head = dict(type='MultiLabelLinearClsHead', topk=None, thr=threshold, loss=loss)
-    path.write_text(f'_base_ = {QUICK["mmpretrain"]!r}\nmodel = dict(head={head!r})\n')
-    run('mmpretrain', pictures / 'b.png', tmp_path / 'out.png', '--classes', *NAMES['mmpretrain'], of_config=path)
-    said = capsys.readouterr().out
-    assert len(re.findall(r'name_\d+ \(0\.\d{3}\)', said)) == count and ('b.png: no class' in said) == (count == 0)
-
-
-def test_a_classifier_of_several_tasks_is_refused(run, pictures, tmp_path, capsys):
-    path, fc = tmp_path / 'config.py', dict(type='LinearClsHead', num_classes=12)
-    head = dict(_delete_=True, type='MultiTaskHead', in_channels=64, task_heads=dict(a=fc, b=fc))
-    path.write_text(f'_base_ = {QUICK["mmpretrain"]!r}\nmodel = dict(head={head!r})\n')
-    with pytest.raises(SystemExit, match='1'):
-        run('mmpretrain', pictures / 'b.png', tmp_path / 'out.png', of_config=path)
-    assert 'labels of several tasks are not drawn' in capsys.readouterr().err
+def test_classifiers_of_several_labels_and_tasks(run, pictures, tmp_path, capsys):
+    """Print all labels above the threshold; refuse several tasks."""
+    path, loss, fc = tmp_path / 'config.py', dict(type='CrossEntropyLoss', use_sigmoid=True), dict(type='LinearClsHead')
+    labels = dict(type='MultiLabelLinearClsHead', topk=None, loss=loss)
+    tasks = dict(_delete_=True, type='MultiTaskHead', in_channels=64, task_heads=dict(a=dict(fc, num_classes=12)))
+    for head, count in ((dict(labels, thr=0.01), 12), (dict(labels, thr=0.99), 0), (tasks, None)):
+        path.write_text(f'_base_ = {QUICK["mmpretrain"]!r}\nmodel = dict(head={head!r})\n')
+        with nullcontext() if count is not None else pytest.raises(SystemExit, match='1'):
+            names = ['--classes', *NAMES['mmpretrain']]
+            run('mmpretrain', pictures / 'b.png', tmp_path / 'out.png', *names, of_config=path)
+        said = capsys.readouterr()
+        if count is None:
+            assert 'labels of several tasks are not drawn' in said.err
+            continue
+        assert len(re.findall(r'name_\d+ \(0\.\d{3}\)', said.out)) == count
+        assert ('b.png: no class' in said.out) == (count == 0)
 
 
 # -- files for other programs ------------------------------------------------------------------------------------------
@@ -185,7 +181,6 @@ def test_label_images_of_a_segmentor(run, pictures, tmp_path):
 
 @pytest.fixture
 def video(tmp_path):
-    """Five frames of noise."""
     path = str(tmp_path / 'clip.avi')
     writer = cv2.VideoWriter(path, cv2.VideoWriter_fourcc(*'MJPG'), 10, (96, 64))
     for _ in range(5):
@@ -215,21 +210,6 @@ def test_a_webcam_or_stream(run, video, tmp_path, monkeypatch, source):
     monkeypatch.undo()
     assert opened == [int(source) if source.isdecimal() else source]
     assert len(mmcv.VideoReader(str(tmp_path / 'out.avi'))) == 3
-
-
-def test_an_image_by_its_url(run, pictures, tmp_path, monkeypatch):
-    read, local = [], fileio.get
-
-    def get(path, *args, **kwargs):
-        if '://' not in str(path):
-            return local(path, *args, **kwargs)
-        read.append(path)
-        return (pictures / 'b.jpg').read_bytes()
-
-    monkeypatch.setattr(fileio, 'get', get)
-    run('mmpretrain', 'https://example.org/some/b.jpg?size=1', tmp_path / 'out.png')
-    assert read == ['https://example.org/some/b.jpg?size=1']
-    assert mmcv.imread(str(tmp_path / 'out.png')).shape == (70, 101, 3)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def inspect(tmp_path):
     return run
 
 
-def test_everything_of_a_classifier_without_checkpoint(picture, inspect, capsys):
+def test_everything_of_a_classifier_without_checkpoint(picture, inspect):
     pytest.importorskip('mmpretrain')
     summary, files = inspect(CLASSIFIER, 'none', picture, '--query', 70, 30, '--num-queries', 16)
     blocks = summary['blocks']
@@ -49,12 +49,10 @@ def test_everything_of_a_classifier_without_checkpoint(picture, inspect, capsys)
     assert (image['query'], image['query_shown'], image['shown']) == ([70, 30], [32, 21], [64, 64])
     maps = {f'maps/photo_{rest}.png' for rest in ('full', 'query_70_30')}
     assert files == {f'{name}.png' for name in MEASURES} | maps
-    said = capsys.readouterr().out
-    assert f'{max(block["forward_error"] for block in blocks):.1e}' in said and 'summary.json' in said
 
 
 def test_several_pictures_of_any_size_and_some_of_it(picture, inspect):
-    """An odd size in place of the pipeline's; numbers are means over images, differing sizes are listed."""
+    """Use an odd size instead of the pipeline's. Numbers are means over images; differing sizes are listed."""
     pytest.importorskip('mmpretrain')
     other = picture.with_name('other.png')
     Image.new('RGB', (140, 90), (200, 0, 0)).save(other)

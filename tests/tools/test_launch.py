@@ -51,7 +51,7 @@ def test_the_exit_status_is_that_of_the_run(monkeypatch, capsys, end, status, li
 # ------------------------------------------------------------------------------------ the scripts
 
 TOOLS = TOOL.parent
-# stand-in that knows the number of GPUs and free ports, and records its command
+# a fake Python that knows the number of GPUs and free ports, and records its command
 PYTHON = f"""#!/bin/bash
 case $1 in
 -) if [ "$2" = "${{PROBED:-}}" ]; then exec {sys.executable} -SE "$@"; fi ;;
@@ -69,7 +69,7 @@ VARIABLES = (
 
 @pytest.fixture
 def script(tmp_path):
-    """Run a script with stand-ins for Python and srun in a clean environment; return status, lines and errors."""
+    """Run a script with fake Python and srun in a clean environment; return status, lines and errors."""
     for name, text in (('python', PYTHON), ('srun', SRUN)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -94,15 +94,11 @@ RESTARTS = ['--max_restarts=2', '--rdzv_backend=c10d']
     [
         ({}, 1, ONE),
         (SEVERAL, 3, ['--node_rank=1', '--master_addr=first', '--master_port=1234']),
-        (
-            dict(SEVERAL, MAX_RESTARTS='2'),
-            3,
-            [*RESTARTS, '--rdzv_endpoint=first:1234', '--rdzv_conf=is_host=0'],
-        ),
+        (dict(SEVERAL, MAX_RESTARTS='2'), 3, [*RESTARTS, '--rdzv_endpoint=first:1234', '--rdzv_conf=is_host=0']),
     ],
     ids=['alone', 'machines', 'machines and restarts'],
 )
-def test_what_torchrun_is_asked_for(script, environment, nodes, rendezvous):
+def test_arguments_of_torchrun(script, environment, nodes, rendezvous):
     store = '1' if RESTARTS[0] in rendezvous else ''
     launched = [str(TOOL), f'--nnodes={nodes}', '--nproc_per_node=2', *rendezvous]
     for name, own in (('train', ['config.py']), ('test', ['config.py', 'last.pth'])):
@@ -113,7 +109,6 @@ def test_what_torchrun_is_asked_for(script, environment, nodes, rendezvous):
 
 
 def test_processes_and_gpus(script):
-    """At most as many as there are; without any, the processes run on the CPU."""
     status, lines, said = script('dist_train.sh', 'config.py', 3, PYTHONPATH='/mine')
     assert (status, said) == (0, 'notice: no GPU here, 3 processes on the CPU over gloo.\n')
     assert '--nproc_per_node=3' in lines and lines[0] == f'PYTHONPATH={TOOLS}/..:/mine'
@@ -130,7 +125,6 @@ def test_processes_and_gpus(script):
 
 
 def test_a_port_that_is_taken(script):
-    """Taken by another run; only the first machine listens on it."""
     with socket.socket() as taken:
         taken.bind(('', 0))
         taken.listen()
@@ -155,7 +149,7 @@ def test_a_port_that_is_taken(script):
         (dict(GPUS='2', GPUS_PER_NODE='0'), ['--ntasks=2', '--cpus-per-task=5']),
     ],
 )
-def test_what_srun_is_asked_for(script, environment, asked):
+def test_arguments_of_srun(script, environment, asked):
     words = ['gpus', 'my job', 'config.py', 'my work', '--cfg-options', 'a=b c']
     status, lines, said = script('slurm_train.sh', *words, SRUN_ARGS='--time=9 -x n1', PYTHON='other', **environment)
     tool = ['other', '-u', f'{TOOLS}/train.py', 'config.py', '--work-dir=my work', '--launcher=slurm']

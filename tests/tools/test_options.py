@@ -68,7 +68,6 @@ def test_switches_of_a_test(configured, monkeypatch, capsys):
 
 @pytest.mark.parametrize('device', ['cpu', 'cuda'])
 def test_loaders_of_classifiers_have_the_settings_their_configs_rely_on(configured, tmp_path, monkeypatch, device):
-    """As MMPretrain's own tools set them; settings of a config stay."""
     for module in (configs, running):
         monkeypatch.setattr(module, 'get_device', lambda: device)
     cfg = configured('train.py', CLASSIFIER)
@@ -160,8 +159,7 @@ def test_checkpoint_that_a_training_begins_with(configured, monkeypatch, capsys,
     assert capsys.readouterr().err == (line if asked and not written else '')
 
 
-def test_options_of_hooks_go_by_name_or_place(configured):
-    """Also of hooks of this package that the config lacks."""
+def test_options_of_hooks_by_name_or_index(configured):
     words = ['custom_hooks.StopHook.interval=3', 'custom_hooks.3.left_out=a', 'custom_hooks.CompileHook.priority=LOW']
     hooks = {hook.type: hook for hook in configured('train.py', DETECTOR, '--cfg-options', *words).custom_hooks}
     assert (hooks['StopHook'].interval, hooks['CheckpointMatchHook'].left_out) == (3, 'a')
@@ -184,7 +182,7 @@ def test_the_work_dir_is_that_of_the_command_then_of_the_config_then_of_its_name
     assert configured('train.py', f'{config}.py', work_dir=given).work_dir == expected and Path(expected).is_dir()
 
 
-def test_options_have_the_last_word(configured, monkeypatch):
+def test_options_override_all_settings(configured, monkeypatch):
     monkeypatch.delenv('LOCAL_RANK')
     Path('mine').symlink_to('data')
     own = ['--cfg-options', 'val_dataloader.dataset.data_root=mine']

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Configs of each task through tools/train.py and tools/test.py, on shapes: a few iterations of training on small
-images, and a test of the checkpoint that has to predict what the model in memory did.
+"""Configs of each task through tools/train.py and tools/test.py, on shapes: a few iterations on small images, and a
+test of the checkpoint with the predictions of the model in memory.
 
 One process trains and tests all configs of a task. Detection in processes of its own: ``test_roundtrip.py``.
 """
@@ -166,7 +166,7 @@ METRICS = dict(mmseg='mIoU', mmpretrain='accuracy/top1')
 
 
 @pytest.mark.parametrize('task', METRICS)
-def test_upstream_tools_and_what_else_a_run_leaves(rounds, task):
+def test_upstream_tools_and_files_of_a_run(rounds, task):
     """The same hooks and losses; the same metric of the same checkpoint; drawings."""
     pytest.importorskip(task)
     folder, printed, errors = rounds(task)

@@ -27,8 +27,7 @@ TRAIN = 'bash', TOOLS / 'dist_train.sh', 'config.py'
 
 
 @pytest.fixture(scope='module')
-def place(tmp_path_factory):
-    """A folder with a tiny data set and a config for it."""
+def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp('stopping')
     write_dataset(str(folder / 'shapes'), DatasetSpec('imagenet', 24, 12, size=(64, 64)))
     (folder / 'config.py').write_text(HELD.format(base=QUICK['mmpretrain'], batch=3) + SMALL)
@@ -48,23 +47,23 @@ def weights(path):
 
 
 @pytest.fixture(scope='module')
-def whole(place):
+def whole(root):
     """The undisturbed run of two processes on two machines, the reference for two processes on one."""
-    more = dict(cwd=place, NNODES=2, MASTER_ADDR='127.0.0.1', PORT=free_port())
+    more = dict(cwd=root, NNODES=2, MASTER_ADDR='127.0.0.1', PORT=free_port())
     nodes = [start(*TRAIN, 1, '--work-dir', 'whole', NODE_RANK=rank, **more) for rank in (1, 0)]
     outs = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outs
-    assert sorted(losses(place / 'whole')) == list(range(1, NUM_ITERS + 1)), outs
-    return place / 'whole'
+    assert sorted(losses(root / 'whole')) == list(range(1, NUM_ITERS + 1)), outs
+    return root / 'whole'
 
 
 @pytest.mark.parametrize('processes', [1, 2])
-def test_ctrl_c_is_one_line(place, processes):
+def test_ctrl_c_is_one_line(root, processes):
     command = [*TRAIN, processes] if processes > 1 else [sys.executable, TOOLS / 'train.py', 'config.py']
     name = f'key{processes}'
     at = 2 + 8 // processes  # in the second epoch
-    process = start(*command, '--work-dir', name, cwd=place, HOLD=at)
-    wait_for(process, lambda: len(losses(place / name)) == at - 1)
+    process = start(*command, '--work-dir', name, cwd=root, HOLD=at)
+    wait_for(process, lambda: len(losses(root / name)) == at - 1)
     running = descendants(process)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
@@ -73,7 +72,7 @@ def test_ctrl_c_is_one_line(place, processes):
     assert process.returncode == 130, out[-3000:]
     assert 'Traceback' not in out
     how = 'the same command with --resume goes on from there.'
-    last = (place / name / 'last_checkpoint').read_text()
+    last = (root / name / 'last_checkpoint').read_text()
     assert last.endswith(f'{name}/epoch_1.pth')
     lines = [line for line in out.splitlines() if 'interrupted' in line]
     assert lines == [f'interrupted: the last checkpoint is {last!r}; {how}']
@@ -81,10 +80,10 @@ def test_ctrl_c_is_one_line(place, processes):
     assert seconds < 4.5 * processes  # PyTorch's loaders wait 5 s for a worker; torchrun comes on top
 
 
-def test_sigterm_to_two_processes_saves_in_the_middle_of_an_epoch(place, whole):
+def test_sigterm_to_two_processes_saves_in_the_middle_of_an_epoch(root, whole):
     command = [*TRAIN, 2, '--work-dir', 'term']
-    process = start(*command, cwd=place, HOLD=6)  # in the second of three epochs
-    wait_for(process, lambda: len(losses(place / 'term')) == 5)
+    process = start(*command, cwd=root, HOLD=6)  # in the second of three epochs
+    wait_for(process, lambda: len(losses(root / 'term')) == 5)
     running = descendants(process)
     process.terminate()  # the launcher hands it on
     out, _ = process.communicate(timeout=60)
@@ -92,16 +91,16 @@ def test_sigterm_to_two_processes_saves_in_the_middle_of_an_epoch(place, whole):
     assert 'Traceback' not in out
     assert out.count('is saved in') == 1
     assert_gone(running)
-    assert (place / 'term' / 'last_checkpoint').read_text().endswith('stopped.pth')
+    assert (root / 'term' / 'last_checkpoint').read_text().endswith('stopped.pth')
 
-    out = run(*command, '--resume', cwd=place)
+    out = run(*command, '--resume', cwd=root)
     assert out.count('SyncBatchNorm layers are trained as BatchNorm') == 1
-    assert losses(place / 'term') == losses(whole)
-    ours, theirs = weights(place / 'term' / 'epoch_3.pth'), weights(whole / 'epoch_3.pth')
+    assert losses(root / 'term') == losses(whole)
+    ours, theirs = weights(root / 'term' / 'epoch_3.pth'), weights(whole / 'epoch_3.pth')
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-def test_two_processes_test_a_checkpoint(place, whole):
+def test_two_processes_test_a_checkpoint(root, whole):
     command = ['bash', TOOLS / 'dist_test.sh', 'config.py', whole / 'epoch_3.pth', 2, '--work-dir', 'tested']
-    out = run(*command, cwd=place)
+    out = run(*command, cwd=root)
     assert 'no GPU here, 2 processes on the CPU' in out and 'Epoch(test) [1/1]' in out

@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout, and what is missing
+runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == '__main__':

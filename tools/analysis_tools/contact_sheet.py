@@ -7,11 +7,11 @@ import runpy
 from itertools import zip_longest
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout, and what is missing
+runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
 from matplotlib.figure import Figure
 
-from mmlinattn.tooling.analysis.pictures import picked
+from mmlinattn.tooling.analysis.pictures import evenly_spaced
 from mmlinattn.tooling.command_line import check_out_file, one_line_errors
 from mmlinattn.tooling.images import read_picture
 from mmlinattn.utils.errors import RunError
@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def find_pictures(show_dir: Path, sheet: Path) -> list[Path]:
-    """All images below ``show_dir`` by path, without an earlier ``sheet`` among them."""
+    """Return all images below ``show_dir`` by path, without an earlier ``sheet``."""
     found = (path for path in show_dir.rglob('*') if path.suffix.lower() in SUFFIXES)
     return sorted(path for path in found if path.resolve() != sheet.resolve())
 
@@ -64,7 +64,7 @@ def main() -> None:
                 '--show-dir?'
             )
         check_out_file(args.out)
-        shown = [found[i] for i in picked(len(found), args.num)]
+        shown = [found[i] for i in evenly_spaced(len(found), args.num)]
         make_sheet(shown).savefig(args.out)
     print(f'{args.out}: {len(shown)} of {len(found)} images')
 

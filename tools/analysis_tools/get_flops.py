@@ -7,15 +7,15 @@ import runpy
 import warnings
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout, and what is missing
+runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
 from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 
 from mmlinattn.tooling.analysis.counting import KINDS
 from mmlinattn.tooling.analysis.flops import Cost, count_model
-from mmlinattn.tooling.command_line import clean_end, explained_setup, one_line_errors
-from mmlinattn.tooling.configs import hooks_by_place, read_config
+from mmlinattn.tooling.command_line import clean_end, one_line_errors, setup_errors
+from mmlinattn.tooling.configs import index_hooks, read_config
 
 
 def parse_args() -> argparse.Namespace:
@@ -33,7 +33,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def report(cost: Cost) -> str:
-    """The cost as a table in text: parameters in M, multiply-adds in G."""
+    """Format the cost as a text table: parameters in M, multiply-adds in G."""
     columns = ('part', 'params M', *(f'{kind} G' for kind in KINDS), 'all G')
     lines = []
     for part in cost.params:
@@ -53,10 +53,10 @@ def main() -> None:
     args = parse_args()
     warnings.simplefilter('ignore')  # of model constructors
     MMLogger.get_instance('mmengine', log_level='ERROR')
-    with clean_end(), one_line_errors(), explained_setup(args.config):
+    with clean_end(), one_line_errors(), setup_errors(args.config):
         cfg = read_config(args.config)
         if args.cfg_options:
-            cfg.merge_from_dict(hooks_by_place(cfg, args.cfg_options))
+            cfg.merge_from_dict(index_hooks(cfg, args.cfg_options))
         print(report(count_model(cfg, args.shape)))
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Look into the attentions of a detector, segmentor or classifier: what the papers measure, on your model and images.
+"""Measure and draw the attentions of a detector, segmentor or classifier on your images.
 
     python tools/analysis_tools/inspect_attention.py CONFIG CHECKPOINT photo.jpg --out inspected --query 120 80
 
-Writes summary.json, one entry a block, and plots. CHECKPOINT may be none: weights at random. See docs/inspect.md.
+Writes summary.json, one entry a block, and plots. CHECKPOINT may be none, for random weights. See docs/inspect.md.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import runpy
 import sys
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout, and what is missing
+runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
 import torch
 from mmengine.config import Config, DictAction
@@ -45,20 +45,20 @@ def parse_args() -> argparse.Namespace:
         nargs=2,
         type=float,
         metavar=('X', 'Y'),
-        help='pixel of the images whose weights are drawn [middle]',
+        help='pixel to draw the weights of [middle]',
     )
     parser.add_argument(
         '--shape',
         nargs=2,
         type=int,
         metavar=('H', 'W'),
-        help='resize to this instead of as the test pipeline does, which may crop',
+        help='resize to this size, in place of the test pipeline',
     )
     parser.add_argument(
         '--num-queries',
         type=int,
         default=NUM_QUERIES,
-        help=f'queries sampled for what needs their weights; never more rows of the map are built [{NUM_QUERIES}]',
+        help=f'sampled queries, the most rows of a map in memory [{NUM_QUERIES}]',
     )
     parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ... [cpu]')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, metavar='KEY=VALUE', help='override settings')
@@ -66,7 +66,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def checked(args: argparse.Namespace) -> Config:
-    """The config, with everything checked that can be checked before the model is built."""
+    """Return the config after all checks that need no model."""
     cfg = read_config(args.config)
     if args.checkpoint.lower() != 'none':
         args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
@@ -91,20 +91,20 @@ def checked(args: argparse.Namespace) -> Config:
 
 
 def inspect_picture(model, picture, args, progress, query, pixel) -> list:
-    """The measures of each block on an image; draws the maps of the query, ``pixel`` of the image as given."""
+    """Measure each block on an image, and draw the maps of the query, ``pixel`` of the original image."""
     entries, maps, full = [], [], []
     generator = torch.Generator().manual_seed(0)
     numbers = [name for name in args.what if name != 'maps']
 
-    def look(block):
+    def measure(block):
         entries.append(measure_block(block, numbers, args.num_queries, generator))
         if 'maps' in args.what:
-            if block.ratio:  # keys that lie on no map are in the full maps only
+            if block.ratio:  # keys outside any map are in the full maps only
                 maps.append(pictures.collect_query(block, picture, *query))
             full.append((block.name, block.mixer_name, full_map(block).cpu().numpy()))
         progress()
 
-    with watched(model, look):
+    with watched(model, measure):
         model.backbone(picture.inputs.to(args.device))
     if 'maps' in args.what:
         folder = args.out / 'maps'
@@ -116,7 +116,7 @@ def inspect_picture(model, picture, args, progress, query, pixel) -> list:
 
 
 def merged(per_image: list[list[dict]]) -> list[dict]:
-    """Blocks with their numbers averaged over the images; sizes that differ become lists."""
+    """Average the entries of each block over the images; differing sizes become lists."""
     blocks = []
     for entries in zip(*per_image):
         block = averaged([(entry, 1.0) for entry in entries])
@@ -134,10 +134,10 @@ def main() -> None:
     with one_line_errors():
         cfg = checked(args)
         images = [(path, read_picture(path, None if args.shape else cfg)) for path in args.images]
-        torch.manual_seed(0)  # weights that no checkpoint gives are the same on every call
+        torch.manual_seed(0)  # random weights are the same on every call
         model = loading.load_model(cfg, args.checkpoint, args.device)
         try:
-            per_image, asked = [], []
+            per_image, records = [], []
             with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
                 task = bar.add_task('blocks', total=len(arrangements(model)) * len(images))
                 for i, (path, image) in enumerate(images):
@@ -145,7 +145,7 @@ def main() -> None:
                     picture = loading.prepare(cfg, model, image, name, args.shape)
                     pixel = args.query or [side // 2 for side in picture.size]
                     query, shown = picture.to_shown(*pixel), list(picture.shown.shape[:2])
-                    asked.append(dict(image=path, query=pixel, shown=shown, query_shown=list(query)))
+                    records.append(dict(image=path, query=pixel, shown=shown, query_shown=list(query)))
                     per_image.append(inspect_picture(model, picture, args, lambda: bar.advance(task), query, pixel))
         except (NotImplementedError, ValueError) as error:
             raise RunError(str(error)) from error
@@ -155,7 +155,7 @@ def main() -> None:
             version=__version__,
             config=args.config,
             checkpoint=args.checkpoint,
-            images=asked,
+            images=records,
             settings=dict(
                 num_queries=args.num_queries,
                 confusion_distance=CONFUSION_DISTANCE,

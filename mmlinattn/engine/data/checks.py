@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Checks of built data sets against the config. Each yields findings of one line."""
+"""Check built data sets against the config. Each check yields findings of one line."""
 
 import os.path as osp
 from collections.abc import Iterator, Sequence
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 from torch import nn
 
-from .files import FactCache, fault_of_sizes, read_coco, reads_files
-from .findings import MOST_NAMES, Finding, classes_of, compares_images, decode_head_of, transforms_of, written
+from .files import FactCache, fault_of_sizes, read_coco, reads_local_files, spread
+from .findings import MAX_NAMES, Finding, classes_of, decode_head_of, format_names, is_metric_learning, transforms_of
 from .label_images import check_label_images
 
 _NUM_READ = 2000  # samples with labels that are read
@@ -19,7 +19,7 @@ _NUM_READ = 2000  # samples with labels that are read
 class Samples(NamedTuple):
     """Facts from some samples of a data set."""
 
-    num: int  # how many were read
+    num: int  # number of samples read
     labels: dict[int, str]  # of objects and images, each with the path of an image that has it
     folders: dict[str, set[int]]  # labels by the first folder below the prefix of the images
     fault: str = ''  # an image that cannot be loaded
@@ -45,18 +45,26 @@ def leaf_datasets(dataset: Any) -> Iterator[Any]:
     return (each for each in all_datasets(dataset) if not inner_datasets(each))
 
 
-def _alike(name: Any) -> str:
-    return ''.join(c for c in str(name).lower() if c.isalnum()) or str(name)
+def infos_of(dataset: Any, count: Optional[int] = None) -> Iterator[dict]:
+    """Yield ``get_data_info`` of the images of all data sets inside wrappers, or of a sample of ``count`` in each."""
+    for leaf in leaf_datasets(dataset):
+        if hasattr(leaf, 'get_data_info'):
+            infos = map(leaf.get_data_info, range(len(leaf)) if count is None else spread(len(leaf), count))
+            yield from (info for info in infos if isinstance(info, dict))
 
 
 def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
     """Return the first label with two names; None if one list begins like the other.
 
-    Case, blanks and hyphens make no difference; of one class each, neither do names.
+    Case, blanks and hyphens make no difference. Names of one class each may differ.
     """
+
+    def normalised(name: Any) -> str:
+        return ''.join(c for c in str(name).lower() if c.isalnum()) or str(name)
+
     if len(first) == len(second) == 1:
         return None
-    return next((i for i, (one, other) in enumerate(zip(first, second)) if _alike(one) != _alike(other)), None)
+    return next((i for i, (a, b) in enumerate(zip(first, second)) if normalised(a) != normalised(b)), None)
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
@@ -74,14 +82,14 @@ def check_names(key: str, meta: dict) -> Iterator[Finding]:
         )
     if meta.get('CLASSES') and list(meta['CLASSES']) != list(names or ()):
         yield Finding(
-            f'{key}: metainfo.CLASSES is read by nobody. Write metainfo=dict(classes={written(meta["CLASSES"])})'
+            f'{key}: metainfo.CLASSES is read by nobody. Write metainfo=dict(classes={format_names(meta["CLASSES"])})'
         )
 
 
 def check_categories(
     key: str, file: str, in_file: Sequence, of_labels: Sequence, classes: Sequence, needs_all: bool
 ) -> Iterator[Finding]:
-    """Check that labels in the order of a COCO file have the names of the config.
+    """Check that the labels, in the order of the categories of a COCO file, have the class names of the config.
 
     Args:
         key: Config key of the data set, for messages.
@@ -93,19 +101,21 @@ def check_categories(
     """
     if not set(of_labels) <= set(classes):
         return  # data sets that choose categories by something else
-    lacking = [name for name in classes if name not in of_labels]
-    order = written(of_labels) if len(of_labels) <= MOST_NAMES else 'in that order'
+    missing = [name for name in classes if name not in of_labels]
+    order = format_names(of_labels) if len(of_labels) <= MAX_NAMES else 'in that order'
     at = next((i for i, (one, other) in enumerate(zip(of_labels, classes)) if one != other), len(of_labels))
-    if lacking and (needs_all or at < len(of_labels) or not of_labels):
+    if missing and (needs_all or at < len(of_labels) or not of_labels):
         yield Finding(
-            f'{key}: {file} has no category {written(lacking)}, which metainfo.classes names'
+            f'{key}: {file} has no category {format_names(missing)}, which metainfo.classes names'
             f'{"" if at == len(of_labels) else ", and the labels behind it move up"}. Its categories are '
-            f'{written(in_file)}; write the names as they are there, in its order.'
+            f'{format_names(in_file)}; write the names as they are there, in its order.'
         )
-    elif lacking:
-        yield Finding(f'{key}: {file} has no category {written(lacking)}: nothing of these classes trains.', False)
+    elif missing:
+        yield Finding(f'{key}: {file} has no category {format_names(missing)}: nothing of these classes trains.', False)
     elif len(of_labels) != len(set(of_labels)):
-        yield Finding(f'{key}: {file} has two categories of one name, which labels tell apart: {written(of_labels)}.')
+        yield Finding(
+            f'{key}: {file} has two categories of one name, which labels tell apart: {format_names(of_labels)}.'
+        )
     elif at < len(of_labels):
         yield Finding(
             f'{key}: labels follow the order of the categories in {file}, not that of metainfo.classes: label {at} is '
@@ -121,23 +131,21 @@ def _check_coco(key: str, dataset: Any, model: nn.Module, memory: FactCache, is_
     folder = (getattr(dataset, 'data_prefix', None) or {}).get('img') or ''
     transforms = transforms_of(dataset)
     outlines = any(getattr(step, 'with_mask', False) for step in transforms)
-    turns = not any(
-        'ignore' in kind or kind == 'unchanged' for kind in (getattr(s, 'color_type', '') for s in transforms)
-    )
+    colours = [getattr(step, 'color_type', '') for step in transforms]
+    turns = not any('ignore' in colour or colour == 'unchanged' for colour in colours)
     facts = memory.facts(read_coco, [path], path, outlines=outlines)
-    sizes = fault_of_sizes(facts['images'], folder, turns) if osp.isdir(folder) else ''
-    fault = facts['fault'] or sizes or facts['shapes']
+    fault = facts['fault'] or fault_of_sizes(facts['images'], folder, turns) or facts['shapes']
     if fault:
         yield Finding(f'{key}: {path} {fault}.')
         return
     if facts['note']:
         yield Finding(f'{key}: {path}: {facts["note"]}.', False)
     names = dict(facts['categories'])
-    order = [name for name in names.values() if name not in facts['stuff']]
-    if facts['stuff'] and list(names.values()) != (first := [*order, *facts['stuff']]):
+    things_first = [name for name in names.values() if name not in facts['stuff']] + facts['stuff']
+    if list(names.values()) != things_first:
         yield Finding(
             f'{key}: {path} lists {facts["stuff"][0]!r}, which is stuff, before things: labels follow its order, and '
-            f'heads count things first. Sort its categories, and write classes={written(first)}'
+            f'heads count things first. Sort its categories, and write classes={format_names(things_first)}'
         )
         return
     most = max_per_image(model)
@@ -149,13 +157,13 @@ def _check_coco(key: str, dataset: Any, model: nn.Module, memory: FactCache, is_
         )
     unused = [names[number] for number in labels if number in names and number not in facts['used']]
     if is_training and facts['used'] and unused:
-        yield Finding(f'{key}: {path} has no object of {written(unused)}: nothing of these classes trains.', False)
+        yield Finding(f'{key}: {path} has no object of {format_names(unused)}: nothing of these classes trains.', False)
     of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
     yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all=False)
 
 
 def max_per_image(model: nn.Module) -> int:
-    """Return the most objects that a detector finds in an image, 0 of other models."""
+    """Return the most objects an image that a detector returns, 0 for other models."""
     head = getattr(model, 'roi_head', None) or getattr(model, 'bbox_head', None)
     limits = getattr(head, 'test_cfg', None) or {}
     return int(limits.get('max_per_img', 0) or 0) if isinstance(limits, dict) else 0
@@ -168,18 +176,22 @@ _NO_CLASSES = ('rpn_conv', 'max_depth', 'boundary_threshold')  # attributes of h
 
 
 def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
-    """``num_classes`` of the heads that tell classes apart, by name. Empty if classes are positions in a text."""
+    """Return ``num_classes`` of the classifying heads by name, empty if classes are positions in a text."""
     if hasattr(model, 'language_model'):
         return {}
     roi, found = getattr(model, 'roi_head', None), {}
     heads = {'bbox_head': getattr(roi, 'bbox_head', None) or getattr(model, 'bbox_head', None)}
-    heads.update(mask_head=getattr(roi, 'mask_head', None), head=getattr(model, 'head', None))
-    heads.update((name, getattr(model, name, None)) for name in ('decode_head', 'auxiliary_head'))
+    heads['mask_head'] = getattr(roi, 'mask_head', None)
+    heads.update((name, getattr(model, name, None)) for name in ('head', 'decode_head', 'auxiliary_head'))
     for name, head in heads.items():
-        several = head if isinstance(head, nn.ModuleList) else [head]
-        stages = [one for one in several if not any(hasattr(one, name) for name in _NO_CLASSES)]
-        known = [getattr(one, 'num_classes', None) for one in stages if not getattr(one, 'class_agnostic', False)]
-        counts: list[int] = [count for count in known if type(count) is int]
+        stages: list[Any] = list(head) if isinstance(head, nn.ModuleList) else [head]
+        counts = [
+            stage.num_classes
+            for stage in stages
+            if type(getattr(stage, 'num_classes', None)) is int
+            and not getattr(stage, 'class_agnostic', False)
+            and not any(hasattr(stage, attribute) for attribute in _NO_CLASSES)
+        ]
         if counts:
             found[name] = min(counts)
     return found
@@ -194,7 +206,7 @@ def read_samples(dataset: Any) -> Samples:
     root = osp.join(str(prefix.get('img_path') or ''), '') if isinstance(prefix, dict) else ''
     indices, fault = range(0, length, max(1, length // _NUM_READ)), ''
     steps = transforms_of(dataset)
-    is_local = reads_files(dataset, *steps) and not any(getattr(step, 'ignore_empty', False) for step in steps)
+    is_local = reads_local_files(dataset, *steps) and not any(getattr(step, 'ignore_empty', False) for step in steps)
     for index in indices:
         info = dataset.get_data_info(index)
         if not isinstance(info, dict):
@@ -216,7 +228,7 @@ def read_samples(dataset: Any) -> Samples:
 
 def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:
     """Check that the heads have an output for each label, and that there is something to learn."""
-    heads = {} if not is_training and compares_images(model) else num_classes_of_heads(model)
+    heads = {} if not is_training and is_metric_learning(model) else num_classes_of_heads(model)
     classes = classes_of(dataset)
     advice = 'Set num_classes of the {}, or metainfo.classes of the data set to those that count.'
     for label, path in sorted(samples.labels.items()):
@@ -228,11 +240,11 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
                     f'{label}{name}, and the data set {len(classes)} classes. {advice.format(head)}'
                 )
                 return
-    given = getattr(model, 'data_preprocessor', None)
-    made = getattr(given, 'num_classes', None)
-    if is_training and getattr(given, 'to_onehot', False) and made and made != heads.get('head', made):
+    preprocessor = getattr(model, 'data_preprocessor', None)
+    width = getattr(preprocessor, 'num_classes', None)
+    if is_training and getattr(preprocessor, 'to_onehot', False) and width and width != heads.get('head', width):
         yield Finding(
-            f'data_preprocessor.num_classes = {made} gives labels of {made} numbers, and num_classes of the head is '
+            f'data_preprocessor.num_classes = {width} gives labels of {width} numbers, and num_classes of the head is '
             f'{heads["head"]}. Set data_preprocessor=dict(num_classes={heads["head"]}).'
         )
         return
@@ -258,11 +270,11 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
     all_are_read = bool(heads.keys() & {'bbox_head', 'head'}) and samples.num and samples.num == len(dataset)
     if all_are_read and samples.labels and rest and not hasattr(dataset, 'cat2label'):
         has = 'has an object' if 'bbox_head' in heads else 'is'
-        yield Finding(f'{key}: none of its {samples.num} images {has} of {written(rest)}.', False)
+        yield Finding(f'{key}: none of its {samples.num} images {has} of {format_names(rest)}.', False)
     if all_are_read and not samples.labels and 'instances' in dataset.get_data_info(0):
         yield Finding(
             f'{key}: no image of {getattr(dataset, "ann_file", "")} has an object of metainfo.classes = '
-            f'{written(classes)}: they have other names there, no area, or an image_id that is no image.',
+            f'{format_names(classes)}: they have other names there, no area, or an image_id that is no image.',
             not samples.is_part,
         )
 
@@ -272,13 +284,13 @@ def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
     folders, classes = getattr(dataset, 'folder_to_idx', None), classes_of(dataset)
     if not isinstance(folders, dict) or not classes:
         return
-    places = {str(name): label for label, name in enumerate(classes)}
+    labels = {str(name): label for label, name in enumerate(classes)}
     for folder, label in folders.items():
-        if places.get(folder, label) != label:
+        if labels.get(folder, label) != label:
             yield Finding(
                 f'{key}: labels follow the alphabetical order of the folders in {dataset.data_prefix["img_path"]}, not '
                 f'that of metainfo.classes: label {label} is the folder {folder!r}, and {classes[label]!r} in the '
-                f'config. Write classes={written(sorted(folders, key=folders.__getitem__))}'
+                f'config. Write classes={format_names(sorted(folders, key=folders.__getitem__))}'
             )
             return
 
@@ -323,7 +335,7 @@ def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Findi
         if at is not None and not (folders and theirs and not is_given):
             yield Finding(
                 f'metainfo.classes: label {at} is {first[at]!r} in {key} and {second[at]!r} in {other_key}. Both need '
-                f'the same classes in one order: {written(first)}'
+                f'the same classes in one order: {format_names(first)}'
             )
             return
 
@@ -342,7 +354,7 @@ def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Fin
         yield Finding(
             f'label {at} is {trained[at]!r} in the checkpoint and {names[at]!r} in {key}: '
             f'{"the classes have another order" if is_moved else "these are other classes"}. It was trained with '
-            f'classes={written(trained)}',
+            f'classes={format_names(trained)}',
             is_moved,
         )
 

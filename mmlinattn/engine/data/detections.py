@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Detections beside the objects of a data set: confusion matrix, and precision over recall."""
+"""Confusion matrix, and precision over recall, of detections."""
 
 import contextlib
 import io
@@ -30,7 +30,7 @@ def count_confusion(
 ) -> None:
     """Add an image to a confusion matrix of shape (classes + 1, classes + 1), rows true, the last of each background.
 
-    Pairs are matched by falling IoU, of any classes. Detections that match an ignored object alone are left out.
+    Pairs are matched by falling IoU, of any classes. Detections that match only an ignored object are left out.
     """
     from torchvision.ops import box_iou
 
@@ -38,10 +38,9 @@ def count_confusion(
     boxes, labels = found.boxes[keep], found.labels[keep]
     ious = box_iou(torch.as_tensor(objects.boxes).double(), torch.as_tensor(boxes).double()).numpy()
     is_free, is_missed = np.ones(len(labels), dtype=bool), objects.scores > 0
-    # of the same class first, where boxes overlap alike
-    same = objects.labels[:, None] == labels[None]
-    rows, columns = np.nonzero(ious >= iou_thr)
-    for row, column in sorted(zip(rows, columns), key=lambda at: (ious[at], same[at]), reverse=True):
+    same_class = objects.labels[:, None] == labels[None]  # first among equal overlaps
+    pairs = zip(*np.nonzero(ious >= iou_thr))
+    for row, column in sorted(pairs, key=lambda at: (ious[at], same_class[at]), reverse=True):
         if is_missed[row] and is_free[column]:
             matrix[objects.labels[row], labels[column]] += 1
             is_missed[row] = is_free[column] = False
@@ -67,26 +66,23 @@ def precision_over_recall(
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    def entries(images: Sequence[Boxes]):
-        for image, (boxes, labels, scores) in enumerate(images):
-            for (x1, y1, x2, y2), label, score in zip(boxes.tolist(), labels.tolist(), scores.tolist()):
-                size = x2 - x1, y2 - y1
-                yield dict(image_id=image, category_id=label, bbox=[x1, y1, *size], area=size[0] * size[1], score=score)
+    def index(images: Sequence[Boxes], is_truth: bool) -> COCO:
+        annotations: list[dict] = []
+        for image, boxes in enumerate(images):
+            for (x1, y1, x2, y2), label, score in zip(*(part.tolist() for part in boxes)):
+                entry = dict(image_id=image, category_id=label, score=score, iscrowd=int(is_truth and not score))
+                # pycocotools takes id 0 for a missed object
+                entry.update(id=len(annotations) + 1, bbox=[x1, y1, x2 - x1, y2 - y1], area=(x2 - x1) * (y2 - y1))
+                annotations.append(entry)
+        api = COCO()
+        parts = dict(images=range(len(images)), categories=range(num_classes))
+        api.dataset = {key: [dict(id=i) for i in ids] for key, ids in parts.items()}
+        api.dataset['annotations'] = annotations
+        api.createIndex()
+        return api
 
-    truth, results = COCO(), COCO()
-    categories = [dict(id=k, name=str(k)) for k in range(num_classes)]
-    for api, images, is_truth in ((truth, objects, True), (results, found, False)):
-        annotations = [
-            dict(entry, id=i, iscrowd=int(is_truth and not entry['score']))
-            for i, entry in enumerate(entries(images), start=1)  # pycocotools takes id 0 for a missed object
-        ]
-        api.dataset = dict(
-            images=[dict(id=i) for i in range(len(images))], annotations=annotations, categories=categories
-        )
     with contextlib.redirect_stdout(io.StringIO()):
-        truth.createIndex()
-        results.createIndex()
-        evaluator = COCOeval(truth, results, 'bbox')
+        evaluator = COCOeval(index(objects, True), index(found, False), 'bbox')
         evaluator.params.iouThrs = np.array([0.5])
         evaluator.params.areaRng, evaluator.params.areaRngLbl = [[0, 1e10]], ['all']
         evaluator.params.maxDets = [max([len(each.labels) for each in found] + [1])]

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Checks of evaluators and samplers against the data sets of their loops."""
+"""Check evaluators and samplers against the data sets of their loops."""
 
 import os.path as osp
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,8 @@ import numpy as np
 from mmengine.runner import EpochBasedTrainLoop, TestLoop, ValLoop
 from torch import nn
 
-from .checks import check_categories, leaf_datasets, num_classes_of_heads
-from .files import spread
-from .findings import Finding, classes_of, decode_head_of, written
+from .checks import check_categories, infos_of, leaf_datasets, num_classes_of_heads
+from .findings import Finding, classes_of, decode_head_of, format_names
 
 _NUM_IMAGES = 500  # compared by id
 _ENDLESS = {'InfiniteSampler', 'MultiSourceSampler'}
@@ -59,8 +58,7 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
     label of the head, and ids of annotations."""
     classes, count = classes_of(dataset), num_classes_of_heads(model).get('bbox_head', 0)
     entries = config if isinstance(config, (list, tuple)) else [config]
-    leaves = list(leaf_datasets(dataset))
-    unlabelled = any(getattr(leaf, 'with_label', True) is False for leaf in leaves)
+    unlabelled = any(getattr(leaf, 'with_label', True) is False for leaf in leaf_datasets(dataset))
     files = [entry.get('ann_file') if isinstance(entry, dict) else None for entry in entries]
     for metric, file in zip(getattr(evaluator, 'metrics', ()), chain(files, repeat(None))):
         file = file or 'its ann_file'
@@ -75,9 +73,8 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
         content = getattr(api, 'dataset', None)
         if not isinstance(content, dict) or not classes:
             continue
-        known = (leaf for leaf in leaves if hasattr(leaf, 'get_data_info'))
-        infos = (leaf.get_data_info(i) for leaf in known for i in spread(len(leaf), _NUM_IMAGES))
-        yield from islice(filter(None, (_other_image(name, file, api, info) for info in infos)), 1)
+        findings = (_other_image(name, file, api, info) for info in infos_of(dataset, _NUM_IMAGES))
+        yield from islice(filter(None, findings), 1)
         names = [entry['name'] for entry in content.get('categories', ())]
         chosen = [each for each in names if each in classes]
         ids = [entry['id'] for entry in content.get('categories', ()) if entry['name'] in classes]
@@ -99,7 +96,7 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
         if count > len(chosen):
             yield Finding(
                 f'{name}: num_classes = {count} of the bbox_head is more than the {len(chosen)} categories that '
-                f'metainfo.classes = {written(classes)} chooses in {file}: a prediction of another would end the '
+                f'metainfo.classes = {format_names(classes)} chooses in {file}: a prediction of another would end the '
                 f'evaluation in an IndexError. Set num_classes = {len(chosen)} in each head, or name all classes.'
             )
 
@@ -109,9 +106,9 @@ def _check_iou_metric(name: str, metric: Any, classes: Sequence, head: Any) -> I
         return
     if len(classes) == 1:
         yield Finding(
-            f'{name}: of one class, {written(classes)}, it counts every pixel as found. Write classes=("background", '
-            f'{classes[0]!r}), and num_classes=2, out_channels=1, threshold=0.5 of the decode_head with '
-            'loss_decode.use_sigmoid=True.'
+            f'{name}: of one class, {format_names(classes)}, it counts every pixel as found. Write '
+            f'classes=("background", {classes[0]!r}), and num_classes=2, out_channels=1, threshold=0.5 of the '
+            'decode_head with loss_decode.use_sigmoid=True.'
         )
     ours, theirs = getattr(head, 'ignore_index', None), getattr(metric, 'ignore_index', None)
     if type(ours) is int and type(theirs) is int and ours != theirs:

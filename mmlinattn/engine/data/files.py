@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Facts from the files of data sets, read once and kept as JSON; checks judge them."""
+"""Read facts from the files of data sets, cached as JSON."""
 
 import json
 import math
@@ -21,25 +21,25 @@ _ORIENTATION = 274
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Return up to ``count`` of ``length`` indices, evenly spread at every prefix, with the first among them."""
+    """Return up to ``count`` of ``length`` indices including 0, evenly spread at every prefix."""
     chosen = np.unique(np.linspace(0, max(length - 1, 0), min(length, count)).round().astype(int))
     return [int(i) for i in np.random.default_rng(0).permutation(chosen)]
 
 
-def reads_files(*parts: Any) -> bool:
+def reads_local_files(*parts: Any) -> bool:
     """Return True if a data set and its loading transforms read local files."""
     backends = (getattr(part, 'backend_args', None) or {} for part in parts)
     return all(backend.get('backend', 'local') == 'local' for backend in backends)
 
 
 class FactCache:
-    """A cache of facts on disk, valid while sizes and modification times of their source files stay.
+    """Cache of facts on disk, valid while sizes and modification times of their source files stay.
 
     Args:
         path: A JSON file, written if possible.
     """
 
-    version = 2  # of the facts: to be raised with their keys, as files in work dirs are older
+    version = 2  # raise it if the keys of the facts change: work dirs hold older files
 
     def __init__(self, path: Any):
         self.path, self.kept = Path(path), {}
@@ -62,7 +62,7 @@ class FactCache:
         return facts
 
 
-def shown_size(path: Any, turns: bool = True) -> tuple[int, int]:
+def oriented_size(path: Any, turns: bool = True) -> tuple[int, int]:
     """Return width and height of an image from its header, after the turn by EXIF.
 
     Raises:
@@ -92,31 +92,40 @@ def load_coco(path: str) -> tuple[dict, str]:
             return {}, f'has no list of {key}'
     try:
         ids = {entry.get('id') for entry in content['categories']}
-        return content, _fault_of_ids(content) or _fault_of_boxes(content['annotations'], ids)
-    except TypeError:  # an id that has no hash
+        return content, _repeated_id(content, 'categories', 'images') or _fault_of_boxes(content['annotations'], ids)
+    except TypeError:  # an id without hash
         return content, 'has ids that are neither numbers nor texts'
 
 
 def read_coco(path: str, outlines: bool = False) -> dict:
-    """Read an annotation file in COCO's layout. ``outlines``: Masks are learnt.
+    """Read an annotation file in COCO's layout.
+
+    Args:
+        path: The file.
+        outlines: Masks are learnt.
 
     Returns:
-        dict: ``categories`` as ``[id, name]`` in the order of the file; ``stuff``, names of those that are no things;
-        ``used``, ids of those with objects that train; ``densest``, the most of these objects in an image; some
-        ``images`` as ``[id, file name, width, height]``; ``fault``, one of ``shapes``, and a ``note`` of objects that
-        do not train, '' without any.
+        dict: Facts as JSON:
+
+        - ``categories``: ``[id, name]`` of each, in the order of the file;
+        - ``stuff``: names of categories with ``isthing=0``;
+        - ``used``: ids of categories with objects that train;
+        - ``densest``: most of these objects in an image;
+        - ``images``: ``[id, file name, width, height]`` of a sample;
+        - ``fault``, ``shapes`` and ``note``: a fault, one of the boxes or outlines, and a note on objects that do not
+          train; '' without any.
     """
     content, fault = load_coco(path)
     fault = fault or _fault_of_annotation_ids(content)
     annotations = [] if fault else content['annotations']
     trained = [entry for entry in annotations if not (entry.get('iscrowd') or entry.get('ignore'))]
     segments = [segment for entry in annotations for segment in entry.get('segments_info', ())]
-    images = content.get('images', [])
-    some = [images[i] for i in spread(len(images), _NUM_SIZES)]
+    images, categories = content.get('images', []), content.get('categories', [])
+    sample = [images[i] for i in spread(len(images), _NUM_SIZES)]
     return dict(
-        categories=[[entry.get('id'), entry.get('name')] for entry in content.get('categories', ())],
-        images=[[image.get(key) for key in ('id', 'file_name', 'width', 'height')] for image in some],
-        stuff=[entry.get('name') for entry in content.get('categories', ()) if entry.get('isthing', 1) in (0, False)],
+        categories=[[entry.get('id'), entry.get('name')] for entry in categories],
+        images=[[image.get(key) for key in ('id', 'file_name', 'width', 'height')] for image in sample],
+        stuff=[entry.get('name') for entry in categories if entry.get('isthing', 1) in (0, False)],
         used=sorted({entry['category_id'] for entry in [*trained, *segments] if 'category_id' in entry}, key=str),
         densest=max(Counter(entry.get('image_id') for entry in trained).values(), default=0) if not segments else 0,
         fault=fault,
@@ -150,8 +159,8 @@ def _lost_objects(content: dict) -> str:
     )
 
 
-def _fault_of_ids(content: dict) -> str:
-    for key in ('categories', 'images'):
+def _repeated_id(content: dict, *keys: str) -> str:
+    for key in keys:
         for number, count in Counter(entry.get('id') for entry in content[key]).most_common(1):
             if count > 1:
                 return f'has the id {number} {count} times among its {key}'
@@ -159,13 +168,11 @@ def _fault_of_ids(content: dict) -> str:
 
 
 def _fault_of_annotation_ids(content: dict) -> str:
-    """Find ids of annotations that MMDetection's reader would mix up."""
+    """Find ids of annotations that MMDetection's reader would confuse."""
     annotations = [entry for entry in content.get('annotations', ()) if 'segments_info' not in entry]
-    counts = Counter(entry.get('id') for entry in annotations)
-    number, count = next(iter(counts.most_common(1)), (0, 1))
-    if None in counts:
+    if any(entry.get('id') is None for entry in annotations):
         return 'has annotations without id'
-    return f'has the id {number} {count} times among its annotations' if count > 1 else ''
+    return _repeated_id(dict(annotations=annotations), 'annotations')
 
 
 def _fault_of_boxes(annotations: list, category_ids: set) -> str:
@@ -231,18 +238,18 @@ def _fault_of_outlines(content: dict) -> str:
 def fault_of_sizes(images: list, folder: str, turns: bool) -> str:
     """Find the first image below a folder with another size than in its annotation.
 
-
     Args:
         images: ``[id, file name, width, height]`` of each.
         folder: Folder of the images.
         turns: Images are turned by their EXIF data when they are loaded, MMCV's default.
     """
-    for number, name, *said in images:
-        with suppress(Exception):  # broken images are reported with the samples
-            size = shown_size(osp.join(folder, name), turns)
-            if list(size) != said:
+    for number, name, *expected in images:
+        with suppress(Exception):  # missing and broken images are reported with the samples
+            size = oriented_size(osp.join(folder, name), turns)
+            if list(size) != expected:
+                width, height = expected
                 return (
-                    f'image {number} ({name}): width x height is {said[0]}x{said[1]} in it, and {size[0]}x{size[1]} in '
-                    'the image' + ' (turned by its EXIF data, as MMCV loads it)' * (list(size[::-1]) == said)
+                    f'image {number} ({name}): width x height is {width}x{height} in it, and {size[0]}x{size[1]} in '
+                    'the image' + ' (turned by its EXIF data, as MMCV loads it)' * (list(size[::-1]) == expected)
                 )
     return ''

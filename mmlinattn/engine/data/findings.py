@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-MOST_NAMES = 30  # that are printed
+MAX_NAMES = 30  # that are printed
 
 
 class Finding(NamedTuple):
@@ -28,7 +28,7 @@ def transforms_of(dataset: Any) -> Sequence:
     return getattr(getattr(dataset, 'pipeline', None), 'transforms', ())
 
 
-def compares_images(model: Any) -> bool:
+def is_metric_learning(model: Any) -> bool:
     """Return True if a model compares images, by prototypes or a triplet loss: it is validated with other classes."""
     return hasattr(model, 'prototype') or hasattr(getattr(model, 'head', None), 'loss_triplet')
 
@@ -39,7 +39,7 @@ def decode_head_of(model: Any) -> Any:
     return head[-1] if isinstance(head, nn.ModuleList) else head
 
 
-def written(names: Sequence) -> str:
+def format_names(names: Sequence) -> str:
     """Return class names as written in a config."""
-    shown = ', '.join(repr(name) for name in names[:MOST_NAMES])
-    return f'({shown}{"," if len(names) == 1 else ", ..." if len(names) > MOST_NAMES else ""})'
+    shown = ', '.join(repr(name) for name in names[:MAX_NAMES])
+    return f'({shown}{"," if len(names) == 1 else ", ..." if len(names) > MAX_NAMES else ""})'

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Checks of label images against the classes of a segmentor."""
+"""Check label images against the classes of a segmentor."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +12,10 @@ from torch import nn
 
 from ...checkpoints.states import some
 from ...utils.errors import printable
-from .files import FactCache, reads_files, shown_size, spread
-from .findings import Finding, classes_of, decode_head_of, transforms_of, written
+from .files import FactCache, oriented_size, reads_local_files, spread
+from .findings import Finding, classes_of, decode_head_of, format_names, transforms_of
 
-_LEAST = 16  # label images that are opened, however slow
+_MIN_OPENED = 16  # label images that are opened, however slow
 
 
 def read_labels(
@@ -23,56 +23,58 @@ def read_labels(
 ) -> dict:
     """Read the labels in a sample of label images through the pipeline of their data set.
 
-    The time is limited to a hundredth of a second each. The sample grows tenfold while one label and ignored
-    pixels are all it has.
+    The time is limited to a hundredth of a second each. The sample grows tenfold while it has one label and ignored
+    pixels only.
 
     Args:
         dataset: A data set of MMSegmentation.
         load: Its transform that loads annotations.
         paths: Label images by their index in it.
         ignored: The label that does not count.
-        count: How many to open.
+        count: Number of label images to open.
 
     Returns:
         dict: ``count`` of images; ``labels`` as ``[label, path of the first image with it]``; ``fault``.
     """
     found: dict[int, str] = {}
-    begin, last, fault = time.monotonic(), 0, ''
-    for done, (index, path) in enumerate(paths.items()):
-        most = count * 10 if ignored in found and len(found) <= 2 else count
-        if done >= _LEAST and (done >= most or time.monotonic() - begin > most / 100):
+    begin, done = time.monotonic(), 0
+    for index, path in paths.items():
+        limit = count * 10 if ignored in found and len(found) <= 2 else count
+        if done >= _MIN_OPENED and (done >= limit or time.monotonic() - begin > limit / 100):
             break
-        try:
-            info, size = dataset.get_data_info(index), None
-            picture = info.get('img_path')
-            with suppress(Exception):  # of images that Pillow does not know nothing is said
-                size = shown_size(picture)
-            labels = load(info)['gt_seg_map']
-            with Image.open(path) as image:
-                highest = int(np.max(np.asarray(image))) if image.mode[0] in 'IF' else 0
-        except AssertionError as error:  # of two settings of reduce_zero_label
-            return dict(count=done, labels=[], fault=f'the label image {path} cannot be loaded: {printable(error)}')
-        except (OSError, ValueError) as error:
-            reason = 'is not there' if isinstance(error, FileNotFoundError) else f'cannot be read as an image ({error})'
-            return dict(count=done, labels=[], fault=f'the label image {path} {reason}')
-        if labels.ndim != 2:
-            fault = f'the label image {path} has {labels.shape[-1]} channels: expected one, the number of a class'
-        elif highest > 255:
-            fault = (
-                f'the label image {path} has the value {highest}, of which MMSegmentation keeps 8 bits: {highest % 256}'
-            )
-        elif size and size != labels.shape[::-1]:
-            fault = (
-                f'the label image {path} is {labels.shape[1]}x{labels.shape[0]}, and its image {picture} '
-                f'{size[0]}x{size[1]}: expected one size'
-            )
+        labels, fault = _read(dataset.get_data_info(index), load, path)
         if fault:
-            return dict(count=done, labels=[], fault=fault)
+            return dict(count=done, labels=[], fault=f'the label image {path} {fault}')
         numbers = np.bincount(labels.ravel()).nonzero()[0] if labels.dtype == np.uint8 else np.unique(labels)
         for number in numbers.tolist():
             found.setdefault(int(number), path)
-        last = done + 1
-    return dict(count=last, labels=[[number, found[number]] for number in sorted(found)], fault='')
+        done += 1
+    return dict(count=done, labels=[[number, found[number]] for number in sorted(found)], fault='')
+
+
+def _read(info: dict, load: Callable[[dict], dict], path: str) -> tuple[Any, str]:
+    """Return the labels of a label image and its fault, '' without any."""
+    picture, size = info.get('img_path'), None
+    with suppress(Exception):  # Pillow does not know all images
+        size = oriented_size(picture)
+    try:
+        labels = load(info)['gt_seg_map']
+        with Image.open(path) as image:
+            highest = int(np.max(np.asarray(image))) if image.mode[0] in 'IF' else 0
+    except AssertionError as error:  # two settings of reduce_zero_label
+        return None, f'cannot be loaded: {printable(error)}'
+    except FileNotFoundError:
+        return None, 'is not there'
+    except (OSError, ValueError) as error:
+        return None, f'cannot be read as an image ({error})'
+    if labels.ndim != 2:
+        return labels, f'has {labels.shape[-1]} channels: expected one, the number of a class'
+    if highest > 255:
+        return labels, f'has the value {highest}, of which MMSegmentation keeps 8 bits: {highest % 256}'
+    if size and size != labels.shape[::-1]:
+        height, width = labels.shape
+        return labels, f'is {width}x{height}, and its image {picture} {size[0]}x{size[1]}: expected one size'
+    return labels, ''
 
 
 def check_label_images(
@@ -90,7 +92,7 @@ def check_label_images(
     infos = {i: dataset.get_data_info(i) for i in spread(len(dataset), 10 * num_images)}
     paths = {i: info.get('seg_map_path') for i, info in infos.items()}
     paths = {i: path for i, path in paths.items() if isinstance(path, str) and '://' not in path}
-    if not paths or not reads_files(dataset, load):
+    if not paths or not reads_local_files(dataset, load):
         return
     reduces = bool(getattr(load, 'reduce_zero_label', None) or getattr(dataset, 'reduce_zero_label', False))
     mapping = getattr(dataset, 'metainfo', {}).get('label_map')
@@ -122,7 +124,7 @@ def check_label_images(
     classes, paths_of = classes_of(dataset), dict(facts['labels'])
     if len(labels) > 1 or facts['count'] == 0:
         missing = set(range(count)) - set(labels)
-        if reduces and missing == {count - 1} and ignored in paths_of and len(labels) > 1:
+        if reduces and missing == {count - 1} and ignored in paths_of:
             yield Finding(
                 f'{key}: reduce_zero_label=True ignores the value 0 of label images, and 1 is the first class '
                 f'{some(classes[:1])}; the last, {some(classes[-1:])}, then is in none of {facts["count"]} of them. '
@@ -130,17 +132,13 @@ def check_label_images(
                 False,
             )
         elif is_training and missing and facts['count'] == len(dataset) and max(missing) < len(classes):
-            lacking = written([classes[label] for label in sorted(missing)])
-            yield Finding(f'{key}: none of its {len(dataset)} label images has {lacking}: nothing of it trains.', False)
+            names = format_names([classes[label] for label in sorted(missing)])
+            yield Finding(f'{key}: none of its {len(dataset)} label images has {names}: nothing of it trains.', False)
         return
     only = ', '.join(f'label {n} {classes[n] if n < len(classes) else ""}'.strip() for n in labels) or 'no label at all'
     text = f'{key}: {facts["count"]} of its label images, {next(iter(paths_of.values()))} among them, have {only}'
     if ignored in paths_of:
-        text += f', and {ignored}{value(ignored)}, which is ignored (ignore_index): '
-        text += 'no other class trains. '
-        text += (
-            'reduce_zero_label=True ignores the value 0: set it to False where 0 is a class.'
-            if reduces
-            else (f'Write the number of the class in place of {ignored}.')
-        )
+        text += f', and {ignored}{value(ignored)}, which is ignored (ignore_index): no other class trains. '
+        remedy = 'reduce_zero_label=True ignores the value 0: set it to False where 0 is a class.'
+        text += remedy if reduces else f'Write the number of the class in place of {ignored}.'
     yield Finding(text, is_training and ignored in paths_of)

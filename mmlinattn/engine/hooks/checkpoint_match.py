@@ -46,7 +46,7 @@ def _kept_schedule(schedulers: list, saved: list) -> list[str]:
     return kept
 
 
-def _tell_kept_settings(runner, checkpoint: dict) -> None:
+def _warn_of_kept_settings(runner, checkpoint: dict) -> None:
     """Warn of settings of the config that a resumed run does not use.
 
     Raises:
@@ -60,16 +60,14 @@ def _tell_kept_settings(runner, checkpoint: dict) -> None:
         saved = checkpoint['optimizer']
     groups, old_groups = runner.optim_wrapper.param_groups, saved.get('param_groups') or []
     for group, old in zip(groups, old_groups):
-        added, gone = (
-            {key for key in one.keys() - other.keys() if not key.startswith('initial_')}  # set by a schedule
-            for one, other in ((group, old), (old, group))
-        )
-        if added and gone:  # a newer PyTorch has more settings, an older one fewer
+        keys, old_keys = ({key for key in g if not key.startswith('initial_')} for g in (group, old))  # of schedules
+        missing, extra = sorted(keys - old_keys), sorted(old_keys - keys)
+        if missing and extra:  # a newer PyTorch has more settings, an older one fewer
             kind = type(runner.optim_wrapper.optimizer).__name__
             raise RunError(
-                f'the checkpoint to resume from is of another optimizer than {kind}: it has {some(sorted(gone))} and '
-                f'lacks {some(sorted(added))}. Set optim_wrapper.optimizer as it was, or load_from=CHECKPOINT instead '
-                'of --resume; it starts at iteration 0.'
+                f'the checkpoint to resume from is of another optimizer than {kind}: it has {some(extra)} and lacks '
+                f'{some(missing)}. Set optim_wrapper.optimizer as it was, or load_from=CHECKPOINT instead of --resume; '
+                'it starts at iteration 0.'
             )
     kept = _kept_settings(groups, old_groups)
     if isinstance(schedulers, list) and isinstance(checkpoint.get('param_schedulers'), list):
@@ -81,7 +79,7 @@ def _tell_kept_settings(runner, checkpoint: dict) -> None:
         )
 
 
-def _parts_of(keys: Iterable[str]) -> str:
+def _modules_of(keys: Iterable[str]) -> str:
     """Join the modules of weights, for ``left_out``."""
     return ','.join(list(dict.fromkeys(key.rpartition('.')[0] for key in keys))[:5])
 
@@ -132,28 +130,27 @@ class CheckpointMatchHook(Hook):
                 )
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Compare before MMEngine loads."""
         model = unwrapped(runner.model)
         state = runner_state(checkpoint, model)
         is_training = isinstance(runner._train_loop, BaseLoop)
         is_fatal = not is_training or runner._resume
         if is_training and runner._resume:
-            _tell_kept_settings(runner, checkpoint)
-        meant = f'--cfg-options custom_hooks.{type(self).__name__}'
+            _warn_of_kept_settings(runner, checkpoint)
+        option = f'--cfg-options custom_hooks.{type(self).__name__}'
         whole = compare(model, state)
-        whole.check_values(self.allow_nonfinite or not is_fatal, f' If it is meant: {meant}.allow_nonfinite=True')
+        whole.check_values(self.allow_nonfinite or not is_fatal, f' If it is meant: {option}.allow_nonfinite=True')
         fit = needed(model, whole, self.left_out if is_training else self.left_out + UNUSED_IN_TESTS)
         if not is_fatal:
             self._check_start(model, whole, fit, checkpoint)
             if fit.mismatched:
                 runner.logger.warning(
                     f'{fit}These train from their initial values, as is usual for other classes than those of the '
-                    f'checkpoint. To say that it is meant: {meant}.left_out={_parts_of(fit.mismatched)}'
+                    f'checkpoint. To say that it is meant: {option}.left_out={_modules_of(fit.mismatched)}'
                 )
         elif fit.mismatched or fit.missing or fit.unexpected:
             used = 'These would be used as initialised. ' if fit.mismatched or fit.missing else ''
             # on resuming, the state of the optimizer would have the old shapes
-            remedy = f'If it is meant: {meant}.left_out={_parts_of(fit.mismatched or fit.missing or fit.unexpected)}'
+            remedy = f'If it is meant: {option}.left_out={_modules_of(fit.mismatched or fit.missing or fit.unexpected)}'
             if is_training:
                 remedy = 'load_from=CHECKPOINT instead of --resume trains other parts from scratch.'
             raise RunError(f'{fit}{used}Use the config of the checkpoint, with its number of classes. {remedy}')
@@ -176,5 +173,5 @@ class CheckpointMatchHook(Hook):
                 raise RunError(
                     f'{len(frozen)} frozen parameters of the backbone are not in the checkpoint: {some(frozen)}. They '
                     'would stay as they are initialised. Name their weights in its init_cfg, or, if it is meant: '
-                    f'--cfg-options custom_hooks.{type(self).__name__}.left_out={_parts_of(frozen)}'
+                    f'--cfg-options custom_hooks.{type(self).__name__}.left_out={_modules_of(frozen)}'
                 )

@@ -29,7 +29,7 @@ register_backend(ATOMIC_BACKEND, AtomicLocalBackend, force=True)
 
 
 @contextmanager
-def _naming(target: str, previous: Optional[str]):
+def _write_errors(target: str, previous: Optional[str]):
     """Turn an OSError of writing ``target`` into a :class:`RunError` that names the ``previous`` file."""
     try:
         yield
@@ -52,7 +52,7 @@ def write_checkpoint(runner, folder: str, name: str, *args, **options) -> str:
     path = f'{folder.rstrip("/")}/{name}'
     previous = runner.message_hub.runtime_info.get('last_ckpt')  # also that of a resumed run
     runner.message_hub.update_info('last_ckpt', path)  # stored in the checkpoint
-    with _naming(path, previous):
+    with _write_errors(path, previous):
         runner.save_checkpoint(folder, name, *args, **options)
         if is_main_process():
             with atomic_write(osp.join(runner.work_dir, 'last_checkpoint')) as file:
@@ -132,7 +132,7 @@ class SafeCheckpointHook(CheckpointHook):
         backend = self.file_backend
         self.file_backend = _DeferRemoval(backend)
         try:
-            with _naming('the best checkpoint', getattr(self, 'best_ckpt_path', None)):
+            with _write_errors('the best checkpoint', getattr(self, 'best_ckpt_path', None)):
                 super()._save_best_checkpoint(runner, metrics)
             outdated = self.file_backend.outdated
         finally:

@@ -16,8 +16,8 @@ from ...backbones.base import Backbone
 from ...utils.errors import RunError
 from ...utils.private_apis import call_compiled, keep_sizes_open
 
-# Inductor's own search for the memory format of convolutions compares sizes, which fails for dynamic ones ("cannot
-# determine truth value of Relational" in a training step, PyTorch 2.14). The blocks are channels-last already.
+# Inductor's search for the memory format of convolutions fails for dynamic sizes ("cannot determine truth value of
+# Relational" in a training step, PyTorch 2.14). The blocks are channels-last already.
 OPTIONS = dict(options=dict(layout_optimization=False))
 
 
@@ -26,8 +26,8 @@ def compile_blocks(model: nn.Module, **options) -> None:
 
     Heads, losses and data-dependent shapes stay eager. Sizes are dynamic, and blocks that differ only in their weights
     share a graph. Training and inference have a graph each. Batches of one image run eagerly if the first batch has
-    several images: PyTorch would compile a graph of its own for the size 1. ``state_dict`` keeps its keys. Copies of
-    the model are not compiled.
+    several images, as PyTorch compiles another graph for the size 1. ``state_dict`` keeps its keys. Copies of the model
+    are not compiled.
 
     Args:
         model (nn.Module): A model on its final device.
@@ -57,14 +57,14 @@ def compile_blocks(model: nn.Module, **options) -> None:
     for backbone in backbones:
         share_drop_paths(backbone)
     for stage in stages:
-        # guards of other stages are not asked where PyTorch isolates them
+        # isolated from the guards of other stages
         compiled = torch.compile(_call, dynamic=True, **options)
         for block in stage:
             call_compiled(block, BlockCall(block, compiled))  # neither copied nor saved
 
 
 def _call(block: nn.Module, x: Tensor, stage: StageContext):
-    # each block makes its windows: the first of a stage, which would make those of all, would be another graph
+    # each block makes its windows: shared ones would be made by the first block of a stage, in another graph
     return block._call_impl(x, stage._replace(windows=None))
 
 
@@ -90,8 +90,10 @@ class BlockCall:
 
 
 def share_drop_paths(backbone: nn.Module) -> None:
-    """Replace stochastic depth by :class:`SharedDropPath`, in place. The first block has a rate of 0, for which blocks
-    hold an identity; it gets one as well unless all rates are 0."""
+    """Replace stochastic depth by :class:`SharedDropPath`, in place.
+
+    The identity of the first block, of rate 0, is replaced as well, unless all rates are 0.
+    """
     found = [
         (parent, name, path)
         for parent in backbone.modules()
@@ -108,7 +110,7 @@ def share_drop_paths(backbone: nn.Module) -> None:
 
 
 class SharedDropPath(DropPath):
-    """Stochastic depth whose rate is a tensor: blocks of different rates share a graph."""
+    """Stochastic depth with a tensor as rate: blocks of different rates share a graph."""
 
     keep_rate: Tensor
 
@@ -128,8 +130,8 @@ class CompileHook(Hook):
 
     Args:
         cache (str, optional): File that carries compiled code to another machine with the same PyTorch and kind of GPU.
-            It is read before the run if it exists, and written after each epoch, validation or test that compiled. It
-            holds code: take files of your own only.
+            It is read before the run if it exists, and written after each epoch, validation or test with compilations.
+            It holds code: take files of your own only.
 
     Raises:
         RunError: No backbone of this package in the model, a ``cache`` that cannot be read, or a PyTorch without

@@ -13,10 +13,10 @@ from ...utils.building import unwrapped
 from ...utils.errors import RunError
 from ..data import checks, evaluation
 from ..data.files import FactCache
-from ..data.findings import Finding, compares_images
+from ..data.findings import Finding, is_metric_learning
 
 
-def enough_colours(meta: dict) -> dict:
+def extend_palette(meta: dict) -> dict:
     """Return ``meta`` of a data set with a palette of at least as many colours as classes, for the visualizer."""
     classes, palette = meta.get('classes'), meta.get('palette')
     if isinstance(classes, (list, tuple)) and isinstance(palette, (list, tuple)) and 0 < len(palette) < len(classes):
@@ -39,27 +39,25 @@ def _loops(runner) -> dict:
 
 @HOOKS.register_module(force=True)
 class DataCheckHook(Hook):
-    """Before the first iteration, check that the data sets match the config.
+    """Check that the data sets match the config, before the first iteration.
 
-    The check takes some seconds: one pass over annotation files, folders and a sample of the images. Facts about files
-    are cached in ``data_check.json`` in the work dir. The main process checks; the others wait at the first
-    synchronisation.
-
-    It finds faults that MMDetection, MMSegmentation and MMPretrain ignore:
+    The main process reads annotation files, folders and a sample of the images, in some seconds. Facts about files are
+    cached in ``data_check.json`` in the work dir. Faults that MMDetection, MMSegmentation and MMPretrain ignore are:
 
     - class names that are one text, or in another order than the categories of a COCO file;
     - other classes or folders in validation than in training, or in a checkpoint under test;
     - label images with values beyond the classes, or ignored values only;
     - impossible boxes, ids and sizes in COCO files, more objects than a detector gives, panoptic stuff before things.
 
-    It names classes without objects in training, and objects marked ``ignore``. Palettes get colours for all classes.
+    Classes without objects in training and objects marked ``ignore`` get a warning. Palettes get colours for all
+    classes.
 
     Args:
-        fault: ``'stop'`` the run at a fault, ``'warn'`` of it and go on, or ``'skip'`` the check.
-        num_images: Label images to open, of each data set of a segmentor; a hundredth of a second each at most.
+        fault: ``'stop'`` the run at a fault, ``'warn'`` of it, or ``'skip'`` the check.
+        num_images: Label images to open in each data set of a segmentor, in a hundredth of a second each at most.
 
     Raises:
-        RunError: At the first fault, with the file, the values and the remedy.
+        RunError: The first fault, with the file, the values and the remedy.
         ValueError: ``fault`` is none of the three.
     """
 
@@ -76,11 +74,11 @@ class DataCheckHook(Hook):
         for loop in loops.values():
             for dataset in chain.from_iterable(map(checks.all_datasets, _datasets(loop))):
                 if isinstance(getattr(dataset, '_metainfo', None), dict):
-                    dataset._metainfo = enough_colours(dataset._metainfo)
+                    dataset._metainfo = extend_palette(dataset._metainfo)
         if isinstance(getattr(runner.visualizer, 'dataset_meta', None), dict):
-            runner.visualizer.dataset_meta = enough_colours(runner.visualizer.dataset_meta)
+            runner.visualizer.dataset_meta = extend_palette(runner.visualizer.dataset_meta)
         if is_main_process() and self.fault != 'skip':
-            self._say(runner, self._look(runner, loops))
+            self._report(runner, self._check(runner, loops))
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Compare the classes of a checkpoint that is tested or resumed from with those of the data."""
@@ -88,13 +86,13 @@ class DataCheckHook(Hook):
         is_training = 'train' in loops
         if not is_main_process() or self.fault == 'skip' or (is_training and not runner._resume):
             return
-        if not is_training and compares_images(unwrapped(runner.model)):
+        if not is_training and is_metric_learning(unwrapped(runner.model)):
             return
         for stage in ('train',) if is_training else loops:
             for dataset in chain.from_iterable(map(checks.leaf_datasets, _datasets(loops[stage]))):
-                self._say(runner, checks.check_trained_names(f'{stage}_dataloader', dataset, checkpoint))
+                self._report(runner, checks.check_trained_names(f'{stage}_dataloader', dataset, checkpoint))
 
-    def _look(self, runner, loops: dict) -> Iterator[Finding]:
+    def _check(self, runner, loops: dict) -> Iterator[Finding]:
         memory, model = FactCache(osp.join(runner.work_dir, 'data_check.json')), unwrapped(runner.model)
         stages: dict[str, list] = {}
         for stage, loop in loops.items():
@@ -117,13 +115,13 @@ class DataCheckHook(Hook):
             for dataset in _datasets(loop)[:1]:
                 key, evaluator = f'{stage}_evaluator', getattr(loop, 'evaluator', None)
                 yield from evaluation.check_evaluator(key, evaluator, runner.cfg.get(key), dataset, model)
-        if compares_images(model):
+        if is_metric_learning(model):
             stages = {key: entries for key, entries in stages.items() if key.startswith('train')}
         yield from checks.check_stages(stages)
 
-    def _say(self, runner, findings: Iterable[Finding]) -> None:
+    def _report(self, runner, findings: Iterable[Finding]) -> None:
         for finding in findings:
             if finding.is_fault and self.fault == 'stop':
-                meant = f'--cfg-options custom_hooks.{type(self).__name__}.fault=warn'
-                raise RunError(f'{finding.text} If it is meant: {meant}')
+                option = f'--cfg-options custom_hooks.{type(self).__name__}.fault=warn'
+                raise RunError(f'{finding.text} If it is meant: {option}')
             runner.logger.warning(finding.text)

@@ -30,12 +30,7 @@ def seed_everything(*key: int) -> None:
 
 
 class _SeededBatch(list):
-    """Indices of a batch. Iterating them seeds all generators, in the process that loads the samples.
-
-    Args:
-        indices (list[int]): The indices.
-        key (tuple[int, ...]): Arguments of :func:`seed_everything`.
-    """
+    """Indices of a batch. Iterating them calls :func:`seed_everything` with ``key``, in the process that loads."""
 
     def __init__(self, indices: list, key: tuple):
         super().__init__(indices)
@@ -53,8 +48,8 @@ class _SeededBatches:
     """Batch sampler that seeds each batch of another one by its epoch and its number in the epoch.
 
     Args:
-        batch_sampler: Over a sampler; either may be infinite.
-        key (tuple[int, ...]): Beginning of all seeds.
+        batch_sampler: Batch sampler, infinite or not.
+        key (tuple[int, ...]): Prefix of all seeds.
         is_endless (bool): Start the next epoch at the end of one.
     """
 
@@ -144,14 +139,12 @@ class ExactResumeHook(Hook):
         self._meta = checkpoint.get('meta') or {}
 
     def before_train(self, runner) -> None:
-        """Seed the batches. The loop knows the epoch and iteration to resume at."""
         # with `diff_rank_seed` each process has a seed; samplers need a common one
         seed = torch.tensor(int(runner.seed), dtype=torch.int64)
         broadcast(seed)
         self.seed, self.rank, self._num_trained = int(seed), get_rank(), 0
         loop, config = runner.train_loop, runner._train_dataloader
-        given = config if isinstance(config, dict) else {}
-        samplers = given.get('sampler'), given.get('batch_sampler') or {}
+        samplers = [config.get('sampler'), config.get('batch_sampler') or {}] if isinstance(config, dict) else [None]
         if type(loop) not in _LOOPS or not all(isinstance(each, dict) for each in samplers):  # built ones have no seed
             runner.logger.warning(
                 f'ExactResumeHook leaves the data of {type(loop).__name__} alone: a resumed run '
@@ -161,16 +154,7 @@ class ExactResumeHook(Hook):
         loader = loop.dataloader
         if isinstance(loader.batch_sampler, _SeededBatches):
             return
-        steps = (step for dataset in leaf_datasets(loader.dataset) for step in transforms_of(dataset))
-        # MMDetection's data preprocessor resizes batches
-        augments = (getattr(unwrapped(runner.model), 'data_preprocessor', None) or nn.Identity()).modules()
-        keeps = {type(step).__name__ for step in steps if hasattr(step, 'results_cache')}
-        keeps |= {type(augment).__name__ for augment in augments if hasattr(augment, '_input_size')}
-        if runner.iter > 0 and keeps:
-            runner.logger.warning(
-                f'ExactResumeHook: {", ".join(sorted(keeps))} keeps images or sizes of earlier batches, so that this '
-                'resumed run sees others than an uninterrupted one.'
-            )
+        self._warn_of_memory(runner)
         by_iterations = isinstance(loop, IterBasedTrainLoop)
         key = (self.seed, self.rank, _BATCH)
         self.batches = _SeededBatches(_build_batch_sampler(loader, config, self.seed), key, by_iterations)
@@ -192,19 +176,30 @@ class ExactResumeHook(Hook):
             if isinstance(loop, ResumedEpochLoop):
                 loop.num_done = done
 
+    @staticmethod
+    def _warn_of_memory(runner) -> None:
+        """Warn of transforms that keep images or sizes of earlier batches, in a resumed run."""
+        steps = (step for leaf in leaf_datasets(runner.train_dataloader.dataset) for step in transforms_of(leaf))
+        # MMDetection's data preprocessor resizes batches
+        augments = (getattr(unwrapped(runner.model), 'data_preprocessor', None) or nn.Identity()).modules()
+        keeps = {type(step).__name__ for step in steps if hasattr(step, 'results_cache')}
+        keeps |= {type(augment).__name__ for augment in augments if hasattr(augment, '_input_size')}
+        if runner.iter > 0 and keeps:
+            runner.logger.warning(
+                f'ExactResumeHook: {", ".join(sorted(keeps))} keeps images or sizes of earlier batches, so that this '
+                'resumed run sees others than an uninterrupted one.'
+            )
+
     def before_train_epoch(self, runner) -> None:
-        """Seed the batches of this epoch."""
         if self.batches is not None and isinstance(runner.train_loop, EpochBasedTrainLoop):
             self.batches.set_epoch(runner.epoch)
 
     def after_train_epoch(self, runner) -> None:
-        """Count the batches of the next epoch from 0."""
         self._num_trained = 0
         if isinstance(runner.train_loop, ResumedEpochLoop):
             runner.train_loop.num_done = 0
 
     def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
-        """Seed the random numbers of the model in this iteration."""
         seed_everything(self.seed, self.rank, _STEP, runner.iter)
         self._num_trained += 1
 
@@ -224,7 +219,7 @@ def _build_batch_sampler(loader: DataLoader, config: dict, seed: int) -> Any:
 
 
 def _with_batches(batches: _SeededBatches, loader: DataLoader) -> DataLoader:
-    """Build a loader with another batch sampler, and the data set and settings of ``loader``, which may be in use."""
+    """Build a loader with another batch sampler, and the data set and settings of ``loader``."""
     names = inspect.signature(DataLoader).parameters.keys() - {'batch_size', 'shuffle', 'sampler', 'drop_last'}
     settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     return DataLoader(**{**settings, 'batch_sampler': batches})

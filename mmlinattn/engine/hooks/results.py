@@ -5,6 +5,7 @@ import os
 import os.path as osp
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Optional
 
 import numpy as np
@@ -14,42 +15,31 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 
-from ..data.checks import leaf_datasets
+from ..data.checks import infos_of
 from ..data.detections import Boxes, count_confusion, objects_of, precision_over_recall
 from .progress import position, scalars
 
 CSV = 'results.csv'
 KEYS = ('epoch', 'iteration', 'seconds', 'lr')  # the first columns
-
-MOST_EVALUATED = 2_000_000  # images times classes that pycocotools evaluates in about a minute
-
-
-def _number(text: str) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+MAX_EVALUATED = 2_000_000  # images times classes that pycocotools evaluates in about a minute
 
 
 def read_rows(path: str, last: float = math.inf) -> list[dict]:
-    """Read the rows of a ``results.csv`` up to an iteration."""
-    if not osp.isfile(path):
-        return []
-    with open(path, newline='') as file:
-        rows = [{key: _number(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
-    return [row for row in rows if isinstance(row.get('iteration'), float) and row['iteration'] <= last]
+    """Read the rows of a ``results.csv`` up to an iteration, none of other files."""
+    with suppress(OSError, ValueError, KeyError, TypeError), open(path, newline='') as file:
+        rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+        return [row for row in rows if row['iteration'] <= last]
+    return []
 
 
 class _Predictions:
     """Predictions of a validation or test beside its annotations, of detectors, segmentors or classifiers."""
 
     def __init__(self, loader):
-        self.loader = loader
-        self.size = len(loader.dataset)
-        self.seen = 0
+        self.dataset, self.size, self.seen = loader.dataset, len(loader.dataset), 0
+        self.names = [str(name) for name in (getattr(self.dataset, 'metainfo', None) or {}).get('classes') or ()]
         self.boxes: list[tuple[str, Boxes]] = []  # of a detector, by path
-        self.matrix: Optional[np.ndarray] = None  # of the others
-        self.names = [str(name) for name in (getattr(loader.dataset, 'metainfo', None) or {}).get('classes') or ()]
+        self.matrix = np.zeros((len(self.names), len(self.names)))  # of the others
 
     def add(self, samples: Sequence) -> None:
         for sample in samples:
@@ -62,43 +52,28 @@ class _Predictions:
                 if boxes.ndim == 2 and boxes.shape[1] == 4:  # no rotated ones
                     arrays = Boxes(boxes.numpy(), labels.long().numpy(), scores.numpy())
                     self.boxes.append((sample.img_path, arrays))
-            elif not is_repeated:
-                self._count_labels(sample)
-
-    def _count_labels(self, sample) -> None:
-        if 'pred_sem_seg' in sample and 'gt_sem_seg' in sample:
-            self._count(sample.gt_sem_seg.data, sample.pred_sem_seg.data)
-        elif 'pred_label' in sample and 'gt_label' in sample and sample.gt_label.numel() == 1:
-            self._count(sample.gt_label, sample.pred_label)
+            elif 'pred_sem_seg' in sample and 'gt_sem_seg' in sample and not is_repeated:
+                self._count(sample.gt_sem_seg.data, sample.pred_sem_seg.data)
+            elif 'pred_label' in sample and 'gt_label' in sample and sample.gt_label.numel() == 1 and not is_repeated:
+                self._count(sample.gt_label, sample.pred_label)
 
     def _count(self, truth: torch.Tensor, found: torch.Tensor) -> None:
         count = len(self.names)
-        truth, found = truth.flatten().cpu().long(), found.flatten().cpu().long()
-        if not count or truth.shape != found.shape:
-            return
-        if self.matrix is None:
-            self.matrix = np.zeros((count, count))
-        is_class = (truth >= 0) & (truth < count) & (found >= 0) & (found < count)  # ignored pixels are 255
-        truth, found = truth[is_class], found[is_class]
-        if len(truth) < count**2:
-            np.add.at(self.matrix, (truth.numpy(), found.numpy()), 1)
-        else:
-            pairs = torch.bincount(truth * count + found, minlength=count**2)
-            self.matrix += pairs.reshape(count, count).numpy()
+        rows, columns = (labels.flatten().cpu().long().numpy() for labels in (truth, found))
+        if rows.shape == columns.shape:
+            is_class = (rows >= 0) & (rows < count) & (columns >= 0) & (columns < count)  # ignored pixels are 255
+            np.add.at(self.matrix.reshape(-1), (rows * count + columns)[is_class], 1)
 
     def write(self, folder: str, prefix: str) -> list[str]:
         """Write the plots from the main process; all processes have to call it. Returns their paths."""
         if get_world_size() > 1:
-            boxes = collect_results(self.boxes, self.size, device='cpu')
-            count = len(self.names)
-            total = torch.as_tensor(np.zeros((count, count)) if self.matrix is None else self.matrix)
-            all_reduce(total)
-            self.boxes, self.matrix = boxes or [], total.numpy() if total.any() else None
+            self.boxes = collect_results(self.boxes, self.size, device='cpu') or []
+            all_reduce(torch.as_tensor(self.matrix))
         if not is_main_process():
             return []
         if self.boxes and self.names:
             return self._write_boxes(folder, prefix)
-        if self.matrix is None:
+        if not self.matrix.any():
             return []
         from ..plots import plot_confusion  # matplotlib takes a second
 
@@ -109,7 +84,8 @@ class _Predictions:
     def _write_boxes(self, folder: str, prefix: str) -> list[str]:
         from ..plots import plot_confusion, plot_precision_recall
 
-        objects = self._objects()
+        infos = (info for info in infos_of(self.dataset) if 'instances' in info and 'img_path' in info)
+        objects = {info['img_path']: objects_of(info['instances']) for info in infos}
         pairs = [(objects[path], found) for path, found in self.boxes if path in objects]
         if not any(len(truth.labels) for truth, _ in pairs):  # no annotations, as of COCO's test-dev
             return []
@@ -119,20 +95,11 @@ class _Predictions:
             count_confusion(matrix, truth, found)
         paths = [osp.join(folder, f'{prefix}{name}.png') for name in ('confusion_matrix', 'precision_recall')]
         plot_confusion(paths[0], matrix, names, 'confusion matrix of boxes (score from 0.3, IoU from 0.5)')
-        if len(pairs) * len(self.names) > MOST_EVALUATED:
+        if len(pairs) * len(self.names) > MAX_EVALUATED:
             return paths[:1]
         curves = precision_over_recall([truth for truth, _ in pairs], [found for _, found in pairs], len(self.names))
         plot_precision_recall(paths[1], *curves, self.names)
         return paths
-
-    def _objects(self) -> dict[str, Boxes]:
-        found = {}
-        for dataset in leaf_datasets(self.loader.dataset):
-            for index in range(len(dataset) if hasattr(dataset, 'get_data_info') else 0):
-                info = dataset.get_data_info(index)
-                if isinstance(info, dict) and 'instances' in info and 'img_path' in info:
-                    found[info['img_path']] = objects_of(info['instances'])
-        return found
 
 
 @HOOKS.register_module(force=True)
@@ -157,80 +124,36 @@ class ResultsHook(Hook):
         self._began = 0.0
         self._since = 0  # iteration of the last row
 
-    # -- results.csv -------------------------------------------------------------------------------------------------
-
     def before_train(self, runner) -> None:
         self._began, self._since = time.time(), runner.iter
         self.rows = read_rows(osp.join(runner.work_dir, CSV), runner.iter) if runner.iter else []
         if self.rows:
             self._began -= self.rows[-1].get('seconds', 0.0)
 
-    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
-        every = max(1, runner.max_iters // 100)
-        done = runner.iter + 1
-        if isinstance(runner.train_loop, IterBasedTrainLoop) and (done % every == 0 or done == runner.max_iters):
-            self._add_row(runner, done)
+    def _before_epoch(self, runner, mode: str = 'train') -> None:
+        if mode != 'train':
+            self._predictions = _Predictions(getattr(runner, f'{mode}_dataloader'))
+
+    def _after_iter(self, runner, batch_idx: int, data_batch=None, outputs=None, mode: str = 'train') -> None:
+        if mode != 'train':
+            self._predictions.add(outputs or ())  # type: ignore[union-attr]
+        elif isinstance(runner.train_loop, IterBasedTrainLoop):
+            done = runner.iter + 1
+            if done % max(1, runner.max_iters // 100) == 0 or done == runner.max_iters:
+                self._add_row(runner, done)
 
     def after_train_epoch(self, runner, metrics=None) -> None:
         if not isinstance(runner.train_loop, IterBasedTrainLoop):
-            self._add_row(runner, runner.iter, runner.epoch + 1)
-
-    def _add_row(self, runner, iteration: int, epoch: Optional[int] = None) -> dict:
-        if self.rows and self.rows[-1]['iteration'] == iteration:
-            return self.rows[-1]
-        row: dict = dict(epoch=epoch) if epoch else {}
-        row.update(iteration=iteration, seconds=round(time.time() - self._began, 1))
-        new = max(1, iteration - self._since)
-        for name, buffer in runner.message_hub.log_scalars.items():
-            if name == 'train/lr':
-                row['lr'] = buffer.current()
-            elif name.startswith('train/') and 'loss' in name:
-                row[name[len('train/') :]] = buffer.mean(new)
-        self.rows.append(row)
-        self._since = iteration
-        self._write(runner)
-        return row
-
-    def _write(self, runner) -> None:
-        if not is_main_process():
-            return
-        path = osp.join(runner.work_dir, CSV)
-        columns = dict.fromkeys([*(key for key in KEYS if any(key in row for row in self.rows))])
-        columns.update(dict.fromkeys(key for row in self.rows for key in row))
-        with open(f'{path}.part', 'w', newline='') as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(
-                {key: f'{value:.6g}' if isinstance(value, float) else value for key, value in row.items()}
-                for row in self.rows
-            )
-        os.replace(f'{path}.part', path)
-
-    # -- predictions -------------------------------------------------------------------------------------------------
-
-    def before_val_epoch(self, runner) -> None:
-        self._predictions = _Predictions(runner.val_dataloader)
-
-    def before_test_epoch(self, runner) -> None:
-        self._predictions = _Predictions(runner.test_dataloader)
-
-    def after_val_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
-        if self._predictions is not None:
-            self._predictions.add(outputs or ())
-
-    def after_test_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
-        self.after_val_iter(runner, batch_idx, data_batch, outputs)
+            self._add_row(runner, runner.iter, epoch=runner.epoch + 1)
 
     def after_val_epoch(self, runner, metrics: Optional[dict[str, float]] = None) -> None:
-        if not position(runner):
-            return
-        loop = runner.train_loop
-        row = self._add_row(runner, loop.iter, None if isinstance(loop, IterBasedTrainLoop) else loop.epoch)
-        row.update(scalars(metrics))
-        self._write(runner)
+        if position(runner):
+            loop = runner.train_loop
+            epoch = {} if isinstance(loop, IterBasedTrainLoop) else dict(epoch=loop.epoch)
+            self._add_row(runner, loop.iter, scalars(metrics), **epoch)
 
     def after_test_epoch(self, runner, metrics: Optional[dict[str, float]] = None) -> None:
-        self._say(runner, self._predictions.write(runner.work_dir, 'test_') if self._predictions else [])
+        self._log(runner, self._predictions.write(runner.work_dir, 'test_'))  # type: ignore[union-attr]
 
     def after_train(self, runner) -> None:
         paths = [osp.join(runner.work_dir, CSV)]
@@ -240,7 +163,32 @@ class ResultsHook(Hook):
         if self._predictions is not None:
             paths += self._predictions.write(runner.work_dir, '')
             self._predictions = None
-        self._say(runner, paths)
+        self._log(runner, paths)
+
+    def _add_row(self, runner, iteration: int, metrics: Optional[dict] = None, **epoch: int) -> None:
+        """Add a row, or metrics to the last one if it is of the same iteration, and write all rows."""
+        if not self.rows or self.rows[-1]['iteration'] != iteration:
+            row: dict[str, Any] = dict(epoch, iteration=iteration, seconds=round(time.time() - self._began, 1))
+            for name, buffer in runner.message_hub.log_scalars.items():
+                if name == 'train/lr':
+                    row['lr'] = buffer.current()
+                elif name.startswith('train/') and 'loss' in name:
+                    row[name[len('train/') :]] = buffer.mean(max(1, iteration - self._since))
+            self.rows.append(row)
+            self._since = iteration
+        self.rows[-1].update(metrics or {})
+        if not is_main_process():
+            return
+        path = osp.join(runner.work_dir, CSV)
+        keys = dict.fromkeys(key for row in self.rows for key in row)
+        with open(f'{path}.part', 'w', newline='') as file:
+            writer = csv.DictWriter(file, [*filter(keys.__contains__, KEYS), *(key for key in keys if key not in KEYS)])
+            writer.writeheader()
+            writer.writerows(
+                {key: f'{value:.6g}' if isinstance(value, float) else value for key, value in row.items()}
+                for row in self.rows
+            )
+        os.replace(f'{path}.part', path)
 
     def _plot(self, runner, path: str) -> None:
         from ..plots import plot_training
@@ -249,24 +197,23 @@ class ResultsHook(Hook):
         for name, buffer in runner.message_hub.log_scalars.items():
             stage, _, key = name.partition('/')
             values = buffer.data[0]
-            curve = np.arange(runner.iter - len(values) + 1, runner.iter + 1), values  # from before a resumption, too
+            curve = np.arange(runner.iter - len(values) + 1, runner.iter + 1), values  # also before a resumption
             if stage == 'train' and 'loss' in key:
                 losses[key] = curve
             elif name == 'train/lr':
                 rates['lr'] = curve
         unit = 'iteration' if isinstance(runner.train_loop, IterBasedTrainLoop) else 'epoch'
-        trained = {*KEYS, *losses}
         metrics: dict = {}
         for row in self.rows:
             for key, value in row.items():
-                if key not in trained and value != -1:  # COCO's number for no object of that size
+                if key not in (*KEYS, *losses) and value != -1:  # COCO's number for no object of that size
                     positions, values = metrics.setdefault(key, ([], []))
                     positions.append(row[unit])
                     values.append(value)
         plot_training(path, losses, rates, metrics, unit)
 
     @staticmethod
-    def _say(runner, paths: list[str]) -> None:
+    def _log(runner, paths: list[str]) -> None:
         if paths and is_main_process():
             names = ', '.join(osp.basename(path) for path in paths)
             runner.logger.info(f'written to {runner.work_dir}: {names}')

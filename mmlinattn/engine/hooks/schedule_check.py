@@ -9,7 +9,7 @@ from mmengine.runner import IterBasedTrainLoop
 
 
 def _all_schedulers(schedulers) -> list:
-    """The schedulers of one optimizer, or of several by name."""
+    """Return the schedulers of one optimizer, or of several by name."""
     if isinstance(schedulers, dict):
         return [each for part in schedulers.values() for each in _all_schedulers(part)]
     return list(schedulers or ())
@@ -67,8 +67,8 @@ def schedule_faults(schedulers, max_epochs: int, max_iters: int, is_by_iteration
 class ScheduleCheckHook(Hook):
     """Warn before the first step if the learning rate schedule does not fit the length of the training.
 
-    An iteration-based loop with gradient accumulation gets a warning with the number of updates, as MMEngine counts
-    iterations. So do a checkpoint at the end of the training, and a run that writes no (best) checkpoint.
+    It also warns of an iteration-based loop with gradient accumulation, as MMEngine counts iterations in place of
+    updates, of a checkpoint at the end of the training, and of a run without (best) checkpoints.
     """
 
     priority = 'VERY_LOW'  # after resuming: it takes the schedule of the checkpoint

@@ -18,16 +18,16 @@ from torch.utils.data import DataLoader
 from .checkpointing import ATOMIC_BACKEND, write_checkpoint
 from .exact_resume import ExactResumeHook
 
-CHECKPOINT_NAME = 'stopped.pth'  # replaced by the next stop; max_keep_ckpts does not count it
+CHECKPOINT_NAME = 'stopped.pth'  # overwritten by the next stop; not counted by max_keep_ckpts
 TERMINATED = 128 + signal.SIGTERM  # exit status, as shells count
 GRACE = 30  # seconds that workers live after a SIGTERM, like the delay of Slurm and torchrun before SIGKILL
 
 
 class _Shielded:
-    """``worker_init_fn`` that ignores Ctrl-C and delays SIGTERM, and then calls another one.
+    """``worker_init_fn`` that ignores Ctrl-C, delays SIGTERM, and then calls ``init_fn``.
 
     Terminals send Ctrl-C, and Slurm SIGTERM, to all processes of a run. The main process needs its workers for the rest
-    of the iteration. At its own end it sends SIGTERM, and the workers end at once.
+    of the iteration, and ends them itself.
     """
 
     def __init__(self, init_fn):
@@ -116,7 +116,6 @@ class StopHook(Hook):
         self._previous: Any = None  # the previous handler
 
     def before_run(self, runner) -> None:
-        """Keep workers alive for the last iteration."""
         for loop in (runner._train_loop, runner._val_loop):
             loader = getattr(loop, 'dataloader', None)
             if isinstance(loader, DataLoader):
@@ -137,7 +136,6 @@ class StopHook(Hook):
             runner.logger.warning('StopHook: SIGTERM has a handler already, which stays: no checkpoint is saved.')
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
-        """Save and end if any process got the signal."""
         if self._previous is None:
             return
         if get_world_size() == 1:
@@ -146,7 +144,8 @@ class StopHook(Hook):
             any_signalled = torch.tensor([float(self.is_signalled)])
             all_reduce(any_signalled, op='max')
             self._all_signalled = bool(any_signalled.item())
-        if self._all_signalled and _weights_are_updated(runner):
+        should_update = getattr(runner.optim_wrapper, 'should_update', None)  # not in gradient accumulation
+        if self._all_signalled and (should_update is None or should_update()):  # DeepSpeed's has none
             self._save_and_end(runner, runner.iter + 1)
 
     def before_val_iter(self, runner, batch_idx: int, data_batch=None) -> None:
@@ -167,7 +166,8 @@ class StopHook(Hook):
         self.is_signalled = True
 
     def _save_and_end(self, runner, iteration: int, waits: bool = True) -> None:
-        if _can_resume(runner):
+        has_position = any(isinstance(hook, ExactResumeHook) and hook.batches is not None for hook in runner.hooks)
+        if has_position or type(runner.train_loop) is IterBasedTrainLoop:
             path = self._save(runner, dict(epoch=runner.epoch, iter=iteration))
             runner.logger.warning(
                 f'SIGTERM: iteration {iteration} is saved in {path!r}; the same command with --resume goes on from '
@@ -194,14 +194,3 @@ class StopHook(Hook):
             meta=meta,
             backend_args=backend,
         )
-
-
-def _can_resume(runner) -> bool:
-    has_position = any(isinstance(hook, ExactResumeHook) and hook.batches is not None for hook in runner.hooks)
-    return has_position or type(runner.train_loop) is IterBasedTrainLoop
-
-
-def _weights_are_updated(runner) -> bool:
-    """Return False in the middle of gradient accumulation."""
-    should_update = getattr(runner.optim_wrapper, 'should_update', None)  # DeepSpeed's has none
-    return should_update is None or should_update()

@@ -29,7 +29,7 @@ class UnusedParametersHook(Hook):
         is_flat = is_model_wrapper(runner.model) and not isinstance(runner.model, DistributedDataParallel)
         named = {} if is_flat else dict(unwrapped(runner.model).named_parameters())
         self._without = {name: None for name, parameter in named.items() if parameter.requires_grad}
-        # a hook that returns None leaves the gradient as it is
+        # a hook returning None leaves the gradient as it is
         self._handles = [named[n].register_hook(lambda _, n=n: self._without.pop(n, None)) for n in self._without]
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:

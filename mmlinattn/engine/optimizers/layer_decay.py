@@ -22,14 +22,12 @@ class BackboneLayerDecayOptimWrapperConstructor(MergedOptimWrapperConstructor):
     """Layer-wise learning rate decay for detectors and segmentors (BEiT, Bao et al. 2022).
 
     A parameter of depth i (:meth:`~mmlinattn.backbones.base.Backbone.get_layer_depth`) of L blocks gets the learning
-    rate times ``layer_decay_rate ** (L + 1 - i)``: the head gets the full rate, the last block one power less, the
-    stem L + 1 powers less. Classifiers of these backbones can also use MMPretrain's
-    ``LearningRateDecayOptimWrapperConstructor``.
+    rate times ``layer_decay_rate ** (L + 1 - i)``; the head gets the full rate. Classifiers of these backbones can also
+    use MMPretrain's ``LearningRateDecayOptimWrapperConstructor``.
 
     Norms, biases, other vectors, position tables and class tokens do not decay, unless ``paramwise_cfg`` sets their
     factors. Without ``weight_decay`` in the config the optimizer's default is used. As in MMEngine, ``decay_mult`` of a
-    matching custom key (1 if absent) replaces all other decay factors of a parameter. Parameters of equal settings
-    share a group (:class:`MergedOptimWrapperConstructor`).
+    matching custom key (1 if absent) replaces all other decay factors of a parameter.
 
     Args:
         optim_wrapper_cfg (dict): Same as MMEngine's; the optimizer needs a learning rate.
@@ -50,8 +48,8 @@ class BackboneLayerDecayOptimWrapperConstructor(MergedOptimWrapperConstructor):
     """
 
     def __init__(self, optim_wrapper_cfg: dict, paramwise_cfg: Optional[dict] = None) -> None:
-        given = dict(paramwise_cfg or {})
-        rate = given.pop('layer_decay_rate', None)
+        settings = dict(paramwise_cfg or {})
+        rate = settings.pop('layer_decay_rate', None)
         if not isinstance(rate, (int, float)) or not 0 < rate <= 1:
             raise ValueError(f'paramwise_cfg.layer_decay_rate={rate!r}: expected a number in (0, 1]')
         optimizer = optim_wrapper_cfg.get('optimizer') or {}
@@ -62,26 +60,19 @@ class BackboneLayerDecayOptimWrapperConstructor(MergedOptimWrapperConstructor):
         if optimizer['weight_decay'] is None:
             optimizer.pop('weight_decay')
         else:
-            given = {**dict(norm_decay_mult=0.0, bias_decay_mult=0.0, flat_decay_mult=0.0), **given}
+            settings = {**dict(norm_decay_mult=0.0, bias_decay_mult=0.0, flat_decay_mult=0.0), **settings}
         # MMEngine calls `add_params` only if paramwise_cfg is not empty
-        given['custom_keys'] = given.get('custom_keys') or {}
-        super().__init__({**optim_wrapper_cfg, 'optimizer': optimizer}, given)
+        settings['custom_keys'] = settings.get('custom_keys') or {}
+        super().__init__({**optim_wrapper_cfg, 'optimizer': optimizer}, settings)
         self.layer_decay_rate = float(rate)
 
     def adjust(self, params: list, model: nn.Module) -> None:
         """Scale learning rates by depth and exempt tables from weight decay."""
-        if self.base_wd is not None:
-            self._exempt_tables(params, model)
-        self._scale(params, model)
-
-    def _exempt_tables(self, params: list, model: nn.Module) -> None:
         names, keys = {p: name for name, p in model.named_parameters()}, self.paramwise_cfg['custom_keys']
-        for group in params:
+        for group in params if self.base_wd is not None else ():
             name = names[group['params'][0]]
             if any(table in name for table in UNDECAYED) and not any(key in name for key in keys):
                 group['weight_decay'] = 0.0
-
-    def _scale(self, params: list, model: nn.Module) -> None:
         found = [
             (f'{name}.', module)
             for name, module in model.named_modules()

@@ -1,5 +1,4 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,10 +29,9 @@ def can_be_fused(optimizer: dict, model: nn.Module) -> bool:
     """Return True if an optimizer config may get ``fused=True`` for all parameters of a model.
 
     The config sets neither ``fused`` nor an option that excludes it. Parameters are floating-point tensors on a CPU or
-    a CUDA device. They are dense, because the fused kernels read parameters, gradients and states in memory order.
+    a CUDA device, and dense: fused kernels read parameters, gradients and states in memory order.
     """
-    kind = optimizer_class(optimizer.get('type'))
-    if kind not in _FUSED or 'fused' not in inspect.signature(kind).parameters:
+    if optimizer_class(optimizer.get('type')) not in _FUSED:
         return False
     if any(optimizer.get(option) is not None for option in ('fused', 'foreach', 'differentiable')):
         return False
@@ -126,8 +124,8 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         names = {p: name for name, p in model.named_parameters()}
         merged: dict[str, dict] = {}
         seen: set[nn.Parameter] = set()
-        given = dict(lr=self.base_lr, weight_decay=self.base_wd)
-        base = {key: value for key, value in given.items() if value is not None}
+        defaults = dict(lr=self.base_lr, weight_decay=self.base_wd)
+        base = {key: value for key, value in defaults.items() if value is not None}
         for group in params:
             own = {key: value for key, value in group.items() if key not in ('params', *_APPLIED)}
             settings = {**base, **own}
@@ -147,8 +145,8 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 def _adapt_loading(optimizer: torch.optim.Optimizer, order: list[str]) -> None:
     """Fit loaded states to the groups of an optimizer, and states of fused kernels to the strides of parameters.
 
-    Fused kernels read states in memory order. If a state and its parameter have different strides, they silently give
-    wrong values on a CPU. This happens after ``model.to(memory_format=...)`` and with checkpoints of the other format.
+    On a CPU, fused kernels silently give wrong values if a state and its parameter have different strides. This happens
+    after ``model.to(memory_format=...)`` and with checkpoints of the other format.
     """
     maps = [p for group in optimizer.param_groups for p in group['params'] if p.dim() > 3]
     strides: list[tuple] = []
@@ -172,16 +170,11 @@ def _adapt_loading(optimizer: torch.optim.Optimizer, order: list[str]) -> None:
 
 
 def _log_groups(optimizer: torch.optim.Optimizer) -> None:
-    groups = optimizer.param_groups
-    kinds = [
-        f'{len(group["params"])} with '
-        + ', '.join(f'{key}={group[key]:.4g}' for key in ('lr', 'weight_decay') if isinstance(group.get(key), float))
-        for group in groups
-    ]
-    print_log(
-        f'{type(optimizer).__name__}{" (fused)" * bool(optimizer.defaults.get("fused"))}: '
-        f'{sum(len(group["params"]) for group in groups)} parameters in {len(groups)} groups'
-        + f': {"; ".join(kinds)}'
-        * (len(groups) <= 4),
-        'current',
-    )
+    groups, parts = optimizer.param_groups, []
+    for group in groups:
+        settings = [f'{key}={group[key]:.4g}' for key in ('lr', 'weight_decay') if isinstance(group.get(key), float)]
+        parts.append(f'{len(group["params"])} with {", ".join(settings)}')
+    name = f'{type(optimizer).__name__}{" (fused)" * bool(optimizer.defaults.get("fused"))}'
+    total = sum(len(group['params']) for group in groups)
+    listed = f': {"; ".join(parts)}' if len(groups) <= 4 else ''
+    print_log(f'{name}: {total} parameters in {len(groups)} groups{listed}', 'current')

@@ -29,9 +29,9 @@ def _settings(group: dict) -> dict:
 def fit_groups(groups: list[dict], saved: list[dict], order: list[str]) -> tuple[list[dict], list[int]]:
     """Rearrange the groups of a saved optimizer state for an optimizer.
 
-    Merged groups have ``param_names``, by which parameters are matched. MMEngine's groups of one parameter each are in
-    the order of the model. Other groups are matched by position. Settings are the saved ones, as MMEngine resumes,
-    except for ``fused`` and ``foreach``, which stay those of the optimizer.
+    Parameters of merged groups are matched by ``param_names``, those of MMEngine's groups of one parameter by the order
+    of the model, and other groups by position. Settings are the saved ones, as MMEngine resumes, except for ``fused``
+    and ``foreach`` of the optimizer.
 
     Args:
         groups (list[dict]): ``param_groups`` of the optimizer.
@@ -39,7 +39,7 @@ def fit_groups(groups: list[dict], saved: list[dict], order: list[str]) -> tuple
         order (list[str]): Names of all parameters of the model, in its order.
 
     Returns:
-        tuple: The groups to load, and for each of them the index of the saved group with its settings.
+        tuple: The groups to load, and the indices of the saved groups with their settings.
 
     Raises:
         RunError: The state is of other parameters, has other groups without names, or parameters of one group have
@@ -54,10 +54,12 @@ def fit_groups(groups: list[dict], saved: list[dict], order: list[str]) -> tuple
                 f'the optimizer of the checkpoint has {len(saved)} groups of parameters and that of the config '
                 f'{len(groups)}. Set optim_wrapper.constructor and paramwise_cfg {_ADVICE}'
             )
-        return [{**old, **_implementation(group)} for old, group in zip(saved, groups)], list(range(len(saved)))
+        own = [{key: group[key] for key in _IMPLEMENTATION if key in group} for group in groups]
+        return [{**old, **settings} for old, settings in zip(saved, own)], list(range(len(saved)))
 
-    place = {name: (k, i) for k, each in enumerate(saved_names) for name, i in zip(each, saved[k]['params'])}
-    differing = {name for each in names for name in each} ^ place.keys()
+    # saved group and index of each parameter
+    origin = {name: (k, i) for k, each in enumerate(saved_names) for name, i in zip(each, saved[k]['params'])}
+    differing = {name for each in names for name in each} ^ origin.keys()
     if differing:
         raise RunError(
             f'the optimizer of the checkpoint has other parameters than that of the config: {len(differing)} are in '
@@ -65,21 +67,17 @@ def fit_groups(groups: list[dict], saved: list[dict], order: list[str]) -> tuple
         )
     fitted, sources = [], []
     for group, (first, *others) in zip(groups, names):
-        source = place[first][0]
+        source = origin[first][0]
         for name in others:
-            if _settings(saved[place[name][0]]) != _settings(saved[source]):
+            if _settings(saved[origin[name][0]]) != _settings(saved[source]):
                 raise RunError(
                     f'the optimizer of the checkpoint has other settings for {name} than for {first}, which share a '
                     f'group of parameters in that of the config. Set optim_wrapper.paramwise_cfg {_ADVICE}'
                 )
-        own = {key: group[key] for key in _LEFT_OUT if key in group and key != 'params'}
-        fitted.append(dict(_settings(saved[source]), **own, params=[place[name][1] for name in (first, *others)]))
+        kept = {key: group[key] for key in _LEFT_OUT if key in group and key != 'params'}
+        fitted.append(dict(_settings(saved[source]), **kept, params=[origin[name][1] for name in (first, *others)]))
         sources.append(source)
     return fitted, sources
-
-
-def _implementation(group: dict) -> dict:
-    return {key: group[key] for key in _IMPLEMENTATION if key in group}
 
 
 def fit_checkpoint(optimizer: Any, checkpoint: dict, model: nn.Module) -> None:
@@ -88,7 +86,7 @@ def fit_checkpoint(optimizer: Any, checkpoint: dict, model: nn.Module) -> None:
     Args:
         optimizer (torch.optim.Optimizer): The optimizer to resume.
         checkpoint (dict): A checkpoint of MMEngine with ``optimizer`` and ``param_schedulers``.
-        model (nn.Module): The model, whose order of parameters is that of the optimizer's groups.
+        model (nn.Module): The model, with the parameters in the order of the optimizer's groups.
 
     Raises:
         RunError: Same as :func:`fit_groups`.

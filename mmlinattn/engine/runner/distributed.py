@@ -54,7 +54,7 @@ def _slurm_master() -> str:
 
 
 def _export_rank(launcher: str) -> None:
-    """Set the environment of PyTorch's ``env://`` from that of a launcher."""
+    """Set the environment variables of PyTorch's ``env://`` from those of a launcher."""
     names = _RANKS[launcher]
     missing = [name for name in names if name not in os.environ]
     if missing:
@@ -73,8 +73,8 @@ def _export_rank(launcher: str) -> None:
 def prepare_distributed(cfg: Config) -> None:
     """Prepare this process and the config for ``cfg.launcher``, before the Runner is built.
 
-    With GPUs, each process selects its own before anything creates a context on the first one. Without an accelerator,
-    the processes are joined over gloo, as MMEngine needs CUDA, and the config gets the CPU model wrapper.
+    With GPUs, each process selects its own. Without an accelerator, the processes are joined over gloo, as MMEngine
+    needs CUDA, and the config gets the CPU model wrapper.
 
     Raises:
         RunError: There are more processes than GPUs, a launcher's environment is missing, or the model wrapper of the
@@ -109,12 +109,11 @@ def prepare_distributed(cfg: Config) -> None:
 def leave_process_group(failed: bool) -> None:
     """Destroy the process group, if there is one.
 
-    On a busy machine, threads of a group that outlives the interpreter abort the process after its last line
-    (``terminate called without an active exception``, exit status -6).
+    Threads of a group that outlives the interpreter may abort the process after its last line (``terminate called
+    without an active exception``, exit status -6).
 
     Args:
-        failed (bool): Abort the group after an error or a signal. Destroying it would wait for processes that may be
-            gone.
+        failed (bool): Abort the group after an error or a signal; destroying it may wait for dead processes.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
@@ -124,8 +123,8 @@ def leave_process_group(failed: bool) -> None:
             with suppress(Exception):  # the error of the run counts
                 abort()
         return
-    # Deadlock (PyTorch 2.11): gloo's thread frees its last tensors, holds the group's lock and waits for the GIL, while
-    # destroying the group holds the GIL and waits for the lock. Let gloo run first.
+    # let gloo's thread free its last tensors first: it holds the group's lock and waits for the GIL, while destroying
+    # the group holds the GIL and waits for the lock (PyTorch 2.11)
     time.sleep(0.1)
     torch.distributed.destroy_process_group()
     gc.collect()  # the threads of gloo end with the last model that holds the group

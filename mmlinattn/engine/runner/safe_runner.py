@@ -19,9 +19,12 @@ def _is_own_best(path: Any, folders: list[str]) -> bool:
     """Return True for a best checkpoint of this run: ``best_...``, directly in one of its folders."""
     if not isinstance(path, str) or not osp.basename(path).startswith('best_'):
         return False
+
+    def resolve(folder: str) -> str:
+        return folder if '://' in folder else osp.realpath(folder)
+
     # links are followed in the folder, not in the name: removing a link leaves its target
-    resolve = str if '://' in path else osp.realpath
-    return resolve(osp.dirname(path)) in [folder if '://' in folder else osp.realpath(folder) for folder in folders]
+    return resolve(osp.dirname(path)) in map(resolve, folders)
 
 
 def _keep_own_files(runner, info: dict) -> list[str]:
@@ -47,7 +50,7 @@ def _keep_own_files(runner, info: dict) -> list[str]:
 
 
 @contextmanager
-def _naming(filename: str):
+def _load_errors(filename: str):
     """Turn the errors of MMEngine for unexpected contents of a file into one line."""
     try:
         yield
@@ -83,14 +86,14 @@ class SafeRunner(Runner):
     def build_train_loop(self, loop: Union[BaseLoop, dict]) -> BaseLoop:
         if isinstance(loop, dict):
             is_by_epoch = loop.get('by_epoch') or bare_name(loop.get('type')) == EpochBasedTrainLoop.__name__
-            if is_by_epoch and not ('type' in loop and 'by_epoch' in loop):  # which MMEngine refuses
+            if is_by_epoch and not ('type' in loop and 'by_epoch' in loop):  # MMEngine refuses both
                 loop = {key: value for key, value in loop.items() if key != 'by_epoch'}
                 loop['type'] = ResumedEpochLoop
         return super().build_train_loop(loop)
 
     def load_checkpoint(self, filename: str, *args, **kwargs) -> dict:
         """Load weights as MMEngine does, and drop foreign file names from the checkpoint."""
-        with _naming(filename):
+        with _load_errors(filename):
             checkpoint = super().load_checkpoint(filename, *args, **kwargs)
             hub = checkpoint.get('message_hub')
             if isinstance(hub, dict) and isinstance(hub.get('runtime_info'), dict):
@@ -101,16 +104,15 @@ class SafeRunner(Runner):
         return checkpoint
 
     def resume(self, filename: str, *args, **kwargs) -> None:
-        with _naming(filename):
+        with _load_errors(filename):
             super().resume(filename, *args, **kwargs)
 
 
 def find_latest_checkpoint(work_dir: str) -> Optional[str]:
     """Return the checkpoint named by ``last_checkpoint`` in a work dir, if it belongs to that run.
 
-    It belongs to the run if it is in the work dir, or in a folder of the same name, as ``out_dir`` of CheckpointHook
-    makes them. The path in the file may be relative to another folder, or out of date. A file of that name in the work
-    dir is preferred.
+    It belongs to the run if it is in the work dir, or in a folder of the same name, made by ``out_dir`` of
+    CheckpointHook. A file of that name in the work dir is preferred: the path in ``last_checkpoint`` may be outdated.
 
     Returns:
         str | None: The path, or None without ``last_checkpoint``.

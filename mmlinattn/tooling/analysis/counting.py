@@ -1,8 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Multiply-adds and live memory of PyTorch code, counted operation by operation.
-
-Works on real and on meta tensors; on the latter nothing is computed and nothing allocated.
-"""
+"""Count multiply-adds and live memory of PyTorch code, operation by operation, on real or meta tensors."""
 
 import contextlib
 import weakref
@@ -21,8 +18,8 @@ from ...ops import dynamic_depthwise_conv2d, hallucinated_attention
 
 CONV, LINEAR, PRODUCT = KINDS = ('convolution', 'linear', 'attention product')
 _aten = torch.ops.aten
-# Linear layers multiply by one matrix; products of batches of matrices are those inside attentions, except for those
-# that _Functions sees: PyTorch hands maps whose rows are not contiguous to the batched product.
+# Batched products belong to attentions, except in F.linear (_Functions): PyTorch uses them for maps of non-contiguous
+# rows.
 _KIND_OF = {
     _aten.convolution: CONV,
     _aten._convolution: CONV,
@@ -32,22 +29,19 @@ _KIND_OF = {
 
 
 class OpCounter(TorchDispatchMode):
-    """Counts while it is entered; attributes to the modules of ``model`` by name.
+    """Count operations by module name within this context, by the formulas of ``torch.utils.flop_counter``.
 
-    The formulas are those of ``torch.utils.flop_counter``. Its ``FlopCounterMode`` does not
-    tell linear layers from attention products, and knows no memory.
+    PyTorch's ``FlopCounterMode`` neither separates linear layers from attention products nor measures memory.
 
     Args:
-        model (nn.Module): Its sub-modules' names are what operations are counted under.
+        model (nn.Module): Model with the names of the modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.macs: Counter = Counter()  # (module name, kind) -> multiply-adds, of KINDS
-        # The largest sum of tensors alive at one time that were made while counting: activations, not weights.
-        # Temporaries inside an operation (a convolution's workspace) are not seen.
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # peak of the activations, without workspaces inside operations
         self.kind_of_product = PRODUCT
         self._live_bytes = 0
         self._seen: set[int] = set()
@@ -107,12 +101,14 @@ class OpCounter(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Functions that the operations alone do not tell apart.
+    """Count functions with ambiguous operations.
 
-    All products of ``linear`` are of that kind, and ``scaled_dot_product_attention`` is counted as the fused kernel of
-    real devices: two products, no N x N map. On meta tensors PyTorch would take it apart instead, map and
-    all. Hallucinated attention counts as its paper counts it, as if maps were built: two products, a 3x3 convolution
-    of half of the maps and their mixture, for each form. A convolution by predicted kernels counts as any other.
+    - All products of ``linear`` are of that kind.
+    - ``scaled_dot_product_attention`` counts as the fused kernel: two products, no N x N map. On meta tensors PyTorch
+      would build the map.
+    - Hallucinated attention counts as in its paper, with maps: two products, a 3x3 convolution of half of the maps
+      (intra-head), and their mixture (cross-head).
+    - A convolution by predicted kernels counts as any other.
     """
 
     def __init__(self, count: OpCounter) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Parameters, multiply-adds and activation memory of the model of a config, without running it."""
+"""Count parameters, multiply-adds and activation memory of a config's model on meta tensors."""
 
 import re
 from collections import Counter
@@ -16,34 +16,34 @@ from ..images import image_channels, test_size
 from .counting import CONV, KINDS, LINEAR, OpCounter
 
 SHAPES = {'mmdet': (800, 1280), 'mmseg': (512, 2048), 'mmpretrain': (224, 224)}
-MASK_ROIS = 100  # of MMDetection 2.x's get_flops, which the papers used; 3.x agrees but for cascades
+MASK_ROIS = 100  # of MMDetection 2.x's get_flops, used by the papers; 3.x agrees except for cascades
 
 
 class Cost(NamedTuple):
     """The cost of one forward pass of a model, batch size 1."""
 
     shape: tuple  # height and width of the image
-    params: dict  # of each part, in the order in which they run
-    macs: Counter  # (part, kind) -> multiply-adds, kinds as in mmlinattn.tooling.analysis.counting.KINDS
-    peak_bytes: int  # activations alive at one time, float32, as an estimate
-    notes: list  # what was counted how
+    params: dict  # of each part, in the order of the forward pass
+    macs: Counter  # (part, kind) -> multiply-adds, of the kinds in mmlinattn.tooling.analysis.counting.KINDS
+    peak_bytes: int  # estimated peak of the activations in float32
+    notes: list  # conventions of the count, one line each
 
     @property
     def total_params(self) -> int:
         return sum(self.params.values())
 
     def total_macs(self, *kinds: str) -> int:
-        """Multiply-adds of the kinds given, of all without."""
+        """Return the multiply-adds of some kinds, by default of all."""
         return sum(macs for (_, kind), macs in self.macs.items() if kind in (kinds or KINDS))
 
     @property
     def layer_macs(self) -> int:
-        """Multiply-adds of convolutions and linear layers, as counters that hook layers see them."""
+        """Multiply-adds of convolutions and linear layers, for comparison with counters that hook layers."""
         return self.total_macs(CONV, LINEAR)
 
 
 def part_of(name: str) -> str:
-    """Part of a model that a module's (or parameter's) name belongs to: ``backbone.stage1``, ``neck``, ..."""
+    """Return the part of a module or parameter by its name: ``backbone.stage1``, ``neck``, ..."""
     stage = re.match(r'backbone\.(?:module\.)?(stages\.|patch_embeds\.|position_tables\.|out_norms\.|layer)(\d+)', name)
     if stage:  # layers of upstream's ResNet count from one
         return f'backbone.stage{int(stage[2]) + (stage[1] != "layer")}'
@@ -52,8 +52,8 @@ def part_of(name: str) -> str:
 
 
 def image_shape(cfg: Config) -> tuple:
-    """(height, width) a model is usually counted at: what a classifier's own test pipeline gives, 800x1280 for
-    detectors, 512x2048 for segmentors."""
+    """Return the usual (height, width) of counts: 800x1280 for detectors, 512x2048 for segmentors, a classifier's test
+    size."""
     scope = cfg.get('default_scope', 'mmpretrain')
     return (test_size(cfg) if scope == 'mmpretrain' else None) or SHAPES.get(scope, SHAPES['mmpretrain'])
 
@@ -66,18 +66,18 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
         shape (tuple[int, int], optional): (height, width) of the image, both >= 32; :func:`image_shape` by default.
 
     Raises:
-        RunError: For a shape below 32x32, or a model whose forward pass depends on values (only RPN detectors are taken
-            apart).
+        RunError: The shape is below 32x32, or the forward pass of the model depends on values. Two-stage detectors
+            with an RPN are counted part by part.
     """
     shape = tuple(shape or image_shape(cfg))
     if min(shape) < 32:
         raise RunError(f'shape {shape[0]} {shape[1]}: height and width have to be at least 32.')
     try:
-        with torch.device('meta'):  # shapes without memory
+        with torch.device('meta'):
             model = revert_sync_batchnorm(build_model(cfg))
-    except RunError:  # constructors of adapters initialise, which takes memory
+    except RunError:  # constructors of adapters initialise real tensors
         model = revert_sync_batchnorm(build_model(cfg)).to('meta')
-    model.eval()  # which gives nothing back where MMDetection distils
+    model.eval()  # not chained: distillers of MMDetection return None
     image = torch.empty(1, image_channels(cfg), *shape, device='meta')
     notes = ['one multiply-add is one operation; norms, activations, pooling and resizing are not counted']
     count = OpCounter(model)
@@ -87,7 +87,7 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
                 notes += run_two_stage(model, image)
             else:
                 model(image, mode='tensor')
-    except Exception as error:  # of models whose forward pass wants data samples, or reads values
+    except Exception as error:  # the forward pass takes data samples, or reads values
         raise RunError(
             f'{type(model).__name__} cannot be counted: it does not run on an image without values ({described(error)})'
         ) from error
@@ -107,8 +107,10 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
 
 
 def run_two_stage(model: Any, image: torch.Tensor) -> list:
-    """A two-stage detector up to its last scores. Which proposals there are depends on values, so their number is the
-    largest the config allows, and features of that many regions of interest stand in for the pooled ones."""
+    """Run a two-stage detector on the largest number of proposals in the config, and return notes on it.
+
+    Empty features replace those of the pooled regions, as these depend on values.
+    """
     features = model.extract_feat(image)
     model.rpn_head(features)
     roi_head = model.roi_head

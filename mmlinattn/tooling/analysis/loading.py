@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The model of a config with its weights, and images as its test pipeline makes them, for the analysis tools."""
+"""Build the model of a config with its weights, and prepare images by its test pipeline."""
 
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -19,62 +19,64 @@ from ..images import image_channels, transforms
 
 
 class Picture(NamedTuple):
-    """An image as the network sees it."""
+    """A preprocessed image."""
 
     name: str  # of the file, without suffix
     shown: np.ndarray  # (h, w, 3) uint8 RGB, after resizing and cropping, before padding and normalisation
-    inputs: Tensor  # (1, channels, H, W), what the backbone is given; H >= h and W >= w
+    inputs: Tensor  # (1, channels, H, W), input of the backbone; H >= h and W >= w
     sample: object  # the data sample of the pipeline
-    # takes levels from 0 to 1, (height, width), to what the pipeline makes of them, (h, w)
-    pipeline: Callable[[np.ndarray], np.ndarray]
-    size: tuple[int, int]  # width and height of the image as given
+    pipeline: Callable[[np.ndarray], np.ndarray]  # transform of grey levels (height, width), 0 to 1, to (h, w)
+    size: tuple[int, int]  # width and height of the original image
 
     def to_shown(self, x: float, y: float) -> tuple[int, int]:
-        """Column and row in ``shown`` of a pixel of the image as given: where the pipeline leaves a spot there.
+        """Return column and row in :attr:`shown` of a pixel of the original image.
+
+        A bright spot at the pixel is passed through the pipeline.
 
         Raises:
-            RunError: The pixel is outside of the image, or of what the pipeline keeps of it.
+            RunError: The pixel is outside the image, or cropped away by the pipeline.
         """
         width, height = self.size
         if not (0 <= x < width and 0 <= y < height):
             raise RunError(f'query {x:g} {y:g} is outside of {self.name} ({width} x {height} pixels).')
         scales = getattr(self.sample, 'scale_factor', None)
         if scales is None:
-            scales = [seen / given for seen, given in zip(sorted(self.shown.shape[:2]), sorted(self.size))]
-        radius = 2 / min(1, *scales)  # pixels that are left out by resizing lie in the spot of another one
+            scales = [side / original for side, original in zip(sorted(self.shown.shape[:2]), sorted(self.size))]
+        radius = 2 / min(1, *scales)  # large enough for nearest-neighbour resizing to keep part of the spot
         distance = (np.arange(width) - x) ** 2 + (np.arange(height)[:, None] - y) ** 2
-        nothing, all_ = (self.pipeline(np.full((height, width), level)) for level in (0.0, 1.0))
-        spot = self.pipeline(np.exp(-distance / radius**2)) - nothing
+        black, white = (self.pipeline(np.full((height, width), level)) for level in (0.0, 1.0))
+        spot = self.pipeline(np.exp(-distance / radius**2)) - black
         row, column = np.argwhere(spot == spot.max()).mean(axis=0).round().astype(int)
-        if spot[row, column] < 0.7 * (all_ - nothing)[row, column]:
+        if spot[row, column] < 0.7 * (white - black)[row, column]:
             raise RunError(f'query {x:g} {y:g} of {self.name} is cropped away by the test pipeline.')
         return int(column), int(row)
 
 
 def pixels_a_token(length: int, tokens: int) -> float:
-    """Pixels of one of so many tokens along a side: a power of two where one fits, whose last token may reach over the
-    border, else an equal share."""
+    """Return the pixels of a token along a side: a power of two if one fits, else an equal share.
+
+    The last of tokens of a power of two may reach over the border.
+    """
     return next((float(2**i) for i in range(8) if -(-length // 2**i) == tokens), length / tokens)
 
 
 def token_at(column: int, row: int, inputs: Tensor, size: tuple[int, int]) -> tuple[int, int]:
-    """Row and column, in a map of ``size``, of the token that a pixel of the network's input belongs to."""
+    """Return row and column of a pixel's token in a map of ``size``."""
     sides = zip((row, column), inputs.shape[-2:], size)
     at = [min(int(pixel / pixels_a_token(length, tokens)), tokens - 1) for pixel, length, tokens in sides]
     return at[0], at[1]
 
 
 def load_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
-    """The model of a config in eval mode.
+    """Build the model of a config in eval mode.
 
     Args:
-        cfg (Config): Of a detector, segmentor or classifier.
-        checkpoint (str): A file, URL or ``mmlinattn://NAME``; ``'none'`` initialises the weights at random, without any
-            download.
-        device (str): Where to.
+        cfg (Config): Config of a detector, segmentor or classifier.
+        checkpoint (str): A file, URL or ``mmlinattn://NAME``; ``'none'`` initialises the weights at random.
+        device (str): Device of the model.
 
     Returns:
-        nn.Module: With ``dataset_meta``, as upstream's inferencers have it: ``classes``, None where nobody names them.
+        nn.Module: The model. Its ``dataset_meta`` has ``classes``, or None if no names are known.
 
     Raises:
         RunError: The model cannot be built, or the checkpoint lacks weights of its backbone.
@@ -89,7 +91,7 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
         model, meta = trained_model(cfg, checkpoint, part='backbone.')
     model = revert_sync_batchnorm(model)
     model.dataset_meta = dict(classes=class_names(cfg, meta))
-    model.to(device).eval()  # which gives nothing back where MMDetection distils
+    model.to(device).eval()  # not chained: distillers of MMDetection return None
     return model
 
 
@@ -97,53 +99,54 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
 
 
 def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Optional[tuple[int, int]] = None) -> Picture:
-    """An image as the test pipeline makes it, or resized to ``shape``.
+    """Preprocess an image by the test pipeline, or resize it to ``shape``.
 
     Args:
-        cfg (Config): Of the model.
-        model (nn.Module): Its data preprocessor pads and normalises.
-        image (ndarray): As :func:`~mmlinattn.tooling.images.read_picture` gives it.
-        name (str): Of the image.
-        shape (tuple[int, int], optional): Height and width to resize to instead of what the pipeline does.
+        cfg (Config): Config of the model.
+        model (nn.Module): Model with a data preprocessor, for padding and normalisation.
+        image (ndarray): Result of :func:`~mmlinattn.tooling.images.read_picture`.
+        name (str): Name of the image.
+        shape (tuple[int, int], optional): Height and width, in place of the pipeline.
 
     Raises:
-        RunError: The pipeline makes several images of one, or leaves nothing of this one, or the model takes other
-            channels.
+        RunError: The pipeline makes several images of one, the image is too small, or the model takes other channels.
     """
     height, width = image.shape[:2]
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     steps = transforms(cfg) if shape is None else _resizing(cfg.default_scope, *shape)
     run = Compose([dict(step) for step in steps])
 
-    def through(pixels):
+    def transform(pixels):
         known = dict(img_path=name, img_id=0, img_shape=(height, width), ori_shape=(height, width), seg_fields=[])
         try:
             packed = run(dict(img=pixels, **known))
-        except cv2.error as error:  # of a narrow image, where nothing is left of its short side
+        except cv2.error as error:  # the short side of a narrow image becomes zero
             raise RunError(f'the test pipeline cannot resize {name}, {width} x {height} pixels.') from error
         if not isinstance(packed.get('inputs'), Tensor) or packed['inputs'].dim() != 3:
             raise RunError('the test pipeline makes several images of one; give --shape H W.')
         return packed
 
-    def alike(level):  # an image of the same kind
-        most = np.iinfo(image.dtype).max if image.dtype.kind in 'iu' else 255
-        level = (level * most).round().astype(image.dtype)
-        level = level if image.ndim == 2 else np.repeat(level[..., None], image.shape[2], axis=2)
-        return through(level)['inputs'][0].double().numpy()
+    def transform_levels(levels):  # an image of the same dtype and channels
+        white = np.iinfo(image.dtype).max if image.dtype.kind in 'iu' else 255
+        levels = (levels * white).round().astype(image.dtype)
+        levels = levels if image.ndim == 2 else np.repeat(levels[..., None], image.shape[2], axis=2)
+        return transform(levels)['inputs'][0].double().numpy()
 
-    packed, taken = through(image), image_channels(cfg)
-    if len(packed['inputs']) != taken:
-        raise RunError(f'{name} has {len(packed["inputs"])} channels after the test pipeline, the model takes {taken}.')
+    packed, channels = transform(image), image_channels(cfg)
+    if len(packed['inputs']) != channels:
+        raise RunError(
+            f'{name} has {len(packed["inputs"])} channels after the test pipeline, the model takes {channels}.'
+        )
     shown = _as_rgb(packed['inputs'].permute(1, 2, 0).double().numpy())
     data = model.data_preprocessor({key: [packed[key]] for key in ('inputs', 'data_samples')}, False)
     inputs = data['inputs']
     if min(inputs.shape[-2:]) < 32:
         raise RunError(f'{name} is {inputs.shape[-1]} x {inputs.shape[-2]} pixels for the network; 32 are the least.')
-    return Picture(name, shown, inputs, data['data_samples'][0], alike, (width, height))
+    return Picture(name, shown, inputs, data['data_samples'][0], transform_levels, (width, height))
 
 
 def _as_rgb(pixels: np.ndarray) -> np.ndarray:
-    """(h, w, 3) uint8 to look at: grey for fewer than three channels, else the first three, which are BGR."""
+    """Return (h, w, 3) uint8 for display: the first three channels, taken for BGR, or grey if there are fewer."""
     if pixels.max() > 255 or pixels.min() < 0 or 0 < pixels.max() <= 1:  # 16 bits, or normalised
         pixels = (pixels - pixels.min()) * (255 / max(np.ptp(pixels), 1e-9))
     pixels = pixels[..., 2::-1] if pixels.shape[2] > 2 else pixels[..., :1].repeat(3, axis=2)

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The papers' measures of attention maps, states and features, as functions of tensors; no model in here.
+"""The papers' measures of attention maps, states and features, as functions of tensors.
 
-Weights are (heads, n, M): n queries, some or all, and their weights of all M keys. Linear attentions may give negative
-weights; what is said of shares and entropies is then of their magnitudes.
+Weights are (heads, n, M): n queries, some or all, and their weights of all M keys. Shares and entropies of negative
+weights, as linear attentions have, are of their magnitudes.
 """
 
 import torch
@@ -12,7 +12,7 @@ CONFUSION_DISTANCE = 1e-3  # InLine Sec. 4.1
 
 
 def ranks(matrix: Tensor) -> dict[str, list[float]]:
-    """Ranks of each matrix (heads, N, d).
+    """Return the ranks of each matrix (heads, N, d).
 
     ``rank`` counts singular values above the usual tolerance (NumPy's ``matrix_rank``) of a float32 matrix, and
     ``above_1_percent`` those above 1 % of the largest. ``effective`` is ``exp`` of the entropy of the singular values
@@ -33,7 +33,7 @@ def ranks(matrix: Tensor) -> dict[str, list[float]]:
 
 
 def pair_distances(weights: Tensor) -> Tensor:
-    """Euclidean distances of the weights of all pairs of queries: (heads, n, M) -> (heads, n (n - 1) / 2).
+    """Return Euclidean distances of the weights of all pairs of queries: (heads, n, M) -> (heads, n (n - 1) / 2).
 
     Two queries closer than :data:`CONFUSION_DISTANCE` are confused (InLine Def. 1, Fig. 2).
     """
@@ -42,38 +42,39 @@ def pair_distances(weights: Tensor) -> Tensor:
     return distance[..., first, second]
 
 
-def inside(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight inside the neighbourhood, mean over queries: its plain sum (InLine Fig. 3), and its share of all
-    magnitudes, which is the same where no weight is negative and the rows sum to one. ``near``: which keys are in it,
-    (n, M) bool.
+def neighbourhood_weight(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sum (InLine Fig. 3) and share of the weight inside a neighbourhood, means over queries.
+
+    The share is of all magnitudes. Both are equal if no weight is negative and the rows sum to one.
+
+    Args:
+        weights (Tensor): (heads, n, M).
+        near (Tensor): (n, M) bool, True for keys in the neighbourhood of a query.
     """
     total, share = ((t * near).sum(dim=-1).mean(dim=-1) for t in (weights, magnitudes(weights)))
     return total, share
 
 
 def magnitudes(weights: Tensor) -> Tensor:
-    """Weights as distributions: ``|w| / sum |w|`` of each query."""
+    """Return ``|w| / sum |w|`` of each query."""
     size = weights.double().abs()
     return size / size.sum(dim=-1, keepdim=True).clamp(min=1e-300)
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """Entropy in nats of the magnitudes of each query's weights, mean over queries: 0 for one key, log M for all
-    alike."""
+    """Return the entropy (nats) of the magnitudes, mean over queries: 0 for one key, log M for equal weights."""
     return torch.special.entr(magnitudes(weights)).sum(dim=-1).mean(dim=-1)
 
 
 def top_mass(weights: Tensor, count: int) -> Tensor:
-    """Share of the magnitude on a query's ``count`` strongest keys, mean over queries."""
+    """Return the share of the magnitude on a query's ``count`` strongest keys, mean over queries."""
     return magnitudes(weights).topk(min(count, weights.shape[-1]), dim=-1).values.sum(dim=-1).mean(dim=-1)
 
 
 def cross_head_similarity(weights: Tensor) -> float:
-    """Similarity of a layer's heads, "CCS" here: the cosine similarity of the attention maps of two heads, as vectors
-    of n M weights, mean over all pairs of different heads.
+    """Return the cross-head cosine similarity ("CCS") of the maps (heads, n, M) of two heads or more, in [-1, 1].
 
-    In the spirit of hMHSA's cross-head cosine similarity (hMHSA Eq. 9-11, Tab. 4); the mean over pairs is our reading
-    of it, since no code was released. (heads, n, M), two heads or more -> a number in [-1, 1].
+    It is the mean over all pairs of heads, our reading of hMHSA Eq. 9-11, Tab. 4: no code was released.
     """
     heads = weights.shape[0]
     flat = torch.nn.functional.normalize(weights.double().flatten(1), dim=-1)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Plots of what was measured of the attentions of a model."""
+"""Plot attention maps and measures of a model."""
 
 from itertools import zip_longest
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.figure import Figure  # not pyplot, which would keep figures and show them in a notebook
+from matplotlib.figure import Figure  # pyplot would keep figures, and show them in a notebook
 
 from .capture import BlockCall
 from .inspecting import query_map
@@ -19,28 +19,28 @@ TITLE_WIDTH = 7.5  # inches that titles need
 
 
 class QueryMaps(NamedTuple):
-    """The map of one token of a block."""
+    """Attention map of one token of a block."""
 
     block: str
     mixer: str
-    maps: np.ndarray  # (heads, h, w), NaN where it cannot look
+    maps: np.ndarray  # (heads, h, w), NaN outside the token's window
     size: tuple[int, int]  # of the map of the queries
 
     @property
     def mean(self) -> np.ndarray:
-        """Mean of the heads, (h, w): a head that cannot look at a key gives it nothing; NaN where none can."""
-        blind = np.isnan(self.maps)
-        return np.where(blind.all(axis=0), np.nan, np.where(blind, 0, self.maps).mean(axis=0))
+        """Mean of the heads, (h, w), with 0 for a head whose window lacks the key; NaN if all windows lack it."""
+        is_outside = np.isnan(self.maps)
+        return np.where(is_outside.all(axis=0), np.nan, np.where(is_outside, 0, self.maps).mean(axis=0))
 
 
 def collect_query(block: BlockCall, picture: Picture, x: int, y: int, local: bool = False) -> QueryMaps:
-    """The maps of the token at column ``x`` and row ``y`` of the image as shown."""
+    """Return the maps of the token at column ``x`` and row ``y`` of the preprocessed image."""
     maps, _ = query_map(block, *token_at(x, y, picture.inputs, block.size), local)
     return QueryMaps(block.name, block.mixer_name, maps.cpu().numpy(), block.size)
 
 
 def _over_image(map_: np.ndarray, picture: Picture) -> np.ndarray:
-    """A map at the size of the image as shown; its padding cut off."""
+    """Enlarge a map to the size of the preprocessed image, without padding."""
     for axis, (length, shown) in enumerate(zip(picture.inputs.shape[-2:], picture.shown.shape)):
         tokens = map_.shape[axis]
         at = np.arange(shown) / pixels_a_token(length, tokens)
@@ -49,9 +49,10 @@ def _over_image(map_: np.ndarray, picture: Picture) -> np.ndarray:
 
 
 def overlay(map_: np.ndarray, picture: Picture) -> tuple[np.ndarray, float]:
-    """The image in grey with weights in colour, (h, w, 3) float in [0, 1], and the largest magnitude: full colour.
+    """Draw weights over the grey image: red is positive, blue negative, dark is outside the window of the query.
 
-    Red is positive, blue negative; where the query cannot look, the image is dark.
+    Returns:
+        tuple[np.ndarray, float]: (h, w, 3) in [0, 1], and the largest magnitude, drawn in full colour.
     """
     weights = _over_image(map_, picture)
     peak = float(np.nanmax(np.abs(weights))) if np.isfinite(weights).any() else 0.0
@@ -64,15 +65,17 @@ def overlay(map_: np.ndarray, picture: Picture) -> tuple[np.ndarray, float]:
     return out.clip(0, 1), peak
 
 
-def picked(number: int, most: int) -> list[int]:
-    """Indices of at most ``most`` of ``number`` things, spread evenly."""
-    return sorted({round(i) for i in np.linspace(0, number - 1, min(number, most))})
+def evenly_spaced(number: int, limit: int) -> list[int]:
+    """Return at most ``limit`` evenly spaced indices below ``number``."""
+    return sorted({round(i) for i in np.linspace(0, number - 1, min(number, limit))})
 
 
 def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path, mark: tuple = ()) -> None:
-    """A row for each block, evenly spread ones where there are many: its label, and panels of a title, an image and
-    options of ``imshow``. ``size``: of a panel, in inches. ``mark``: where a cross is."""
-    rows = [rows[i] for i in picked(len(rows), SHOWN_BLOCKS)]
+    """Plot a row for each of at most :data:`SHOWN_BLOCKS` blocks: its label, and panels (title, image, imshow options).
+
+    ``size`` of a panel is in inches; ``mark`` is column and row of a cross.
+    """
+    rows = [rows[i] for i in evenly_spaced(len(rows), SHOWN_BLOCKS)]
     columns = max(len(panels) for _, panels in rows)
     width, height = max(size[0] * columns + 1.0, TITLE_WIDTH), size[1] * len(rows) + 0.9
     figure = Figure(figsize=(width, height), layout='constrained')
@@ -89,20 +92,22 @@ def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path
 
 
 def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tuple, path: Path) -> None:
-    """A row for each block, a column for each head, over the image. The token's mark is at ``query``, column and row in
-    the image as shown: ``pixel`` of the image as given."""
+    """Plot the maps of a token over the image, a row a block and a column a head.
+
+    ``query`` is column and row of the token in the preprocessed image, ``pixel`` in the original one.
+    """
     rows = []
     for maps in found:
         panels: list[tuple] = [('image and query', picture.shown, {})]
-        for head in (None, *picked(len(maps.maps), MAX_HEADS)):
+        for head in (None, *evenly_spaced(len(maps.maps), MAX_HEADS)):
             drawn, peak = overlay(maps.mean if head is None else maps.maps[head], picture)
             name = 'mean of heads' if head is None else f'head {head}'
             panels.append((f'{name}, max {peak:.2g}', drawn, {}))
-        alike = 1 / max(np.isfinite(maps.maps[0]).sum(), 1)
+        uniform = 1 / max(np.isfinite(maps.maps[0]).sum(), 1)
         size = f'{maps.size[0]}x{maps.size[1]}'
-        rows.append((f'{maps.block}\n{maps.mixer}, {size}\nall keys alike: {alike:.2g}', panels))
+        rows.append((f'{maps.block}\n{maps.mixer}, {size}\nuniform weight: {uniform:.2g}', panels))
     title = (
-        f'{picture.name}: where the token at pixel {pixel[0]:g}, {pixel[1]:g} [+] looks\n'
+        f'{picture.name}: attention of the token at pixel {pixel[0]:g}, {pixel[1]:g} [+]\n'
         'red: positive, blue: negative; full colour is the largest magnitude of the panel; dark: outside of its window'
     )
     height, width = picture.shown.shape[:2]
@@ -110,17 +115,17 @@ def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tu
 
 
 def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -> None:
-    """The map of all queries by all keys, as in FLatten Fig. 3 and hMHSA: a row for each block, a column a head."""
+    """Plot the maps of all queries and keys, as in FLatten Fig. 3 and hMHSA: a row a block, a column a head."""
     rows = []
     for block, mixer, maps in found:
         panels = []
-        for head in picked(len(maps), MAX_HEADS):
+        for head in evenly_spaced(len(maps), MAX_HEADS):
             peak = float(np.nanquantile(np.abs(maps[head]), 0.995)) or 1.0
             options = dict(cmap='RdBu_r', vmin=-peak, vmax=peak, aspect='auto')
             panels.append((f'head {head}, ±{peak:.2g}', maps[head], options))
         rows.append((f'{block}\n{mixer}\nqueries ↓  keys →', panels))
     title = (
-        f'{name}: weights of every query (rows) on every key (columns), row by row of the map, evenly sampled\n'
+        f'{name}: weights of all queries (rows) on all keys (columns), row by row of the map, evenly sampled\n'
         'red: positive, blue: negative, scale in each title; grey: outside of its window'
     )
     _plot_grid(rows, (1.5, 1.6), title, path)
@@ -156,44 +161,42 @@ PLOTS = dict(
     ),
     ccs=('cosine similarity of the maps of two heads', ['ccs']),
 )
-"""Title of each plot, and its lines: places of numbers in an entry of ``summary.json``, ``KEY.KEY`` or ``KEY.KEY /
-NAME OF THE DIVISOR BESIDE IT``."""
+"""Title and lines of each plot. A line is a key of ``summary.json``: ``KEY.KEY``, or ``KEY.KEY / SIBLING``."""
 
 
-def numbers_at(entry: dict, place: str) -> np.ndarray:
-    """Numbers of a block, one a head, see :data:`PLOTS`; NaN where it has no such measure, or divides by zero (a single
-    key says nothing)."""
-    path, _, divisor = place.partition(' / ')
+def numbers_at(entry: dict, key: str) -> np.ndarray:
+    """Return the numbers of a block by a key of :data:`PLOTS`, one a head; NaN if missing or divided by zero."""
+    path, _, divisor = key.partition(' / ')
     *parents, name = path.split('.')
-    for key in parents:
-        entry = entry.get(key) or {}
+    for parent in parents:
+        entry = entry.get(parent) or {}
     value, divided_by = entry.get(name), entry.get(divisor) if divisor else 1.0
     return np.atleast_1d(np.nan if value is None or not divided_by else np.asarray(value, float) / divided_by)
 
 
-def plot_measures(entries: list[dict], what, out: Path, title: str) -> list[Path]:
-    """A plot for each measure of ``what`` that some block of ``summary.json`` has: the files made, ``NAME.png``."""
+def plot_measures(entries: list[dict], names, out: Path, title: str) -> list[Path]:
+    """Plot each measure of ``names`` in the entries of ``summary.json``, and return the files ``NAME.png``."""
     made = []
-    for name in [name for name in what if name in PLOTS]:
-        words, places = PLOTS[name]
+    for name in [name for name in names if name in PLOTS]:
+        subject, keys = PLOTS[name]
         width = max(TITLE_WIDTH, 0.42 * len(entries) + 2)
         figure = Figure(figsize=(width, 5.2), layout='constrained')
         axis = figure.subplots()
-        for place in places:
-            values = [numbers_at(entry, place) for entry in entries]
+        for key in keys:
+            values = [numbers_at(entry, key) for entry in entries]
             if np.isfinite(np.concatenate(values)).any():
-                (line,) = axis.plot([value.mean() for value in values], marker='.', label=place)
+                (line,) = axis.plot([value.mean() for value in values], marker='.', label=key)
                 bands = [value.min() for value in values], [value.max() for value in values]
                 axis.fill_between(range(len(entries)), *bands, alpha=0.15, color=line.get_color())
         if not axis.lines:
             continue
         axis.set_title(
-            f'{title}: {words}\nlines: mean over heads, bands: lowest and highest head', fontsize=9, wrap=True
+            f'{title}: {subject}\nlines: mean over heads, bands: lowest and highest head', fontsize=9, wrap=True
         )
         axis.set_ylim(bottom=min(0, axis.get_ylim()[0]))
         blocks = [entry['block'].removeprefix('backbone.').removeprefix('stages.') for entry in entries]
-        names = [f'{block} {entry["mixer"]}' for block, entry in zip(blocks, entries)]
-        axis.set_xticks(range(len(names)), names, rotation=60, ha='right', fontsize=7)
+        labels = [f'{block} {entry["mixer"]}' for block, entry in zip(blocks, entries)]
+        axis.set_xticks(range(len(labels)), labels, rotation=60, ha='right', fontsize=7)
         axis.set_xlabel('block and its attention, input to output', fontsize=9)
         axis.grid(alpha=0.3)
         figure.legend(fontsize=7.5, ncols=2, loc='outside lower center')

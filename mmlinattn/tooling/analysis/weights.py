@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The maps that attentions never build, and their states, from what they do with values."""
+"""Attention maps and states of mixers, by differentiation of their output by the values."""
 
 import copy
 from collections.abc import Sequence
@@ -31,26 +31,24 @@ def mixer_weights(
     bias: Optional[Tensor] = None,
     rows: Rows = None,
 ) -> Tensor:
-    """The attention map that a mixer amounts to, O(N M) memory; never used in a forward pass.
+    """Return the attention map that a mixer is equivalent to, normalisers and signs included. Memory is O(N M).
 
-    ``weights @ v``, head by head, is what the mixer gives without its ``local_kernels``; normalisers and signs are part
-    of it. It is the derivative of the output by the values, one backward pass for as many queries as a head has
-    channels.
+    ``weights @ v``, head by head, is the output of the mixer without its ``local_kernels``. The map is the derivative
+    of the output by the values. One backward pass gives as many queries as a head has channels.
 
     Args:
         mixer (TokenMixer): The attention.
-        q, k, grid, key_grid, mask, rotary, bias: As in :meth:`mmlinattn.attention.TokenMixer.forward`.
-        rows (Sequence[int] | Tensor, optional): Indices of the queries wanted, all by default. Ask for a few at a time
-            where N is large.
+        q, k, grid, key_grid, mask, rotary, bias: See :meth:`mmlinattn.attention.TokenMixer.forward`.
+        rows (Sequence[int] | Tensor, optional): Indices of some queries, by default all.
 
     Returns:
         Tensor: (B, heads, N or len(rows), M), in float32 or better; zero at masked keys.
 
     Raises:
-        ValueError: For ``rows`` that are no indices of queries.
-        NotImplementedError: For a mixer whose output is not one matrix a head times the values.
+        ValueError: ``rows`` are no indices of queries.
+        NotImplementedError: The output of the mixer is not one matrix a head times the values.
     """
-    refusal = f'{type(mixer).__name__} has no weights: what it gives is not one matrix a head times the values'
+    refusal = f'{type(mixer).__name__} has no weights: its output is not one matrix a head times the values'
     if mixer.context and mixer.local_kernels(q.new_zeros(len(q), mixer.dim)) is None:
         raise NotImplementedError(refusal)
     mixed = _of_values(mixer, q, k, grid, key_grid, mask, rotary, bias)
@@ -63,16 +61,16 @@ def mixer_weights(
 
 
 def mixer_state(mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, *args, **terms) -> Optional[Tensor]:
-    """The state of a linear attention, the d x e matrix ``keys^T @ values`` that its queries multiply.
+    """Return the state of a linear attention, the d x e matrix ``keys^T @ values`` that its queries multiply.
 
-    It is found as the first product of matrices (d, M) and (M, e) in the attention's plain form.
+    It is the first product of matrices (d, M) and (M, e) in the reference of the op.
 
     Args:
         mixer (TokenMixer): The attention.
-        q, k, v, args, terms: As in :meth:`mmlinattn.attention.TokenMixer.forward`, without ``context``.
+        q, k, v, args, terms: See :meth:`mmlinattn.attention.TokenMixer.forward`, without ``context``.
 
     Returns:
-        Tensor | None: (B, heads, d, e), up to a factor a head; None for an attention without one, as softmax.
+        Tensor | None: (B, heads, d, e), up to a factor a head; None for an attention without one, such as softmax.
     """
     if mixer.quadratic:
         return None
@@ -80,14 +78,14 @@ def mixer_state(mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, *args, **ter
     products = _Products((depth, number), (number, width))
     with torch.no_grad(), products:
         out = _of_values(mixer, q, k, *args, **terms)(v.to(accumulation_dtype(v)))
-    found = products.found  # with five axes, as the plain forms have them
-    if found is None and depth == width == 1:  # a number, which Hydra attention multiplies its queries by
+    found = products.found  # with five axes, as in the references of the ops
+    if found is None and depth == width == 1:  # Hydra attention multiplies its queries by a number
         found = out[:, :1]
     return None if found is None else found.reshape(len(q), mixer.num_heads, depth, width)
 
 
 class _Products(TorchFunctionMode):
-    """Keeps the first product of matrices of two shapes."""
+    """Keep the first product of matrices of two shapes."""
 
     def __init__(self, *shapes: tuple[int, int]) -> None:
         super().__init__()
@@ -103,7 +101,7 @@ class _Products(TorchFunctionMode):
 
 
 def _of_values(mixer, q, k, grid, key_grid, mask=None, rotary=None, bias=None) -> Callable[[Tensor], Tensor]:
-    """What a mixer makes of values, without its convolution of them and its last norm, in float32 or better."""
+    """Return the mixer as a function of values, without its convolution and output norm, in float32 or better."""
     wide = accumulation_dtype(q)
     if any(p.dtype != wide for p in mixer.parameters()):
         mixer = copy.deepcopy(mixer).to(wide)
@@ -115,10 +113,10 @@ def _of_values(mixer, q, k, grid, key_grid, mask=None, rotary=None, bias=None) -
     def mixed(v: Tensor) -> Tensor:
         v = v if mask is None else v * mask.unsqueeze(-1).to(wide)
         context = v.new_zeros(len(v), mixer.dim) if mixer.context else None
-        # not as a module, whose hooks watch the model; a mixer may overwrite its queries and keys
-        given = q.detach().to(wide, copy=True), k.detach().to(wide, copy=True), v
+        # forward, not __call__, bypasses the hooks; copies, as a mixer may overwrite its queries and keys
+        inputs = q.detach().to(wide, copy=True), k.detach().to(wide, copy=True), v
         with without_autocast(q), ops.use('reference'):
-            out = mixer.forward(*given, grid, key_grid, mask=mask, rotary=rotary, bias=bias, context=context)
+            out = mixer.forward(*inputs, grid, key_grid, mask=mask, rotary=rotary, bias=bias, context=context)
             own = mixer.local_kernels(context)
             return out if own is None else out - convolved(v, own, key_grid)
 
@@ -126,10 +124,10 @@ def _of_values(mixer, q, k, grid, key_grid, mask=None, rotary=None, bias=None) -
 
 
 def local_weights(kernels: Tensor, grid: Grid, heads: int, rows: Rows = None) -> Tensor:
-    """A depth-wise convolution of the values as the matrix it is, mean over the channels of each head.
+    """Return a depth-wise convolution of the values as a matrix, averaged over the channels of each head.
 
-    ``kernels``: (B or 1, C, k, k), k odd; (B or 1, C, k, 1) goes over the sequence of all tokens instead of their grid.
-    Class tokens have no neighbours. Gives (B or 1, heads, N or len(rows), N).
+    Kernels are (B or 1, C, k, k) with odd k; (B or 1, C, k, 1) convolves the sequence of all tokens. Class tokens have
+    no neighbours. The result is (B or 1, heads, N or len(rows), N).
     """
     kernels = kernels.detach().unflatten(1, (heads, -1))
     kernels = kernels.mean(dim=2, keepdim=True).expand_as(kernels).flatten(1, 2)
@@ -138,7 +136,7 @@ def local_weights(kernels: Tensor, grid: Grid, heads: int, rows: Rows = None) ->
 
 
 def convolved(v: Tensor, kernels: Tensor, grid: Grid) -> Tensor:
-    """The depth-wise convolution of values (B, N, C) with ``kernels`` as in :func:`local_weights`; no class tokens."""
+    """Convolve values (B, N, C) depth-wise with kernels of :func:`local_weights`; zero at class tokens."""
     if kernels.shape[-1] < kernels.shape[-2]:
         grid = Grid(grid.num_tokens, 1)
     image, (high, wide) = to_map(v, grid), kernels.shape[-2:]
@@ -148,14 +146,14 @@ def convolved(v: Tensor, kernels: Tensor, grid: Grid) -> Tensor:
 
 
 def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows: Rows) -> tuple[Tensor, float]:
-    """The matrix of each head by which a function multiplies values, from its derivative at ``v``.
+    """Return the matrix of each head that a function multiplies values by, from its derivative at ``v``.
 
-    The channels of a head share one matrix, and each channel of the output depends on the same channel of the values:
-    so each answers for another row, and one backward pass gives as many rows as a head has channels.
+    The channels of a head share one matrix, and a channel of the output depends on the same channel of the values.
+    Each channel gives another row, so one backward pass gives as many rows as a head has channels.
 
     Returns:
-        tuple[Tensor, float]: (B, heads, N or len(rows), M), and how far it times ``v`` is from what the function gives,
-        relative to the products that are added up.
+        tuple[Tensor, float]: The matrix (B, heads, N or len(rows), M), and its error: the deviation of ``matrix @ v``
+        from the function, relative to the summed magnitudes.
     """
     with torch.inference_mode(False), torch.enable_grad():
         v = v.clone().requires_grad_()
@@ -163,11 +161,11 @@ def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows:
         index = _checked_rows(rows, out.shape[1]).to(v.device)
         parts = []
         channels = torch.arange(out.shape[-1], device=v.device)
-        for some in index.split(len(channels)):
-            asked = torch.zeros_like(out)
-            asked[:, some, :, channels[: len(some)]] = 1
-            (answer,) = torch.autograd.grad(out, v, asked, retain_graph=True)
-            parts.append(answer.unflatten(-1, (heads, -1))[..., : len(some)].permute(0, 2, 3, 1))
+        for chunk in index.split(len(channels)):
+            one_hot = torch.zeros_like(out)
+            one_hot[:, chunk, :, channels[: len(chunk)]] = 1
+            (gradient,) = torch.autograd.grad(out, v, one_hot, retain_graph=True)
+            parts.append(gradient.unflatten(-1, (heads, -1))[..., : len(chunk)].permute(0, 2, 3, 1))
     with torch.no_grad():
         matrix, values = torch.cat(parts, dim=2), split_heads(v, heads)
         bias = function(torch.zeros_like(v)).unflatten(-1, (heads, -1))  # of a convolution: no weight
@@ -179,7 +177,7 @@ def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows:
 def _checked_rows(rows: Rows, num_tokens: int) -> Tensor:
     index = torch.arange(num_tokens) if rows is None else torch.as_tensor(rows)
     if index.numel():
-        whole = index.dim() == 1 and not index.is_floating_point() and index.dtype != torch.bool
-        if not whole or index.min() < 0 or index.max() >= num_tokens:
-            raise ValueError(f'rows={rows!r} have to be a sequence of indices of queries in [0, {num_tokens - 1}]')
+        is_integer = index.dim() == 1 and not index.is_floating_point() and index.dtype != torch.bool
+        if not is_integer or index.min() < 0 or index.max() >= num_tokens:
+            raise ValueError(f'rows={rows!r}: expected a sequence of indices of queries in [0, {num_tokens - 1}]')
     return index.long()

@@ -1,10 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Layouts of COCO 2017, ADEChallengeData2016 and ImageNet-1k on disk.
-
-Each is a class with its folders, a method that writes one image and returns its record, and one that writes the index.
-"""
-
-from __future__ import annotations
+"""Layouts of COCO 2017, ADEChallengeData2016 and ImageNet-1k on disk: folders, images and index files."""
 
 import json
 from pathlib import Path
@@ -22,7 +17,7 @@ WNIDS = tuple(f'n9{label:07d}' for label in range(len(IMAGENET_CLASSES)))  # sor
 
 
 def shapes_of(number: int) -> int | None:
-    """Images 4, 24, 44, ... of a split show no shapes: even a small set has an empty one."""
+    """Return 0 for images 4, 24, 44, ... of a split, None (any number) for others."""
     return 0 if number % 20 == 4 else None
 
 
@@ -72,8 +67,8 @@ class Coco:
 
 
 class Ade:
-    """Images and label maps: labels plus one, 0 for pixels of no class. Only the first
-    ``len(ADE_CLASSES)`` of ADE20K's 150 labels occur, so a model with all of them trains as well."""
+    """Images and label maps: labels plus one, 0 for pixels without class. The first ``len(ADE_CLASSES)`` of ADE20K's
+    150 labels occur, so models of all classes train as well."""
 
     splits = dict(train='training', val='validation')
     folders = tuple(f'{kind}/{split}' for kind in ('images', 'annotations') for split in ('training', 'validation'))
@@ -93,7 +88,7 @@ class Ade:
 
     @staticmethod
     def write_index(root: Path, records: dict[str, list[dict]]) -> None:
-        """``objectInfo150.txt`` (the classes that occur) and ``sceneCategories.txt``."""
+        """Write ``objectInfo150.txt`` (with the occurring classes) and ``sceneCategories.txt``."""
         pixels = {split: np.stack([record['pixels'] for record in part]) for split, part in records.items()}
         share = pixels['train'].sum(axis=0) / pixels['train'].sum()
         images = {split: np.count_nonzero(part, axis=0) for split, part in pixels.items()}
@@ -107,14 +102,14 @@ class Ade:
 
 
 class ImageNet:
-    """A folder a class, and lists of the files with their labels. MMPretrain's ``ImageNet`` needs 1000 folders or the
-    lists ``meta/{train,val}.txt``; a model of all 1000 classes trains as well."""
+    """A folder a class, and lists ``meta/{train,val}.txt`` of the files with their labels: without, MMPretrain's
+    ``ImageNet`` needs 1000 folders. Models of 1000 classes train as well."""
 
     folders = (*(f'{split}/{wnid}' for split in ('train', 'val') for wnid in WNIDS), 'meta')
 
     @classmethod
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> str:
-        label = (number - 1) % len(IMAGENET_CLASSES)  # equally many of each class
+        label = (number - 1) % len(IMAGENET_CLASSES)
         shape, fill = divmod(label, len(FILLS))
         scene = draw_scene(
             rng,
@@ -123,7 +118,7 @@ class ImageNet:
             kinds=(SHAPES[shape],),
             fill=FILLS[fill],
             diameters=(0.45, 0.9),
-            backgrounds=('gradient', 'clouds'),  # the others have bands themselves, as the striped shapes do
+            backgrounds=('gradient', 'clouds'),  # the others look like striped shapes
         )
         wnid = WNIDS[label]
         path = f'{wnid}/{wnid}_{number}.JPEG' if split == 'train' else f'{wnid}/ILSVRC2012_val_{number:08d}.JPEG'

@@ -1,10 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Scenes of overlapping shapes with exact visible masks, and the class names of the data sets.
+"""Draw scenes of overlapping shapes with exact visible masks, and name the classes of the data sets.
 
-The class tuples go into ``metainfo=dict(classes=...)`` of a config; entry ``i`` is label ``i``.
+The class tuples are for ``metainfo=dict(classes=...)`` of a config; entry ``i`` is label ``i``.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,33 +13,31 @@ import numpy as np
 from .textures import BACKGROUNDS, FILLS, contrasting_colour, draw_background, draw_fill
 
 SHAPES = ('disc', 'square', 'triangle', 'star', 'cross', 'heart')
-UNLABELLED_SHAPE = 'ring'
-"""A seventh form, for pixels that belong to no class (value 0 of the ADE20K layout)."""
+UNLABELLED_SHAPE = 'ring'  # pixels without class, value 0 of the ADE20K layout
 
 COCO_CLASSES = SHAPES
 ADE_CLASSES = BACKGROUNDS + SHAPES
 ADE20K_NAMES = (
     'wall', 'building', 'sky', 'floor', 'tree', 'ceiling', 'road', 'bed ', 'windowpane', 'grass',
 )  # fmt: skip
-"""MMSegmentation's own names of the labels that ``ADE_CLASSES`` names: its ``ADE20KDataset``
-takes no others, ``BaseSegDataset`` takes any. The blank in ``'bed '`` is MMSegmentation's."""
+"""Names of the labels of ``ADE_CLASSES`` in MMSegmentation's ``ADE20KDataset``, with its blank in ``'bed '``."""
 IMAGENET_CLASSES = tuple(f'{fill} {shape}' for shape in SHAPES for fill in FILLS)
 CLASSES = dict(coco=COCO_CLASSES, ade=ADE_CLASSES, imagenet=IMAGENET_CLASSES)
 
 MAX_SHAPES = 5
-MIN_DIAMETER = 12.0  # pixels; below it the forms cannot be told apart
+MIN_DIAMETER = 12.0  # pixels; smaller shapes look alike
 MIN_VISIBLE = 0.7  # of a shape's pixels
-MAX_TURN = 0.5  # radians; with full turns a square is a diamond, and minutes of training tell fewer forms apart
+MAX_TURN = 0.5  # radians; full turns need longer training, as a square becomes a diamond
 
 _PLACEMENT_TRIES = 12
 
 
 class Scene(NamedTuple):
-    """One image and its ground truth; ``N`` shapes, back to front."""
+    """An image and its ground truth: ``N`` shapes, back to front."""
 
     image: np.ndarray  # (H, W, 3) uint8, RGB
     masks: np.ndarray  # (N, H, W) bool, the *visible* pixels of each shape; no two overlap
-    labels: np.ndarray  # (N,) int64, index of each shape in the kinds asked for
+    labels: np.ndarray  # (N,) int64, index of each shape in ``kinds``
     background: str  # one of BACKGROUNDS
 
 
@@ -56,20 +52,19 @@ def draw_scene(
     tinted: float = 0.95,
     backgrounds: Sequence[str] = BACKGROUNDS,
 ) -> Scene:
-    """Draw an image of shapes, each over the ones before it.
+    """Draw an image of whole shapes, each over the ones before it.
 
-    A shape lies in the image as a whole. A place that leaves less than ``MIN_VISIBLE`` of another one visible is
-    rejected, so everything in the image is annotated. If no place is found after a few tries, the image gets
-    fewer shapes; the first one always finds a place.
+    Positions that hide more than ``1 - MIN_VISIBLE`` of another shape are rejected. After some tries the image gets
+    fewer shapes.
 
     Args:
-        rng: Source of randomness.
-        size: Width and height in pixels, 64 at least.
-        num_shapes: How many shapes; drawn from 1 to ``MAX_SHAPES`` if None. 0 gives a background.
-        kinds: Forms to choose from: ``SHAPES`` and ``UNLABELLED_SHAPE``.
+        rng: Random generator.
+        size: Width and height in pixels, at least 64.
+        num_shapes: Number of shapes, by default drawn from 1 to ``MAX_SHAPES``.
+        kinds: Shapes to choose from: ``SHAPES`` and ``UNLABELLED_SHAPE``.
         fill: Surface of the shapes, of ``FILLS``.
         diameters: Smallest and largest diameter, as a fraction of the image's shorter side.
-        tinted: Fraction of the shapes that have a colour typical of their form; the others have any colour.
+        tinted: Fraction of the shapes with the colour typical of their kind; others have any colour.
         backgrounds: Backgrounds to choose from, of ``BACKGROUNDS``.
 
     Examples:
@@ -91,8 +86,8 @@ def draw_scene(
             diameter = max(MIN_DIAMETER, rng.uniform(*diameters) * min(size))
             coverage = _coverage(rng, kinds[label], diameter, size)
             mask = coverage >= 0.5
-            left = np.bincount(owner[~mask], minlength=len(areas) + 1)[1:]
-            if (left >= MIN_VISIBLE * np.array(areas)).all():
+            visible = np.bincount(owner[~mask], minlength=len(areas) + 1)[1:]
+            if (visible >= MIN_VISIBLE * np.array(areas)).all():
                 break
         else:
             continue
@@ -110,7 +105,7 @@ def draw_scene(
 
 
 def _coverage(rng: np.random.Generator, kind: str, diameter: float, size: tuple[int, int]) -> np.ndarray:
-    """Draw a turned and slightly stretched form somewhere; (H, W) float32, the part of each pixel that it covers."""
+    """Draw a turned and slightly stretched shape; return the covered part of each pixel, (H, W) float32."""
     angle = rng.uniform(-MAX_TURN, MAX_TURN)
     stretch = np.exp(rng.uniform(-0.12, 0.12))
     scale = np.diag([min(1.0, stretch), min(1.0, 1 / stretch)])  # narrower or lower, never beyond the unit circle
@@ -149,7 +144,7 @@ def _heart() -> np.ndarray:
     return outline / np.linalg.norm(outline, axis=1).max()
 
 
-# Outlines within the unit circle; more than one outline per form makes holes.
+# outlines within the unit circle; an inner outline is a hole
 _FORMS = {
     'disc': (_circle(1.0, 72),),
     'square': (_circle(1.0, 8)[1::2],),  # every second of eight points: sides level, not corners

@@ -1,8 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Backgrounds, colours and fills of the synthetic images; colours are float RGB in ``[0, 255]``."""
 
-from __future__ import annotations
-
 import colorsys
 
 import cv2
@@ -13,11 +11,12 @@ FILLS = ('plain', 'striped')
 
 
 def draw_background(rng: np.random.Generator, size: tuple[int, int], kind: str) -> tuple[np.ndarray, list[np.ndarray]]:
-    """One of ``BACKGROUNDS``, pale and in a colour typical of its kind, ``(H, W, 3)`` float32, and the two colours that
-    it mixes.
+    """Draw one of ``BACKGROUNDS``, pale and in a colour typical of its kind.
 
-    The mean colour of an image is its strongest signal. If it is random, small models spend hundreds of iterations on
-    ignoring it.
+    A random mean colour would cost small models hundreds of iterations.
+
+    Returns:
+        The background ``(H, W, 3)``, float32, and its two colours.
     """
     hue = (BACKGROUNDS.index(kind) + 0.3) / len(BACKGROUNDS) + rng.normal(0, 0.03)
     saturation, value = rng.uniform(0.2, 0.45), rng.uniform(0.5, 0.9)
@@ -31,7 +30,7 @@ def _rgb(hue: float, saturation: float, value: float) -> np.ndarray:
 
 
 def _mix(rng: np.random.Generator, size: tuple[int, int], kind: str) -> np.ndarray:
-    """How much of the second colour each pixel of a background has, ``(H, W)`` from 0 to 1."""
+    """Return the share of the second colour in each pixel of a background, ``(H, W)`` from 0 to 1."""
     if kind == 'clouds':
         return cv2.resize(rng.random((9, 9)), size, interpolation=cv2.INTER_CUBIC).clip(0, 1)
     angle = rng.uniform(0, 2 * np.pi)
@@ -47,19 +46,19 @@ def _mix(rng: np.random.Generator, size: tuple[int, int], kind: str) -> np.ndarr
 
 
 def _ramp(size: tuple[int, int], angle: float) -> np.ndarray:
-    """Signed distance in pixels from a turned line through the centre, ``(H, W)``."""
+    """Return the signed distance in pixels from a turned line through the centre, ``(H, W)``."""
     x, y = (np.arange(side) - side / 2 for side in size)
     return x * np.cos(angle) + y[:, None] * np.sin(angle)
 
 
 def _bands(distance: np.ndarray, period: float) -> np.ndarray:
-    """0/1 bands of half a ``period`` each, with an edge about one pixel wide."""
+    """Return 0/1 bands of half a ``period`` each, with an edge about one pixel wide."""
     phase = np.abs(np.mod(distance / period, 1.0) - 0.5)  # 0.5 at band starts, 0.25 at the edges
     return np.clip((phase - 0.25) * period + 0.5, 0, 1)
 
 
 def contrasting_colour(rng: np.random.Generator, others: list[np.ndarray], hue: float | None) -> np.ndarray:
-    """The one of some random colours, saturated ones around ``hue`` or any, that is farthest from all others."""
+    """Return the farthest of eight random colours from all others, saturated ones around ``hue`` if given."""
     if hue is None:
         candidates = rng.uniform(0, 255, (8, 3))
     else:
@@ -72,10 +71,10 @@ def contrasting_colour(rng: np.random.Generator, others: list[np.ndarray], hue: 
 def draw_fill(
     rng: np.random.Generator, size: tuple[int, int], colour: np.ndarray, fill: str, diameter: float
 ) -> np.ndarray:
-    """The surface of a shape of a diameter in pixels, ``(H, W, 3)`` or, of one colour, ``(3,)``."""
+    """Return the surface of a shape of a diameter in pixels, ``(H, W, 3)`` or, of one colour, ``(3,)``."""
     if fill == 'plain':
         return colour
-    # Bands go towards whichever of black and white is further away, so they always show.
+    # bands towards the further of black and white are always visible
     target = 0 if colour.mean() > 127 else 255
     bands = _bands(_ramp(size, rng.uniform(0, 2 * np.pi)), diameter * rng.uniform(0.16, 0.24))
     return colour + (target - colour) * (0.9 * bands[..., None])

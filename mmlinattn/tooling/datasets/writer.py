@@ -1,8 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Write a synthetic data set, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict, dataclass
@@ -17,13 +15,12 @@ SPLITS = ('train', 'val')
 MIN_SIDE, MAX_SIDE = 64, 8192
 NOTE, STAGING = '.shapes_dataset.json', '.partial'
 
-GENERATOR_VERSION = 7
-"""To be raised whenever the same arguments give other images or annotations."""
+GENERATOR_VERSION = 7  # raise it if the same arguments give other images or annotations
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """Everything that a data set's content depends on.
+    """Settings of a synthetic data set.
 
     Args:
         format: ``'coco'``, ``'ade'`` or ``'imagenet'``.
@@ -31,8 +28,7 @@ class DatasetSpec:
         num_val: Images for validation, at least 1.
         seed: At least 0. An image depends on the seed, its split and its number only.
         size: Width and height in pixels, each in ``[MIN_SIDE, MAX_SIDE]``.
-        size_jitter: Each side of an image is shortened by a random fraction from 0 to this, at
-            most 0.5.
+        size_jitter: Largest fraction, up to 0.5, that each side of an image is randomly shortened by.
 
     Raises:
         ValueError: An argument is out of range.
@@ -60,19 +56,19 @@ class DatasetSpec:
 def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any] = lambda: None) -> bool:
     """Write a synthetic data set.
 
-    Files are written to a hidden folder inside ``out`` and moved once all are there, a note of ``spec`` last.
-    Nothing that was in ``out`` is changed or removed.
+    Files are written to a hidden folder inside ``out`` and moved at the end, a note of ``spec`` last. Other files are
+    never changed or removed.
 
     Args:
-        out: The folder to write; made when missing.
+        out: The folder to write.
         spec: Content of the data set.
         on_image: Called after each image.
 
     Returns:
-        False if ``out`` already holds this very data set, else True.
+        False if ``out`` already holds this data set, else True.
 
     Raises:
-        FileExistsError: ``out`` holds anything else.
+        FileExistsError: ``out`` has other content.
         OSError: ``out`` cannot be written.
     """
     out, staging, layout = Path(out), Path(out, STAGING), LAYOUTS[spec.format]
@@ -106,7 +102,7 @@ def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any
 
 
 def _noted(out: Path) -> Any:
-    """The settings of a data set, from the note in its folder; None without a note of ours."""
+    """Return the settings in the note of a data set, None without note."""
     try:
         return json.loads((out / NOTE).read_text())['content']
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):

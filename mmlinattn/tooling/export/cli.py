@@ -14,13 +14,13 @@ from ..images import image_channels, usual_size
 from .formats import FORMATS
 from .models import SMALLEST, Sizes, export_model
 
-HOLD_BOXES = [name for name, form in FORMATS.items() if form.holds_boxes]
+HOLD_BOXES = ' or '.join(name for name, form in FORMATS.items() if form.holds_boxes)
 
 
 def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description='Write a model as a graph and check the file against the model. Classifiers give scores, '
-        f'segmentors a label map, detectors boxes, scores, labels and masks (--format {" or ".join(HOLD_BOXES)}) or '
+        f'segmentors a label map, detectors boxes, scores, labels and masks (--format {HOLD_BOXES}) or '
         'the maps of their neck (other formats).'
     )
     add = parser.add_argument
@@ -40,7 +40,7 @@ def main(args: Optional[list[str]] = None) -> None:
     options = parse_args(args)
     with clean_end(), one_line_errors():
         target, form = Path(options.out).expanduser(), FORMATS[options.format]
-        if options.format == 'openvino' and target.suffix != form.suffix:  # the weights lie beside it, in a .bin
+        if options.format == 'openvino' and target.suffix != form.suffix:  # the weights are in a .bin beside it
             raise RunError(f'--out {options.out!r} has to end with {form.suffix} for --format {options.format}.')
         form.check_installed()
         check_out_file(target, options.config, options.checkpoint)
@@ -58,7 +58,7 @@ def main(args: Optional[list[str]] = None) -> None:
         print(f'wrote {files}: {options.format}, {size / 2**20:.1f} MiB, outputs {outputs}')
         print(f'serves {export.metadata["serves"]}')
         if export.metadata['task'] == 'detector' and 'boxes' not in export.metadata['outputs'] and not options.neck:
-            print(f'backbone and neck only; boxes: --format {" or ".join(HOLD_BOXES)}')
+            print(f'backbone and neck only; boxes: --format {HOLD_BOXES}')
         if export.metadata['windows']:
             print(f'one window of those that model.test_cfg tests in: {export.metadata["windows"]}')
         for shape, error in export.errors.items():

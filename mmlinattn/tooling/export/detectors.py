@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""MMDetection's single-stage and two-stage detectors from image to boxes, as graphs that leave sizes open.
+"""MMDetection's single-stage and two-stage detectors from image to boxes, as graphs of dynamic size.
 
-The networks are upstream's own modules. The selection of boxes between and after them is written anew: upstream's
-loops over images and filters by masks have shapes that depend on the data. Here every shape follows from the image's.
+The networks are upstream's modules. Their selection of boxes is replaced, as upstream's loops over images and filters
+by masks have data-dependent shapes. Here every shape follows from the image's.
 """
 
 from typing import Any, Optional
@@ -34,7 +34,7 @@ class DetectorGraph(nn.Module):
     ``max_per_img``. Rows beyond the detections have score 0, label -1 and zeros.
 
     Raises:
-        RunError: For a detector with parts that are not known here.
+        RunError: A part of the detector is unknown.
     """
 
     def __init__(self, model: Any, divisor: int = 1, pad_value: float = 0.0) -> None:
@@ -54,7 +54,7 @@ class DetectorGraph(nn.Module):
         return dict(score_threshold=round(self.score_thr.item(), 6), mask_threshold=masks)
 
     def features(self, image: Tensor) -> tuple[Tensor, ...]:
-        """Feature maps of the padded image."""
+        """Return the feature maps of the padded image."""
         if self.divisor > 1:
             height, width = (round_up(side, self.divisor) - side for side in image.shape[2:])
             image = nn.functional.pad(image, (0, width, 0, height), value=self.pad_value)
@@ -62,7 +62,7 @@ class DetectorGraph(nn.Module):
 
 
 class SingleStage(DetectorGraph):
-    """Detectors whose head selects boxes as :class:`mmdet.models.BaseDenseHead` does: RetinaNet, FCOS, ATSS, RTMDet."""
+    """Detectors with the box selection of :class:`mmdet.models.BaseDenseHead`: RetinaNet, FCOS, ATSS, RTMDet."""
 
     def __init__(self, model: Any, **options) -> None:
         super().__init__(model, **options)
@@ -148,7 +148,7 @@ class TwoStage(DetectorGraph):
         return boxes, _mean(logits).softmax(-1)[..., :-1]
 
     def masks(self, feats: tuple[Tensor, ...], boxes: Tensor, labels: Tensor) -> Tensor:
-        """Probabilities (B, N, h, w) in a grid over each box, the mean of all stages."""
+        """Return probabilities (B, N, h, w) in a grid over each box, the mean of all stages."""
         found = []
         for head, extractor in zip(self.mask_heads, self.mask_extractors):
             masks = head(pool(extractor, feats, boxes)).sigmoid()  # (B N, classes, h, w)
@@ -159,7 +159,7 @@ class TwoStage(DetectorGraph):
 
 
 def detector_graph(model: Any, divisor: int = 1, pad_value: float = 0.0) -> DetectorGraph:
-    """Return the detector with its head, as a graph.
+    """Return a detector with its head as a graph.
 
     Raises:
         RunError: There is no writer for one of its parts.
@@ -226,7 +226,7 @@ class Candidates(nn.Module):
     def best_of_level(
         self, score_thr, logits: Tensor, deltas: Tensor, priors: Tensor, factors: Optional[Tensor] = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Priors, deltas, scores and labels of one level, (B, k, ...)."""
+        """Return the best priors, deltas, scores and labels of one level, (B, k, ...)."""
         head: Any = self.head
         logits, deltas = _rows(logits, head.cls_out_channels), _rows(deltas, head.bbox_coder.encode_size)
         scores = logits.sigmoid() if head.use_sigmoid_cls else logits.softmax(-1)[..., :-1]
@@ -258,11 +258,11 @@ class Selection(nn.Module):
         if self.smallest >= 0:
             sides = boxes[..., 2:] - boxes[..., :2]
             scores = scores.masked_fill(sides.amin(-1) <= self.smallest, 0)
-        apart = boxes
-        if not self.class_agnostic:  # boxes of other classes are moved out of reach, as upstream does
+        shifted = boxes
+        if not self.class_agnostic:  # boxes of different classes do not overlap, as upstream does
             largest = boxes.masked_fill((scores <= 0)[..., None], 0).amax((1, 2))
-            apart = boxes + (labels.to(boxes.dtype) * (largest[:, None] + 1))[..., None]
-        kept = nms_mask(apart, scores, float(self.iou_threshold), self.num_best)
+            shifted = boxes + (labels.to(boxes.dtype) * (largest[:, None] + 1))[..., None]
+        kept = nms_mask(shifted, scores, float(self.iou_threshold), self.num_best)
         scores, index = best(scores * kept, self.num_best)
         missing = scores <= 0
         boxes = boxes.gather(1, _as_index(index, 4)).masked_fill(missing[..., None], 0)
@@ -313,7 +313,9 @@ def pool(extractor: Any, feats: tuple[Tensor, ...], rois: Tensor) -> Tensor:
         settings = layer.output_size, layer.spatial_scale, layer.sampling_ratio, layer.aligned
         found = torchvision.ops.roi_align(feat, rois.masked_fill(~here, 0), *settings)
         pooled = found if pooled is None else torch.where(here[..., None, None], found, pooled)
-    return pooled
+    # PyTorch takes no sample of a region without height or width, OpenVINO takes one
+    has_area = (rois[:, 3:] > rois[:, 1:3]).all(dim=1)
+    return torch.where(has_area[:, None, None, None], pooled, 0)
 
 
 def _mean(stages: list[Tensor]) -> Tensor:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""File formats of exported models: writers and readers."""
+"""Write and read the file formats of exported models."""
 
 import json
 import tempfile
@@ -24,7 +24,7 @@ INSTALL = 'pip install "mmlinattn[export]"'
 class Format:
     """File format."""
 
-    suffix: str  # usual end of the file's name
+    suffix: str  # usual suffix of the file
     needs: tuple[str, ...] = ()  # packages to write and run it with
     holds_boxes = False  # heads of detectors, with non-maximum suppression
     smallest_of_pyramids = 32  # smallest side, in pixels, of a model with a head or neck on maps of up to stride 64
@@ -34,7 +34,7 @@ class Format:
         raise NotImplementedError
 
     def load(self, path: Path, score_thr: Optional[float] = None) -> Callable:
-        """Return a function of an image; with ``score_thr`` in place of the threshold of a graph that holds boxes."""
+        """Return the graph as a function of an image. ``score_thr`` replaces the threshold of a graph with boxes."""
         raise NotImplementedError
 
     def check_installed(self) -> None:
@@ -48,8 +48,7 @@ class Format:
 
 
 def _open(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:
-    """Return the example with a batch of two or more, and ``dynamic_shapes``: exporters take a batch of one for a
-    constant."""
+    """Return the example with a batch of at least two (exporters take one for a constant) and ``dynamic_shapes``."""
     if smallest is None:
         return example, None
     Dim = torch.export.Dim
@@ -59,9 +58,9 @@ def _open(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:
 
 class TorchExport(Format):
     suffix = '.pt2'
-    smallest_of_pyramids = 65  # of a map of one pixel, convolutions in upstream heads and necks ask whether it is
+    smallest_of_pyramids = 65  # convolutions in upstream heads and necks have guards for maps of one pixel
 
-    # files of any name: a path has to end with .pt2
+    # through open files: torch.export takes no paths but .pt2
     @quiet()
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
         example, shapes = _open(example, smallest)
@@ -77,7 +76,7 @@ class TorchExport(Format):
 
 
 class Checked(nn.Module):
-    """Traced graph that refuses other images than of ``shape``, or with a side below ``smallest`` pixels."""
+    """Traced graph that refuses images of another ``shape``, or with a side below ``smallest`` pixels."""
 
     def __init__(self, graph: torch.jit.ScriptModule, shape: list[int], smallest: Optional[int]) -> None:
         super().__init__()

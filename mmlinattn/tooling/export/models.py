@@ -28,7 +28,7 @@ BOX_UNIT = 'of the image and of the best score, for 9 of 10 boxes'
 
 
 class Sizes(NamedTuple):
-    """Shape of the exported graph, and the smallest side in pixels if it accepts others (``dynamic``)."""
+    """Shape of the exported graph, and the smallest side in pixels of a ``dynamic`` one."""
 
     batch: int
     height: int
@@ -74,19 +74,19 @@ class ExportableModel(nn.Module):
 
     Args:
         model (nn.Module): Model of MMPretrain, MMSegmentation or MMDetection with a backbone. It is changed in place:
-            set to eval mode, with adaptive pools that hold at every size.
+            set to eval mode, with adaptive pools for every size.
         boxes (bool): Detectors end in boxes, see :func:`~mmlinattn.tooling.export.detectors.detector_graph`; by default
             in the maps of the neck.
 
     Attributes:
         task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
-        outputs (list[str]): Names of the outputs; None for the maps of a neck, of which the number is unknown.
+        outputs (list[str]): Names of the outputs; None for the maps of a neck.
 
     Shape: (B, channels, H, W) -> scores (B, classes) of a classifier; labels (B, H, W) of a segmentor, and logits
     (B, classes, H, W) if it is tested in windows; maps of a detector's neck, or of its backbone without a neck; boxes.
 
     Raises:
-        RunError: For a model of another kind.
+        RunError: The model is of another kind.
     """
 
     model: Any
@@ -114,9 +114,9 @@ class ExportableModel(nn.Module):
             self.is_windowed = (getattr(model, 'test_cfg', None) or {}).get('mode') == 'slide'
             self.outputs = ['labels', 'logits'] if self.is_windowed else ['labels']
         elif boxes:
-            given = getattr(model, 'data_preprocessor', None)
-            padding = dict(divisor=getattr(given, 'pad_size_divisor', 1), pad_value=getattr(given, 'pad_value', 0))
-            self.boxes = detector_graph(model, **padding)
+            padding = getattr(model, 'data_preprocessor', None)
+            divisor, value = getattr(padding, 'pad_size_divisor', 1), getattr(padding, 'pad_value', 0)
+            self.boxes = detector_graph(model, divisor, value)
             self.outputs = self.boxes.outputs
 
     def fold(self) -> None:
@@ -160,10 +160,10 @@ class ExportableModel(nn.Module):
 
 
 def decision(head: Any) -> dict:
-    """Return the activation of a head's logits, and the rule that turns it into labels.
+    """Return the activation of a head's logits, and the rule for its labels.
 
-    Softmax: the largest. Sigmoid: each class above ``threshold``, or the ``topk`` largest; of a segmentor with one
-    output channel, the second class above it.
+    Softmax: the largest. Sigmoid: each class above ``threshold``, or the ``topk`` largest; the second class above it if
+    a segmentor has one output channel.
     """
     if getattr(head, 'out_channels', None) == 1 and hasattr(head, 'threshold'):
         return dict(activation='sigmoid', threshold=head.threshold)
@@ -205,7 +205,7 @@ def normalisation(cfg: Config) -> dict:
 
 
 def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
-    """Return the metadata that an application needs to use the graph, fit for JSON.
+    """Return the metadata for applications of the graph, fit for JSON.
 
     Returns:
         dict: ``mmlinattn``, ``task``, ``serves`` and ``outputs``;
@@ -221,7 +221,7 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
     given, test_cfg = normalisation(cfg), cfg.model.get('test_cfg') or {}
     is_windowed = test_cfg.get('mode') == 'slide'
     is_rgb = any(map(given.get, TURNS))
-    at_test = given.get('test_cfg') or {}  # of MMSegmentation, whose own size_divisor is that of training
+    at_test = given.get('test_cfg') or {}  # of MMSegmentation; its size_divisor is that of training
     return dict(
         mmlinattn=__version__,
         task=task,
@@ -240,10 +240,10 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
 
 
 def deviation(outputs, expected) -> float:
-    """Return the largest deviation of a value of one or several outputs, in standard deviations of the expected output.
+    """Return the largest deviation of one or several outputs, in standard deviations of the expected output.
 
-    Infinite for other shapes and for values that are not finite. Integers are labels: the share that differs. Values
-    that are all alike, as one logit of one image, count in units of their size.
+    It is infinite for other shapes and non-finite values, for integers (labels) the share of different ones, and for
+    equal expected values relative to their magnitude.
     """
     outputs, expected = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, expected))
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
@@ -259,11 +259,10 @@ def deviation(outputs, expected) -> float:
 
 
 def detection_deviation(outputs, expected, share: float = 0.9) -> float:
-    """Return the deviation within which ``share`` of the expected detections are found among the outputs.
+    """Return the ``share`` quantile of the deviation of expected detections from their nearest output.
 
     A deviation is the largest of a corner in image sides, of a score in units of the best one, and of a mask's
-    probability. Detections with nearly equal scores, or that nearly overlap too much, may change places or drop out by
-    rounding; hence not all of them.
+    probability. Rounding may exchange or drop detections of nearly equal scores or overlaps, so a few are left out.
     """
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
         return math.inf
@@ -274,10 +273,10 @@ def detection_deviation(outputs, expected, share: float = 0.9) -> float:
         if not valid.any():
             found.append((scores[:1] > 0).double() * math.inf if (scores > 0).any() else scores.new_zeros(0).double())
             continue
-        apart = (truth[0][:, None].double() - boxes).abs().amax(-1) / truth[0].max().clamp(min=1)
-        apart = apart.where(truth[2][:, None] == labels, math.inf)
-        apart = torch.maximum(apart, (truth[1][:, None].double() - scores).abs() / truth[1].max())
-        nearest, index = apart.min(1)
+        distance = (truth[0][:, None].double() - boxes).abs().amax(-1) / truth[0].max().clamp(min=1)
+        distance = distance.where(truth[2][:, None] == labels, math.inf)
+        distance = torch.maximum(distance, (truth[1][:, None].double() - scores).abs() / truth[1].max())
+        nearest, index = distance.min(1)
         for mask, other in zip(masks, truth[3:]):
             nearest = torch.maximum(nearest, (mask[index].double() - other).abs().amax((1, 2)))
         found.append(nearest)
@@ -310,7 +309,7 @@ def export_model(
     compared by :func:`detection_deviation`, without the score threshold: noise seldom reaches it.
 
     Args:
-        model, cfg: As of :func:`mmlinattn.utils.building.build_model`; see :class:`ExportableModel`.
+        model, cfg: Model, see :class:`ExportableModel`, and its config.
         target (Path): File to write.
         form (str): One of :data:`~mmlinattn.tooling.export.formats.FORMATS`.
         sizes (Sizes): Shape of the example, and whether others are accepted.
@@ -318,7 +317,7 @@ def export_model(
         neck (bool): Write a detector up to its neck, also in formats that hold boxes.
 
     Raises:
-        RunError: The model cannot be exported, or the file does not give the model's numbers.
+        RunError: The model cannot be exported, or the file deviates from it.
     """
     backend, unit = FORMATS[form], Export._field_defaults['unit']
     exportable = ExportableModel(model, boxes=backend.holds_boxes and not neck)

@@ -9,9 +9,7 @@ from torch.onnx import symbolic_helper
 
 @torch.library.custom_op('mmlinattn::nms_mask', mutates_args=())
 def nms_mask(boxes: Tensor, scores: Tensor, iou_threshold: float, max_kept: int) -> Tensor:
-    """Return 1 for each box that non-maximum suppression keeps, else 0.
-
-    The mask replaces a list of indices: all shapes of the graph follow from the shape of the image.
+    """Return 1 for each box that non-maximum suppression keeps, else 0. The mask has a fixed shape, unlike indices.
 
     Args:
         boxes (Tensor): (B, N, 4), corners x1, y1, x2, y2.
@@ -26,7 +24,7 @@ def nms_mask(boxes: Tensor, scores: Tensor, iou_threshold: float, max_kept: int)
     for row, box, score in zip(mask, boxes, scores):
         order = score.argsort(descending=True)[: score.gt(0).sum()]
         number, kept = 0, order
-        # worse boxes do not change which of the better ones are kept
+        # worse boxes do not suppress better ones
         while number < len(order) and (not number or len(kept) < max_kept):
             number = max(10 * max_kept, 4 * number)
             index = order[:number]

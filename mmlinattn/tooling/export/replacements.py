@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Replacements for parts of upstream heads: the same numbers, in graphs that hold at every size."""
+"""Replace parts of upstream heads for graphs of dynamic size, with the same numbers."""
 
 from typing import Any, Optional
 
@@ -13,8 +13,7 @@ from ...ops.sizes import as_tensor
 class StridedPools(TorchFunctionMode):
     """Context that turns max pools of one pixel and stride 2, the last levels of MMDetection's FPN, into slices.
 
-    Older exporters of PyTorch derive the shape of a pooled map from the parity of its size, and write the answer into
-    the graph.
+    Older exporters of PyTorch write the parity of the example's size into the graph.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -4,7 +4,7 @@
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import cv2
 import numpy as np
@@ -13,15 +13,14 @@ from ...utils.errors import RunError
 from .coco import read_coco_files
 from .csv_files import read_box_tables
 from .finding import SUFFIXES, OwnData, divide, find, turned_notes, unseen_classes
-from .kinds import BOXES, Kinds, kinds_of
+from .kinds import BOXES, kinds_of
 from .labelling_tools import read_cvat, read_label_studio, read_labelme
-from .objects import IGNORED, Object, Photo
+from .objects import IGNORED, Found, Object, Photo
 from .text_files import read_kitti, read_yolo
 from .voc import read_voc_files
 
-Split = Optional[str]
 # in the order of preference
-READERS: dict[str, Callable[[list[Path], Path, list[Path]], tuple[list[tuple[Photo, Split]], list[str], list[str]]]] = {
+READERS: dict[str, Callable[[list[Path], Path, list[Path]], Found]] = {
     'COCO JSON': read_coco_files,
     'CVAT XML': read_cvat,
     'VOC XML': read_voc_files,
@@ -59,50 +58,47 @@ def read_boxes(root: Path) -> OwnData:
     if kind is None:
         raise RunError(kinds.refusal(root, BOXES))
     photos, classes, notes = READERS[kind](kinds.files[kind], root, images)
-    return _own_data(root, kind, photos, classes, images, notes + _beside(kinds, kind))
-
-
-def _beside(kinds: Kinds, kind: str) -> list[str]:
     others = [f'{len(files)} {other} files' for other, files in kinds.files.items() if other != kind and files]
-    # YOLO's text files have no other mark than their names
-    return [f'{kind} is read; {", ".join(others)} beside are not'] * bool(others)
+    notes += [f'{kind} is read; {", ".join(others)} beside are not'] * bool(others)
+    return _own_data(root, kind, photos, classes, images, notes)
 
 
 def _own_data(
-    root: Path, kind: str, photos: list[tuple[Photo, Split]], classes: list[str], images: list[Path], notes: list[str]
+    root: Path, kind: str, photos: list[Photo], classes: list[str], images: list[Path], notes: list[str]
 ) -> OwnData:
-    if not any(photo.objects for photo, _ in photos):
+    if not any(photo.objects for photo in photos):
         raise RunError(f'DATA {str(root)!r}: no box in its {kind}.')
     twice = next((name for name, count in Counter(classes).items() if count > 1), None)
     if twice is not None:
         raise RunError(f'DATA {str(root)!r}: two classes have the name {twice!r}.')
-    photos = [(_with_regions(photo), split) for photo, split in photos]
+    photos = list(map(_with_regions, photos))
     classes = [name for name in classes if name.lower() not in _REGIONS]
-    places: dict[Path, Split] = {}
-    for photo, split in photos:
-        if photo.path in places:
-            raise RunError(f'{photo.path} is in {places[photo.path]} and again in {split}; it belongs in one.')
-        places[photo.path] = split
-    splits, more = divide(photos, lambda photo: photo.classes)
+    split_by_path: dict[Path, Any] = {}
+    for photo in photos:
+        if photo.path in split_by_path:
+            first = split_by_path[photo.path]
+            raise RunError(f'{photo.path} is in {first} and again in {photo.split}; it belongs in one.')
+        split_by_path[photo.path] = photo.split
+    splits, more = divide(photos)
     notes = more + notes
     for split in [split for split, chosen in splits.items() if not any(photo.objects for photo in chosen)]:
         if split != 'test':
             raise RunError(f'none of the {len(splits[split])} images of {split} has a box.')
         notes.append(f'the {len(splits.pop(split))} images of test have no boxes: val is tested on')
-    notes += unseen_classes(classes, splits, lambda photo: photo.classes)
+    notes += unseen_classes(classes, splits)
 
-    objects = [item for photo, _ in photos for item in photo.objects]
+    objects = [item for photo in photos for item in photo.objects]
     outlined = [bool(item.outline) for item in objects if not item.is_ignored]
     masks = bool(outlined) and all(outlined) and not all(map(_is_rectangle, objects))
     if any(outlined) and not masks:
-        lacking = outlined.count(False)
-        said = f'{lacking} of {len(outlined)} objects have no outline' if lacking else 'all outlines are rectangles'
-        notes.append(f'{said}: boxes alone are learnt')
+        count = outlined.count(False)
+        reason = f'{count} of {len(outlined)} objects have no outline' if count else 'all outlines are rectangles'
+        notes.append(f'{reason}: boxes alone are learnt')
     written = {split: as_coco(chosen, classes, root, masks) for split, chosen in splits.items()}
-    used = {path.parent for path in places}
-    unnamed = sum(path not in places and path.parent in used for path in images)
+    used = {path.parent for path in split_by_path}
+    unnamed = sum(path not in split_by_path and path.parent in used for path in images)
     notes += [f'{unnamed} images that no annotation names are left out'] * bool(unnamed)
-    notes += _notes_on(photos) + turned_notes(places)
+    notes += _notes_on(photos) + turned_notes(split_by_path)
     flat = sum(count for _, count in written.values())
     notes += [f'{flat} boxes without area are left out'] * bool(flat)
     counts = [Counter(a['image_id'] for a in coco['annotations'] if not a['iscrowd']) for coco, _ in written.values()]
@@ -128,17 +124,17 @@ def _with_regions(photo: Photo) -> Photo:
     return photo._replace(objects=objects)
 
 
-def _notes_on(photos: list[tuple[Photo, Split]]) -> list[str]:
+def _notes_on(photos: list[Photo]) -> list[str]:
     """Report marks of objects and boxes beyond the image edge."""
-    boxes = [(photo.size, item) for photo, _ in photos for item in photo.objects]
+    boxes = [(photo.size, item) for photo in photos for item in photo.objects]
     beyond = sum(_reaches_beyond(size, item.box) for size, item in boxes)
     notes = [f'{beyond} of {len(boxes)} boxes reach beyond their images and are cut'] * bool(beyond)
     ignored = Counter(mark for _, item in boxes for mark in sorted(item.marks & IGNORED)[:1])
     if ignored:
-        said = ', '.join(f'{count} {mark}' for mark, count in sorted(ignored.items()))
-        notes.append(f'{sum(ignored.values())} of {len(boxes)} boxes are ignored, neither learnt nor counted: {said}')
+        listed = ', '.join(f'{count} {mark}' for mark, count in sorted(ignored.items()))
+        notes.append(f'{sum(ignored.values())} of {len(boxes)} boxes are ignored, neither learnt nor counted: {listed}')
     counts = Counter(mark for _, item in boxes for mark in item.marks - IGNORED)
-    notes += [f'{counts[mark]} objects: {mark}, {said}' for mark, said in _MEANING.items() if counts[mark]]
+    notes += [f'{counts[mark]} objects: {mark}, {meaning}' for mark, meaning in _MEANING.items() if counts[mark]]
     rest = [f'{mark} ({count})' for mark, count in sorted(counts.items()) if mark not in _MEANING]
     return notes + [f'not used of the annotations: {", ".join(rest)}'] * bool(rest)
 
@@ -195,5 +191,5 @@ def _is_rectangle(item: Object) -> bool:
 
 
 def _reaches_beyond(size: tuple[int, int], box: tuple) -> bool:
-    """Return True if it does by more than two pixels: exporters round, and some count from 1."""
+    """Return True if a box passes the edge by more than two pixels: exporters round, and some count from 1."""
     return min(box[:2]) < -2 or box[2] > size[0] + 2 or box[3] > size[1] + 2

@@ -8,7 +8,7 @@ from typing import Any, Optional
 from ...engine.data.files import fault_of_shapes, load_coco
 from ...utils.errors import RunError
 from .finding import split_of
-from .objects import Object, Photo, checked_size, corners, marks_of
+from .objects import Found, Object, Photo, checked_size, corners, marks_of
 
 _OTHER_FILES = ('captions', 'person_keypoints', 'image_info', 'stuff', 'panoptic')  # of COCO
 # keys that are read, or say nothing about an object
@@ -18,7 +18,7 @@ _OF_IMAGES = {'id', 'file_name', 'width', 'height', 'license', 'coco_url', 'flic
 _OF_IMAGES |= {'dataset_id', 'extra', 'metadata', 'name', 'split', 'subset', 'flickr_640_url', 'num_annotations'}
 
 
-def read_coco_files(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str], list[str]]:
+def read_coco_files(files: list[Path], root: Path, images: list[Path]) -> Found:
     """Read COCO files, all of the same categories.
 
     Roboflow's empty supercategory, listed as the first category, is skipped.
@@ -26,8 +26,7 @@ def read_coco_files(files: list[Path], root: Path, images: list[Path]) -> tuple[
     Raises:
         RunError: A file is not whole, or does not fit its images or the others.
     """
-    here, classes = set(images), list[str]()
-    photos: list[tuple[Photo, Optional[str]]] = []
+    known, classes, photos = set(images), list[str](), list[Photo]()
     groups: set[str] = set()
     unused: Counter = Counter()
     of_boxes = {split_of(path.relative_to(root)) for path in files if path.name.startswith('instances')}
@@ -36,44 +35,42 @@ def read_coco_files(files: list[Path], root: Path, images: list[Path]) -> tuple[
         files = [p for p in files if p.name.startswith('instances') or split_of(p.relative_to(root)) not in of_boxes]
     for path in files:
         coco, fault = load_coco(str(path))
+        fault = fault or fault_of_shapes(coco)
         if fault or not coco['images']:
             raise RunError(f'{path} {fault or "has no images"}.')
         split = split_of(path.relative_to(root))
-        ids, given = [item.get('id') for item in coco['categories']], [item.get('name') for item in coco['categories']]
-        if None in given:
+        categories = {item.get('id'): item.get('name') for item in coco['categories']}
+        if None in categories.values():
             raise RunError(f'{path} has a category without a name.')
-        names = list(map(str, given))
+        categories = {number: str(name) for number, name in categories.items()}
+        names = list(categories.values())
         if names != (classes or names) or len(set(names)) < len(names):
             raise RunError(f'{path} has the categories {names}: expected different names, the same in all files.')
-        folder, classes = _folder(path, coco, root, here, split), names
-        over = ((item.get('supercategory'), item['name']) for item in coco['categories'])
-        groups.update(str(group) for group, name in over if group not in (None, name))
-        shapes = fault_of_shapes(coco)
-        if shapes:
-            raise RunError(f'{path} {shapes}.')
+        folder, classes = _folder(path, coco, root, known, split), names
+        parents = ((item.get('supercategory'), item['name']) for item in coco['categories'])
+        groups.update(str(group) for group, name in parents if group not in (None, name))
         objects: dict[Any, list[Object]] = {}
         for item in coco['annotations']:
-            objects.setdefault(item.get('image_id'), []).append(_object(item, names[ids.index(item['category_id'])]))
+            objects.setdefault(item.get('image_id'), []).append(_object(item, categories[item['category_id']]))
         for image in coco['images']:
             picture = folder / _name_of(image)
             size = checked_size(path, picture, image.get('width'), image.get('height'))
-            said = str(image.get('split') or image.get('subset') or '')
-            photo = Photo(picture, size, objects.pop(image.get('id'), []))
-            photos.append((photo, split or split_of(Path(said)) or split_of(picture.relative_to(folder).parent)))
+            own = split_of(Path(str(image.get('split') or image.get('subset') or '')))
+            own = split or own or split_of(picture.relative_to(folder).parent)
+            photos.append(Photo(picture, size, objects.pop(image.get('id'), []), own))
             unused.update(key for key in image if key not in _OF_IMAGES and marks_of({key: image[key]}))
         if objects:
             raise RunError(f'{path}: annotations of image {next(iter(objects))!r}, which is not in its list of images.')
-    groups -= {str(item.name) for photo, _ in photos for item in photo.objects}
-    said = ', '.join(f'{key} ({count})' for key, count in sorted(unused.items()))
-    notes = [f'not used of the images in COCO JSON: {said}'] * bool(unused)
+    groups -= {str(item.name) for photo in photos for item in photo.objects}
+    listed = ', '.join(f'{key} ({count})' for key, count in sorted(unused.items()))
+    notes = [f'not used of the images in COCO JSON: {listed}'] * bool(unused)
     return photos, [name for name in classes if name not in groups], notes
 
 
 def _object(item: dict, name: str) -> Object:
     x, y, width, height = item['bbox']
     box = (x, y, x + width, y + height)
-    given = item.get('attributes')
-    attributes: dict = given if isinstance(given, dict) else {}
+    attributes = item['attributes'] if isinstance(item.get('attributes'), dict) else {}
     marks = marks_of({key: value for key, value in item.items() if key not in _READ})
     marks |= marks_of({key: value for key, value in attributes.items() if key != 'rotation'})
     outline, area = item.get('segmentation') or None, item.get('area')
@@ -90,20 +87,20 @@ def _name_of(image: dict) -> str:
     return str(name).replace('\\', '/').removeprefix('./')
 
 
-def _folder(path: Path, coco: dict, root: Path, here: set, split: Optional[str]) -> Path:
+def _folder(path: Path, coco: dict, root: Path, known: set, split: Optional[str]) -> Path:
     """Return the folder that file names are relative to, of several that of the split."""
     names = list(map(_name_of, coco['images']))
-    ends = f'/{names[0]}'
-    folders = sorted(Path(image.as_posix()[: -len(names[0])]) for image in here if image.as_posix().endswith(ends))
-    missing = [next((name for name in names if folder / name not in here), None) for folder in folders]
+    suffix = f'/{names[0]}'
+    folders = sorted(Path(image.as_posix()[: -len(names[0])]) for image in known if image.as_posix().endswith(suffix))
+    missing = [next((name for name in names if folder / name not in known), None) for folder in folders]
     if None not in missing:
         raise RunError(f'{path} names the image {(missing or names)[0]!r}, which is in no folder below {root}.')
-    folders = [folder for folder, lacks in zip(folders, missing) if lacks is None]
-    for is_nearer in (
+    folders = [folder for folder, name in zip(folders, missing) if name is None]
+    for is_preferred in (
         lambda folder: split_of(folder.relative_to(root)) == split,
         lambda folder: folder.name.lower() in ('images', 'jpegimages', 'img', 'imgs'),
     ):
-        folders = list(filter(is_nearer, folders)) or folders
+        folders = list(filter(is_preferred, folders)) or folders
     if len(folders) > 1:
         raise RunError(f'{path}: its images are in {folders[0]} and in {folders[1]}; keep one.')
     return folders[0]

@@ -5,13 +5,13 @@ import csv
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import numpy as np
 
 from ...utils.errors import RunError, described
 from .finding import read_lines, read_names, split_of
-from .objects import Object, Photo, Pictures, checked_size, from_points, marks_of
+from .objects import Found, Photo, Pictures, checked_size, from_points, marks_of
 
 # columns by their meaning, in small letters without other signs
 _IMAGE = (
@@ -66,8 +66,8 @@ class _Table:
         return [left, top, left + right, top + bottom] if self.has_sides or self.written else [left, top, right, bottom]
 
     def split_of(self, row: dict[str, str], root: Path, picture: Path) -> Optional[str]:
-        said = (Path(row.get(self.split, '')), self.path.relative_to(root), picture.relative_to(root).parent)
-        return next(filter(None, map(split_of, said)), None)
+        paths = (Path(row.get(self.split, '')), self.path.relative_to(root), picture.relative_to(root).parent)
+        return next(filter(None, map(split_of, paths)), None)
 
 
 def kind_of_table(path: Path) -> Optional[str]:
@@ -81,7 +81,7 @@ def kind_of_table(path: Path) -> Optional[str]:
     return 'CSV of classes' if table.image and table.rows and len(table.columns) > 1 else None
 
 
-def read_box_tables(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str], list[str]]:
+def read_box_tables(files: list[Path], root: Path, images: list[Path]) -> Found:
     """Read tables with a box a row: of TensorFlow, keras-retinanet, Kaggle, Open Images and others alike.
 
     Edges are pixels; all of them from 0 to 1 are shares of the image.
@@ -90,8 +90,7 @@ def read_box_tables(files: list[Path], root: Path, images: list[Path]) -> tuple[
         RunError: A row is no box, or its image is not there.
     """
     pictures, notes = Pictures(root, images), list[str]()
-    found: dict[tuple[Path, Optional[str]], list[Object]] = {}
-    sizes: dict[Path, tuple[int, int]] = {}
+    photos: dict[tuple[Path, Optional[str]], Photo] = {}
     for path in files:
         table = _Table(path)
         unused = table.unused(table.label, *table.box, *table.size)
@@ -101,24 +100,25 @@ def read_box_tables(files: list[Path], root: Path, images: list[Path]) -> tuple[
         shares = bool(table.rows) and all(max(map(abs, table.edges(row)), default=0) <= 1 for row in table.rows)
         for row in table.rows:
             picture = pictures.find(path, row[table.image])
-            if picture not in sizes:
-                sizes[picture] = checked_size(path, picture, *(row.get(key) for key in table.size))
-            objects = found.setdefault((picture, table.split_of(row, root, picture)), [])
+            split = table.split_of(row, root, picture)
+            if (picture, split) not in photos:
+                size = checked_size(path, picture, *(row.get(key) for key in table.size))
+                photos[picture, split] = Photo(picture, size, [], split)
+            photo = photos[picture, split]
             edges, label = table.edges(row), row.get(table.label, 'object')
             if not edges:
                 continue  # an image without object
             certain = {key for key in ('confidence', 'score') if re.fullmatch(r'1(\.0*)?', row.get(key, ''))}
             marks = marks_of({key: row[key] for key in _MARKS if key in row and key not in certain})
             try:
-                corners = np.reshape(edges, (2, 2)) * (sizes[picture] if shares else 1)
-                objects.append(from_points(label, [corners], marks, is_outline=False))
+                corners = np.reshape(edges, (2, 2)) * (photo.size if shares else 1)
+                photo.objects.append(from_points(label, [corners], marks, is_outline=False))
             except ValueError as error:
                 raise RunError(f'{path}: {list(row.values())} is no box: {described(error)}.') from error
             if not label:
                 raise RunError(f'{path}: {list(row.values())} has no class.')
-    photos = [(Photo(picture, sizes[picture], objects), split) for (picture, split), objects in found.items()]
-    classes = {str(item.name) for photo, _ in photos for item in photo.objects}
-    return photos, read_names(root, 'classes.txt') or in_order(classes), notes
+    classes = {str(item.name) for photo in photos.values() for item in photo.objects}
+    return list(photos.values()), read_names(root, 'classes.txt') or in_order(classes), notes
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -126,19 +126,29 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (0, float(name), '') if re.fullmatch(r'\d+', name) else (1, 0.0, name))
 
 
-def read_class_tables(
-    files: list[Path], root: Path, images: list[Path]
-) -> tuple[list[tuple[tuple[Path, str], Optional[str]]], list[str]]:
+class Item(NamedTuple):
+    """An image of one class."""
+
+    path: Path
+    name: str  # class
+    split: Optional[str]
+
+    @property
+    def classes(self) -> list[str]:
+        return [self.name]
+
+
+def read_class_tables(files: list[Path], root: Path, images: list[Path]) -> tuple[list[Item], list[str]]:
     """Read tables with the class of an image a row, or a column of 0 and 1 for each class.
 
     Returns:
-        ``((image, class), split)`` of each row, and notes.
+        The images, and notes.
 
     Raises:
         RunError: A row has no class or several, or its image is not there.
     """
     pictures, notes = Pictures(root, images), list[str]()
-    items: dict[Path, tuple[str, Optional[str]]] = {}
+    items: dict[Path, Item] = {}
     for path in files:
         table = _Table(path)
         others = table.unused(table.label)
@@ -152,7 +162,7 @@ def read_class_tables(
             if len(names) != 1:
                 raise RunError(f'{path}: {list(row.values())} has {len(names)} classes; one an image is learnt.')
             picture = pictures.find(path, row[table.image])
-            item = (names[0], table.split_of(row, root, picture))
+            item = Item(picture, names[0], table.split_of(row, root, picture))
             if items.setdefault(picture, item) != item:
-                raise RunError(f'{path}: {picture} is of {items[picture]} and of {item}.')
-    return [((picture, name), split) for picture, (name, split) in items.items()], notes
+                raise RunError(f'{path}: {picture} is of {items[picture][1:]} and of {item[1:]}.')
+    return list(items.values()), notes

@@ -7,13 +7,13 @@ import re
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import cv2
 import numpy as np
 from PIL import Image, ImageSequence
 
-from ...engine.data.files import shown_size
+from ...engine.data.files import oriented_size
 from ...utils.errors import RunError, described
 
 SUFFIXES = ('.jpg', '.jpeg', '.jfif', '.png', '.bmp', '.tif', '.tiff', '.webp')
@@ -22,20 +22,20 @@ _ORDER = ('trainval', 'train', 'val', 'test')
 _SPLIT_FILE = re.compile(r'(trainval|train|val|test)(?:ing|id|idation)?\.txt', re.IGNORECASE)  # not bird_train.txt
 _SEVERAL_PAGES = ('.tif', '.tiff', '.webp')
 _NODATA, _SUBFILE, _ORIENTATION = 42113, 254, 274  # TIFF and EXIF tags
-_NUM_READ = 50  # images that are decoded to see their form
+_NUM_READ = 50  # images that are decoded to infer their format
 
 
 class OwnData(NamedTuple):
-    """A data set as it was found."""
+    """A data set of the user."""
 
     kind: str  # format, for messages
     classes: list[str]  # in the order of the labels
     images: dict[str, list[Path]]  # by split: 'train', 'val', perhaps 'test'
-    annotations: dict[str, str]  # split -> the text of its annotation file
-    settings: dict[str, dict]  # split -> further settings of its data set
+    annotations: dict[str, str]  # text of the annotation file by split
+    settings: dict[str, dict]  # further settings of the data set by split
     notes: list[str]  # for the user, a line each
     masks: bool = False  # objects have outlines
-    densest: int = 0  # objects in the image that has most
+    densest: int = 0  # most objects in an image
     ignores: bool = False  # some objects are neither learnt nor counted
 
 
@@ -44,8 +44,10 @@ def is_hidden(name: str) -> bool:
 
 
 def find(root: Path, *suffixes: str) -> list[Path]:
-    """All files below a folder with one of the suffixes, by path. Links are followed, but for those to a folder that
-    they are in; hidden folders and those of macOS are not."""
+    """Return all files below a folder with one of the suffixes, sorted by path.
+
+    Links are followed, except for loops. Hidden folders and those of macOS are skipped.
+    """
 
     def is_loop(path: Path) -> bool:
         return path.is_symlink() and path.resolve() in {parent.resolve() for parent in path.parents}
@@ -58,7 +60,7 @@ def find(root: Path, *suffixes: str) -> list[Path]:
 
 
 def split_of(path: Path) -> Optional[str]:
-    """'train', 'val' or 'test' by the names in a path, the last first."""
+    """Return 'train', 'val' or 'test' by the names in a path, the last first."""
     names = (
         re.search(r'(?:^|[^a-z])(train|val|test)(?:ing|id|idation|set)?(?![a-z])', part.lower())
         for part in path.parts[::-1]
@@ -69,19 +71,19 @@ def split_of(path: Path) -> Optional[str]:
 def read_lists(
     root: Path, name: str, stems: Container[str], is_file_name: bool = False
 ) -> tuple[dict[str, str], Optional[Path]]:
-    """Return the split of each image by the lists of VOC, ``ImageSets/NAME/{trainval,train,val,test}.txt``.
+    """Read the lists of VOC, ``ImageSets/NAME/{trainval,train,val,test}.txt``.
 
     Args:
-        root: The data set; lists may be anywhere below.
-        name: The folder: ``'Main'`` of boxes, ``'Segmentation'`` of label images.
-        stems: Names of images; a line of another is one and a number.
+        root: Folder of the data set; lists may be anywhere below.
+        name: Folder of the lists: ``'Main'`` of boxes, ``'Segmentation'`` of label images.
+        stems: Names of images. Other lines are a name and a number.
         is_file_name: Lines are names or paths of files; those of other images are skipped.
 
     Returns:
-        Name of an image -> 'train', 'val' or 'test', and the folder of the lists; empty and None without lists.
+        Split by name of an image, and the folder of the lists; empty and None without lists.
     """
-    there = [(_SPLIT_FILE.fullmatch(path.name), path) for path in find(root, '.txt') if path.parent.name == name]
-    listed = sorted((_ORDER.index(found[1].lower()), path) for found, path in there if found)
+    texts = [(_SPLIT_FILE.fullmatch(path.name), path) for path in find(root, '.txt') if path.parent.name == name]
+    listed = sorted((_ORDER.index(match[1].lower()), path) for match, path in texts if match)
     lists: dict[str, str] = {}
     for number, path in listed:
         # trainval takes the place of a missing train
@@ -93,26 +95,23 @@ def read_lists(
     return lists, listed[0][1].parent if listed else None
 
 
-def divide(
-    items: list[tuple[Any, Optional[str]]], classes_of: Callable[[Any], Iterable[str]]
-) -> tuple[dict[str, list], list[str]]:
-    """Sort items by their split.
+def divide(items: list) -> tuple[dict[str, list], list[str]]:
+    """Sort images by their split.
 
     Without val, test takes its place. Without both, a fifth of train is drawn for it.
 
     Args:
-        items: Images, each with its split or None.
-        classes_of: The classes of an image.
+        items: Images with the attributes ``split`` (None if unknown) and ``classes``.
 
     Returns:
-        Split -> images, and notes for the user.
+        Images by split, and notes for the user.
 
     Raises:
         RunError: Fewer than two images to train on, or none to validate on.
     """
     splits: dict[str, list] = {}
-    for item, split in items:
-        splits.setdefault(split or 'none', []).append(item)
+    for item in items:
+        splits.setdefault(item.split or 'none', []).append(item)
     stray, notes = splits.pop('none', []), []
     if 'train' not in splits:
         splits['train'] = stray
@@ -122,7 +121,7 @@ def divide(
         splits['val'] = splits.pop('test')
         notes.append('no val in the data: test takes its place')
     if 'val' not in splits:
-        chosen = _draw([set(classes_of(item)) for item in splits['train']])
+        chosen = _draw([set(item.classes) for item in splits['train']])
         splits['val'] = [item for i, item in enumerate(splits['train']) if i in chosen]
         splits['train'] = [item for i, item in enumerate(splits['train']) if i not in chosen]
         notes.append(f'no val in the data: {len(chosen)} images were drawn from train for it')
@@ -154,17 +153,9 @@ def _draw(classes: list[set]) -> set[int]:
     return chosen or set(draw.sample(range(len(classes)), int(len(classes) > 2)))
 
 
-def unseen_classes(
-    classes: Sequence[str], splits: dict[str, list], classes_of: Callable[[Any], Iterable[str]]
-) -> list[str]:
-    """Name the classes that no image of train or of val has.
-
-    Args:
-        classes: All classes.
-        splits: Split -> images.
-        classes_of: The classes of an image.
-    """
-    seen = {split: {name for item in items for name in classes_of(item)} for split, items in splits.items()}
+def unseen_classes(classes: Sequence[str], splits: dict[str, list]) -> list[str]:
+    """Name the classes without image in train or val; ``splits`` is the result of :func:`divide`."""
+    seen = {split: {name for item in items for name in item.classes} for split, items in splits.items()}
     nowhere = [name for name in classes if not any(name in names for names in seen.values())]
     notes = [f'no image of {_some(nowhere)}: nothing of these classes is learnt'] * bool(nowhere)
     for split, end in (('train', 'val counts them, and they cannot be learnt'), ('val', 'not measured')):
@@ -174,9 +165,9 @@ def unseen_classes(
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Width and height from the header, as the image is shown."""
+    """Return width and height from the header, after the turn by EXIF."""
     try:
-        return shown_size(path)
+        return oriented_size(path)
     except Exception as error:  # Pillow's plugins raise anything at a broken file
         raise RunError(f'{path} is no image that can be read: {described(error)}') from error
 
@@ -186,10 +177,10 @@ def _some(names: list[str]) -> str:
 
 
 def turned_notes(paths: Iterable[Path]) -> list[str]:
-    """Say how labels are taken on images that EXIF turns or mirrors."""
+    """Count the images that EXIF turns or mirrors."""
     turned = [path for path in paths if path.suffix.lower() in ('.jpg', '.jpeg', '.jfif') and _orientation(path) > 1]
-    said = 'labels are taken as drawn on the turned image, as loaders turn it'
-    return [f'{len(turned)} images are turned by EXIF, as {turned[0].name}: {said}'] if turned else []
+    meaning = 'labels are taken as drawn on the turned image, as loaders turn it'
+    return [f'{len(turned)} images are turned by EXIF, as {turned[0].name}: {meaning}'] if turned else []
 
 
 def _orientation(path: Path) -> int:
@@ -199,7 +190,7 @@ def _orientation(path: Path) -> int:
 
 
 def page_notes(paths: Iterable[Path]) -> list[str]:
-    """Name the parts of image files that no loader reads: further pages, and the value that means no data."""
+    """Name the parts of image files that no loader reads: further pages, and the nodata value."""
     pages: list[Path] = []
     nodata: dict[str, list[Path]] = {}
     for path in paths:
@@ -251,7 +242,7 @@ def image_format(paths: list[Path], channels: Optional[int] = None) -> ImageForm
         values = image.reshape(-1, image.shape[2])[:: max(1, image[..., 0].size // 4096)]
         found.append((path, image_size(path), values, is_opaque))
     width, height = (int(side) for side in np.median([size for _, size, *_ in found], axis=0))
-    # a fourth channel that is 255 everywhere is none, unless that of another image is not
+    # drop a fourth channel of 255 everywhere in all images
     drops = channels != 4 and all(is_opaque for *_, values, is_opaque in found if values.shape[1] == 4)
     pixels = [values[:, :3] if drops else values for *_, values, _ in found]
     kinds = {(values.shape[1], str(values.dtype)): path for (path, *_), values in reversed([*zip(found, pixels)])}
@@ -260,23 +251,22 @@ def image_format(paths: list[Path], channels: Optional[int] = None) -> ImageForm
         grey = any(count == 1 for count, _ in kinds)
         notes = ['grey images are read as three equal channels (--channels 1: as one, without weights)'] * grey
         return ImageFormat(width, height, 3, None, None, notes)
-    said = ', '.join(f'{path.name} {count} channel(s) of {dtype}' for (count, dtype), path in kinds.items())
+    listed = ', '.join(f'{path.name} {count} channel(s) of {dtype}' for (count, dtype), path in kinds.items())
     if len(kinds) > 1:
-        raise RunError(f'the images are of several forms ({said}): make them one.')
+        raise RunError(f'the images are of several forms ({listed}): make them one.')
     count = next(iter(kinds))[0]
     if channels not in (None, count):
-        raise RunError(f'--channels {channels}: the images have others ({said}).')
+        raise RunError(f'--channels {channels}: the images have others ({listed}).')
     values = np.concatenate(pixels).astype(np.float64)
     if not np.isfinite(values).all():
-        raise RunError(f'the images ({said}) have values that are NaN or infinite.')
+        raise RunError(f'the images ({listed}) have values that are NaN or infinite.')
     mean, std = values.mean(0).round(3).tolist(), np.maximum(values.std(0), 1e-3).round(3).tolist()
-    return ImageFormat(
-        width, height, count, mean, std, [f'{said}: with their own mean and std, without released weights']
-    )
+    notes = [f'{listed}: with their own mean and std, without released weights']
+    return ImageFormat(width, height, count, mean, std, notes)
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file that are not empty, without blanks around them.
+    """Return the stripped, non-empty lines of a text file.
 
     Raises:
         RunError: It is no text of UTF-8.
@@ -288,8 +278,10 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_names(root: Path, *files: str) -> Optional[list[str]]:
-    """Class names of the first of the files that is there: a line each, perhaps behind its number; of CVAT's
-    ``labelmap.txt`` up to the colon, without comments."""
+    """Read class names from the first existing file: a line each, perhaps after its number.
+
+    In CVAT's ``labelmap.txt`` a name ends at the colon, and lines may be comments.
+    """
     for path in (root / file for file in files):
         if path.is_file():
             lines = read_lines(path)

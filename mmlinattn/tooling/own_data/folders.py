@@ -1,15 +1,13 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""A class an image: folders of images, a class each, and tables of classes."""
+"""Images of one class each: folders of images, a class each, and tables of classes."""
 
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from ...utils.errors import RunError
-from .csv_files import in_order, read_class_tables
+from .csv_files import Item, in_order, read_class_tables
 from .finding import SUFFIXES, OwnData, divide, find, is_hidden, read_names, split_of, unseen_classes
 from .kinds import kinds_of
-
-Item = tuple[tuple[Path, str], Optional[str]]  # (image, class), split
 
 
 def read_classes(root: Path) -> OwnData:
@@ -22,40 +20,35 @@ def read_classes(root: Path) -> OwnData:
     """
     images, kinds = find(root, *SUFFIXES), kinds_of(root)
     tables = kinds.files.get('CSV of classes', [])
-    items: list[Item] = []
-    notes: list[str] = []
+    kind, items, notes = 'CSV of classes', list[Item](), list[str]()
     if tables:
         try:
             items, notes = read_class_tables(tables, root, images)
         except RunError:
-            items = []
             if not _folder_items(root, []):
                 raise
-    kind = 'CSV of classes'
     if 2 * len(items) < len(images):
         notes = [f'{len(tables)} CSV files beside are not read, as {path.name}' for path in tables[:1]]
         kind, items = 'folders of images', _folder_items(root, notes)
     if not items and (kinds.files or kinds.unread):
         raise RunError(kinds.refusal(root, 'a folder of images a class, and CSV files of images and classes'))
-    divided, more = divide(items, lambda item: [item[1]])
-    found = {name for _, name in divided['train']}
+    splits, more = divide(items)
+    found = {item.name for item in splits['train']}
     classes = read_names(root, 'classes.txt') if kind.startswith('CSV') else None
     classes = [name for name in classes or in_order(found) if name in found]
-    for split, chosen in divided.items():
-        names = {name for _, name in chosen}
-        if names - set(classes):
-            raise RunError(
-                f'{split} has images of {min(names - set(classes))!r}, and train has none ({", ".join(classes)}).'
-            )
+    for split, chosen in splits.items():
+        others = {item.name for item in chosen} - set(classes)
+        if others:
+            raise RunError(f'{split} has images of {min(others)!r}, and train has none ({", ".join(classes)}).')
     if len(classes) < 2:
         raise RunError(f'DATA {str(root)!r} has images of {len(classes)} class(es): expected a folder a class.')
-    notes += unseen_classes(classes, divided, lambda item: [item[1]])
     lists = {
-        split: ''.join(f'{path.relative_to(root).as_posix()} {classes.index(name)}\n' for path, name in chosen)
-        for split, chosen in divided.items()
+        split: ''.join(f'{i.path.relative_to(root).as_posix()} {classes.index(i.name)}\n' for i in chosen)
+        for split, chosen in splits.items()
     }
-    used = {split: [path for path, _ in chosen] for split, chosen in divided.items()}
-    return OwnData(kind, classes, used, lists, dict.fromkeys(lists, dict(data_prefix='')), more + notes)
+    used = {split: [item.path for item in chosen] for split, chosen in splits.items()}
+    notes = more + notes + unseen_classes(classes, splits)
+    return OwnData(kind, classes, used, lists, dict.fromkeys(lists, dict(data_prefix='')), notes)
 
 
 def _folder_items(root: Path, notes: list[str]) -> list[Item]:
@@ -79,10 +72,10 @@ def _folder_items(root: Path, notes: list[str]) -> list[Item]:
     others = [path.name for path in folders if is_divided and not splits[path] and find(path, *SUFFIXES)]
     notes += [f'{", ".join(others)} beside train: left out'] * bool(others)
     tops: dict[Path, Any] = {path: split for path, split in splits.items() if split} if is_divided else {root: None}
-    items: list[Item] = []
+    items = []
     for top, split in tops.items():
         for path in find(top, *SUFFIXES):
             if path.parent != top:
                 name, *rest = path.relative_to(top).parts
-                items.append(((path, name), split or split_of(Path(*rest[:-1]))))
+                items.append(Item(path, name, split or split_of(Path(*rest[:-1]))))
     return items

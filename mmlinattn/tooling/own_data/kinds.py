@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Annotation formats, told apart by the content of their files."""
+"""Recognise annotation formats by the content of the files."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from .csv_files import kind_of_table
 from .finding import find
 
 _GLIMPSE = 1 << 16  # characters at each end of a file
-_LEAST_PARSED = 200  # label files that are opened
+_MAX_OPENED = 200  # label files that are opened
 BOXES = (
     'COCO JSON, VOC XML, YOLO text files (labels/NAME.txt), LabelMe JSON, CVAT XML 1.1, Label Studio JSON, CSV and '
     'KITTI text files'
@@ -70,9 +70,9 @@ _CONTAINERS = {
 
 
 class Kinds(NamedTuple):
-    """The annotation files of a folder by their format."""
+    """Annotation files of a folder by format."""
 
-    files: dict[str, list[Path]]  # of formats that are read
+    files: dict[str, list[Path]]  # of supported formats
     unread: dict[str, list[Path]]  # of others, and containers
 
     def refusal(self, root: Path, read: str) -> str:
@@ -83,16 +83,16 @@ class Kinds(NamedTuple):
                 return f'DATA {str(root)!r}: {files[0].name} is {kind}, which is not read here: {remedy}.'
         for kind, files in self.files.items():
             return f'DATA {str(root)!r}: {files[0].name} is {kind}, which this task does not take; it takes {read}.'
-        there = [path for path in find(root, '.json', '.xml', '.csv', '.txt', '.yaml') if path.is_file()]
-        said = f' ({len(there)} files as {there[0].name} are of no known format)' if there else ''
-        return f'DATA {str(root)!r}: no annotations in it{said}. It takes {read}.'
+        others = find(root, '.json', '.xml', '.csv', '.txt', '.yaml')
+        unknown = f' ({len(others)} files as {others[0].name} are of no known format)' if others else ''
+        return f'DATA {str(root)!r}: no annotations in it{unknown}. It takes {read}.'
 
 
 _REMEDIES = {kind: remedy for rows in _PATTERNS.values() for kind, _, remedy in rows if remedy}
 
 
 def kind_of(path: Path) -> Optional[str]:
-    """Return the format of an annotation file, None of a file that is none."""
+    """Return the format of an annotation file, None for other files."""
     if path.suffix.lower() in _CONTAINERS:
         return _CONTAINERS[path.suffix.lower()]
     try:
@@ -110,12 +110,7 @@ def kind_of(path: Path) -> Optional[str]:
 
 
 def kinds_of(root: Path, files: Optional[list[Path]] = None) -> Kinds:
-    """Sort the annotation files below a folder by their format.
-
-    Args:
-        root: Folder of the data set.
-        files: The only files to look at.
-    """
+    """Sort the annotation files below a folder, or ``files`` alone, by their format."""
     found: dict[str, list[Path]] = {}
     texts: list[Path] = []
     for path in files or find(root, *_PATTERNS, *_CONTAINERS):
@@ -128,7 +123,7 @@ def kinds_of(root: Path, files: Optional[list[Path]] = None) -> Kinds:
         if kind:
             found.setdefault(kind, []).append(path)
     counts: dict[str, list[Path]] = {}
-    for path in texts[:: -(-len(texts) // _LEAST_PARSED) or 1]:
+    for path in texts[:: -(-len(texts) // _MAX_OPENED) or 1]:
         kind = kind_of(path)
         if kind:
             counts.setdefault(kind, []).append(path)

@@ -24,7 +24,7 @@ from .finding import (
     unseen_classes,
 )  # fmt: skip
 from .kinds import kinds_of
-from .label_values import IGNORED, look, mapped, meaning_of, shown
+from .label_values import IGNORED, format_value, interpret, remap, scan, shortened
 
 # folders, in small letters
 _IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'jpegimages', 'leftimg8bit', 'image_2', '701_stillsraw_full')
@@ -55,26 +55,26 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
         read = 'images beside masks (or labels, annotations), train beside trainannot, leftImg8bit beside gtFine'
         kinds = kinds_of(root)
         raise RunError(kinds.refusal(root, f'label images: folders {read}'))
-    seen = look([pair.mask for pair in pairs])
-    classes, table = meaning_of(root, names, pairs[0].image, pairs[0].mask, seen, notes)
+    seen = scan([pair.mask for pair in pairs])
+    classes, table = interpret(root, names, pairs[0].image, pairs[0].mask, seen, notes)
     listed, source = read_lists(root, 'Segmentation', {pair.stem for pair in pairs})
     if not listed:
         listed, _ = read_lists(root, root.name, {pair.stem for pair in pairs}, is_file_name=True)
     missing = set(listed) - {pair.stem for pair in pairs}
     if missing and source:
         raise RunError(f'{source} names {min(missing)}, of which there is no label image.')
-    items, labels = [], {}
+    items = []
     for pair, values in zip(pairs, seen.values):
         split = listed.get(pair.stem) if listed else split_of(pair.image.parent.relative_to(root))
-        items.append((pair, split))
-        here = {table.get(value, IGNORED) if table else value for value in values}
-        labels[pair] = {classes[label] for label in here if label < len(classes) and label != IGNORED}
-    splits, more = divide(items, labels.__getitem__)
-    for split in [split for split, chosen in splits.items() if not any(labels[pair] for pair in chosen)]:
+        labels = {table.get(value, IGNORED) if table else value for value in values}
+        learnt = frozenset(classes[label] for label in labels if label < len(classes) and label != IGNORED)
+        items.append(pair._replace(split=split, classes=learnt))
+    splits, more = divide(items)
+    for split in [split for split, chosen in splits.items() if not any(pair.classes for pair in chosen)]:
         if split != 'test':
             raise RunError(f'the label images of {split} have no pixel of {", ".join(classes)}.')
         notes.append(f'the {len(splits.pop(split))} label images of test have no class: val is tested on')
-    notes += unseen_classes(classes, splits, labels.__getitem__)
+    notes += unseen_classes(classes, splits)
     notes += page_notes(pair.mask for pair in pairs) + turned_notes(pair.image for pair in pairs)
     settings, lists = {}, {}
     for split, chosen in splits.items():
@@ -87,25 +87,27 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
             if table:
                 copy = remapped / split / f'{pair.stem}.png'
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(mapped(pair.mask, table, seen.coloured)).save(copy)
+                Image.fromarray(remap(pair.mask, table, seen.coloured)).save(copy)
         folder = f'{remapped / split}/' if table else f'{first.masks.relative_to(root).as_posix()}/'
         prefix = dict(img_path=f'{first.images.relative_to(root).as_posix()}/', seg_map_path=folder)
         endings = dict(img_suffix=first.suffixes[0], seg_map_suffix='.png' if table else first.suffixes[1])
         settings[split] = dict(data_prefix=prefix, **endings)
         lists[split] = ''.join(f'{pair.stem}\n' for pair in chosen)
     if table:
-        changed = [f'{shown(old)} -> {new}' for old, new in sorted(table.items()) if old != new and new != IGNORED]
-        said = ', '.join(changed[:12]) + ', ...' * (len(changed) > 12) or 'one number a pixel'
-        notes.append(f'label images are copied to {remapped}: {said}')
+        changed = {old: new for old, new in sorted(table.items()) if old != new and new != IGNORED}
+        changes = shortened(f'{format_value(old)} -> {new}' for old, new in changed.items())
+        notes.append(f'label images are copied to {remapped}: {changes or "one number a pixel"}')
     used = {split: [pair.image for pair in chosen] for split, chosen in splits.items()}
     return OwnData('label images', classes, used, lists, settings, more + notes)
 
 
 class _Pair(NamedTuple):
-    images: Path  # the folder
-    masks: Path
+    images: Path  # folder of the image
+    masks: Path  # folder of the label image
     stem: str  # of both, relative to their folders
     suffixes: tuple[str, str]
+    split: Optional[str] = None
+    classes: frozenset = frozenset()
 
     @property
     def image(self) -> Path:

@@ -3,6 +3,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -16,7 +17,7 @@ _VALUE_LINE = re.compile(
     r'(?P<before>\d+(?:[,;\s]+\d+[,;\s]+\d+)?)[,;:\s]+(?P<name>[^\W\d][^,;:]*)'
     r'|(?P<name2>[^\W\d][^,;:]*?)[,;:\s]+(?P<after>\d+[,;\s]+\d+[,;\s]+\d+)[,;:\s]*'
 )
-_MOST_VALUES = 256
+_MAX_VALUES = 256
 _VOID = ('void', 'unlabelled', 'unlabeled', 'ignore', 'ignored', '__ignore__')
 IGNORED = 255  # left out by MMSegmentation's losses and metrics
 _CAMVID = 'sky building pole road pavement tree sign fence car pedestrian bicyclist void'.split()
@@ -24,14 +25,14 @@ _CITYSCAPES_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28,
 _IS_COLOUR = 1 << 24  # added to 0xRRGGBB
 
 
-class Seen(NamedTuple):
+class ValueCounts(NamedTuple):
     """Values of label images: numbers, or colours as 0xRRGGBB above ``_IS_COLOUR``."""
 
     values: list[set[int]]  # of each label image
-    pixels: Counter  # value -> how many there are
-    flat: Counter  # of these with equal neighbours at the right and below
+    pixels: Counter  # number of pixels by value
+    flat: Counter  # number of those with equal neighbours at the right and below
     coloured: bool
-    is_plain: bool  # as MMSegmentation reads them
+    is_plain: bool  # MMSegmentation reads the same values
 
 
 def read_mask(path: Path) -> tuple[np.ndarray, bool]:
@@ -40,7 +41,7 @@ def read_mask(path: Path) -> tuple[np.ndarray, bool]:
     Values are numbers, or of coloured pixels 0xRRGGBB above ``_IS_COLOUR``.
 
     Raises:
-        RunError: They are no whole numbers from 0 to 65535.
+        RunError: A value is no integer from 0 to 65535.
     """
     with Image.open(path) as image:
         pixels, mode = np.asarray(image), image.mode
@@ -67,12 +68,17 @@ def _as_colours(path: Path) -> np.ndarray:
         return _packed(np.asarray(image.convert('RGB')))
 
 
-def shown(value: int) -> str:
+def format_value(value: int) -> str:
     colour = value - _IS_COLOUR
     return str(value) if colour < 0 else f'({colour >> 16}, {colour >> 8 & 255}, {colour & 255})'
 
 
-def look(masks: list[Path]) -> Seen:
+def shortened(texts: Iterable[str]) -> str:
+    texts = list(texts)
+    return ', '.join(texts[:12]) + ', ...' * (len(texts) > 12)
+
+
+def scan(masks: list[Path]) -> ValueCounts:
     """Collect the values of all label images: colours if palettes of two files differ."""
     palettes: dict[int, bytes] = {}
     coloured = False
@@ -95,15 +101,15 @@ def look(masks: list[Path]) -> Seen:
         same = inside[(inside == read[:-1, 1:]) & (inside == read[1:, :-1])]
         flat.update(dict(zip(*(each.tolist() for each in np.unique(same, return_counts=True)))))
         is_plain = is_plain and plain
-        if len(pixels) > _MOST_VALUES:
+        if len(pixels) > _MAX_VALUES:
             kind = 'colours' if coloured else 'values'
             raise RunError(
-                f'{path}: more than {_MOST_VALUES} {kind}; was it resized with interpolation, or saved with loss?'
+                f'{path}: more than {_MAX_VALUES} {kind}; was it resized with interpolation, or saved with loss?'
             )
-    return Seen(values, pixels, flat, coloured, is_plain)
+    return ValueCounts(values, pixels, flat, coloured, is_plain)
 
 
-def mapped(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
+def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
     read = _as_colours(path) if coloured else read_mask(path)[0]
     known = np.array(sorted(table))
     at = np.searchsorted(known, read).clip(max=len(known) - 1)
@@ -114,10 +120,18 @@ def mapped(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
 # -- meaning ----------------------------------------------------------------------------------------------------------
 
 
-def meaning_of(
-    root: Path, given: Optional[list[str]], image: Path, mask: Path, seen: Seen, notes: list[str]
+def interpret(
+    root: Path, given: Optional[list[str]], image: Path, mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
-    """Return the class names, and value -> label if copies are needed."""
+    """Return the class names, and the labels by value if copies are needed.
+
+    Args:
+        root: Folder of the data set.
+        given: Class names of the user in the order of the values, if any.
+        image, mask: First image and label image.
+        seen: Values of all label images.
+        notes: Notes for the user, extended in place.
+    """
     values, listed = sorted(seen.pixels), read_values(root)
     named = given or read_names(root, 'classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt')
     numbers = sorted(value for value in listed if value < _IS_COLOUR)
@@ -126,66 +140,63 @@ def meaning_of(
     if seen.coloured:
         names, table = _of_colours(listed, given, mask, seen, notes)
     elif known or blurred:
-        names, table, said = known or (named or ['background', 'foreground'], *(blurred or ({}, '')))
-        notes.append(said)
+        names, table, note = known or (named or ['background', 'foreground'], *(blurred or ({}, '')))
+        notes.append(note)
     elif numbers and not given:
-        strange = [value for value in values if value not in numbers and value != IGNORED]
-        if strange:
-            raise RunError(f'the label images have the value {strange[0]}, which the list of values does not name.')
+        unknown = [value for value in values if value not in numbers and value != IGNORED]
+        if unknown:
+            raise RunError(f'the label images have the value {unknown[0]}, which the list of values does not name.')
         names = [listed[value] for value in numbers]
         table = {} if numbers == list(range(len(numbers))) else {value: i for i, value in enumerate(numbers)}
     else:
-        names, table = meaning(values, named)
+        names, table = interpret_values(values, named)
         if names[0] == 'class_0':
             file = root / 'classes.txt'
             notes.append(f'the classes have no names: give --classes, or write {file}, a name a line')
+    identity = {value: value for value in values}
     void = [label for label, name in enumerate(names) if name.strip().lower() in _VOID]
+    ignored = [format_value(value) for value in values if table.get(value, value) == IGNORED]
     if void:
-        table = table or {value: value for value in values}
         kept = [label for label in range(len(names)) if label not in void]
-        table = {v: kept.index(label) if label in kept else IGNORED for v, label in table.items()}
+        table = {v: kept.index(label) if label in kept else IGNORED for v, label in (table or identity).items()}
         notes.append(f'pixels of {", ".join(names[label] for label in void)} are ignored')
         names = [names[label] for label in kept]
-    elif IGNORED in (table.get(value, value) for value in values):
-        left = [shown(value) for value in values if table.get(value, value) == IGNORED]
-        notes.append(f'pixels of value {", ".join(left[:20])} are ignored')
-    if not table and not seen.is_plain:
-        table = {value: value for value in values}
-    if not table:
-        named = [f'{value} is {names[value]}' for value in values if value != IGNORED]
-        notes.append(f'label {", ".join(named[:12])}{", ..." * (len(named) > 12)}')
-    elif seen.coloured:
-        named = [f'{shown(value)} is {names[label]}' for value, label in table.items() if label != IGNORED]
-        notes.append(f'colour {", ".join(named[:12])}{", ..." * (len(named) > 12)}')
+    elif ignored:
+        notes.append(f'pixels of value {", ".join(ignored[:20])} are ignored')
+    if not seen.is_plain:
+        table = table or identity
+    if seen.coloured or not table:
+        used = {value: label for value, label in (table or identity).items() if label != IGNORED}
+        meanings = shortened(f'{format_value(value)} is {names[label]}' for value, label in used.items())
+        notes.append(f'{"colour" if table else "label"} {meanings}')
     if len(names) > IGNORED:
         raise RunError(f'the label images have {len(names)} classes: 255 are the most.')
     return names, table
 
 
 def _known_layout(image: Path, mask: Path, values: list[int]) -> Optional[tuple[list[str], dict[int, int], str]]:
-    """Return names, labels and a note for Cityscapes' ids, also of KITTI, and for CamVid's."""
-    ending, folder = mask.name, mask.parent
-    is_kitti = (image.parent.name, folder.name) == ('image_2', 'semantic')
-    if 'labelTrainIds' in ending or 'labelIds' in ending or is_kitti:
+    """Return names, labels and a note for ids of Cityscapes (used by KITTI, too) and of CamVid."""
+    is_kitti = (image.parent.name, mask.parent.name) == ('image_2', 'semantic')
+    are_train_ids = 'labelTrainIds' in mask.name
+    if are_train_ids or 'labelIds' in mask.name or is_kitti:
         from mmseg.utils import get_classes
 
         train_ids = {number: label for label, number in enumerate(_CITYSCAPES_IDS)}
-        is_trained = 'labelTrainIds' in ending
-        table = {} if is_trained else {value: train_ids.get(value, IGNORED) for value in values}
-        if not is_trained or max(value for value in values if value != IGNORED) < len(train_ids):
+        table = {} if are_train_ids else {value: train_ids.get(value, IGNORED) for value in values}
+        if not are_train_ids or max(value for value in values if value != IGNORED) < len(train_ids):
             return get_classes('cityscapes'), table, "the values are Cityscapes' ids: its 19 classes are learnt"
-    if folder.name.endswith('annot') and values[-1] == len(_CAMVID) - 1:
+    if mask.parent.name.endswith('annot') and values[-1] == len(_CAMVID) - 1:
         return list(_CAMVID), {}, "the values are CamVid's 11 classes and void"
     return None
 
 
-def _blurred(seen: Seen, names: Optional[list[str]]) -> Optional[tuple[dict[int, int], str]]:
+def _blurred(seen: ValueCounts, names: Optional[list[str]]) -> Optional[tuple[dict[int, int], str]]:
     """Return labels and a note for masks of two values that were enlarged with interpolation or saved with loss.
 
     Values between the two then change from pixel to pixel.
 
     Raises:
-        RunError: Label images of more classes look like that.
+        RunError: Label images of more classes have such values.
     """
     values = sorted(seen.pixels)
     inner = values[1:-1]
@@ -196,19 +207,20 @@ def _blurred(seen: Seen, names: Optional[list[str]]) -> Optional[tuple[dict[int,
         if len(noisy) > max(24, len(values) / 2):
             raise RunError(
                 f'the label images have {len(values)} values, most of them in single pixels between others, as '
-                f'{", ".join(map(shown, noisy[:5]))}: enlarge them by nearest neighbour, and save them without loss.'
+                f'{", ".join(map(format_value, noisy[:5]))}: enlarge them by nearest neighbour, and save them without '
+                'loss.'
             )
         return None
     middle = (values[0] + values[-1]) / 2
-    said = f'the label images have {len(values)} values, as masks of {values[0]} and {values[-1]} that were enlarged '
-    said += f'with interpolation or saved with loss: above {middle:g} is the second class'
-    return {value: int(value > middle) for value in values}, said
+    note = f'the label images have {len(values)} values, as masks of {values[0]} and {values[-1]} that were enlarged '
+    note += f'with interpolation or saved with loss: above {middle:g} is the second class'
+    return {value: int(value > middle) for value in values}, note
 
 
 def read_values(root: Path) -> dict[int, str]:
-    """Return value -> class of a file that lists both, a class a line: numbers, or colours above ``_IS_COLOUR``.
+    """Read classes by value, a number or a colour above ``_IS_COLOUR``, from a file that lists both.
 
-    Such are label_colors.txt of CamVid, labelmap.txt of CVAT, class_dict.csv and _classes.csv of Roboflow.
+    Such files are label_colors.txt of CamVid, labelmap.txt of CVAT, class_dict.csv and _classes.csv of Roboflow.
 
     Raises:
         RunError: Two such files differ.
@@ -237,7 +249,7 @@ def read_values(root: Path) -> dict[int, str]:
 
 
 def _of_colours(
-    listed: dict[int, str], given: Optional[list[str]], mask: Path, seen: Seen, notes: list[str]
+    listed: dict[int, str], given: Optional[list[str]], mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
     """Return names and labels of colours, by a file that lists them, else those of Cityscapes or VOC."""
     from mmseg.utils import get_classes, get_palette
@@ -258,25 +270,27 @@ def _of_colours(
     if not listed and len(colours) == 2 and black in colours:
         return given or ['background', 'foreground'], {black: 0, colours[1]: 1}
     if not listed:
-        said = ', '.join(map(shown, colours[:12])) + ', ...' * (len(colours) > 12)
         raise RunError(
-            f'{mask} and others have the colours {said}: write label_colors.txt into DATA, a line "R G B NAME" a class.'
+            f'{mask} and others have the colours {shortened(map(format_value, colours))}: write label_colors.txt into '
+            'DATA, a line "R G B NAME" a class.'
         )
-    strange = {colour: seen.pixels[colour] for colour in colours if colour not in listed}
-    if sum(strange.values()) > sum(seen.pixels.values()) / 1000:
-        worst = max(strange, key=strange.__getitem__)
-        raise RunError(f'the label images have the colour {shown(worst)}, which the list of colours does not name.')
-    if strange:
-        notes.append(f'{sum(strange.values())} pixels of {len(strange)} colours that are not listed are ignored')
+    unknown = {colour: seen.pixels[colour] for colour in colours if colour not in listed}
+    if sum(unknown.values()) > sum(seen.pixels.values()) / 1000:
+        worst = max(unknown, key=unknown.__getitem__)
+        raise RunError(
+            f'the label images have the colour {format_value(worst)}, which the list of colours does not name.'
+        )
+    if unknown:
+        notes.append(f'{sum(unknown.values())} pixels of {len(unknown)} colours that are not listed are ignored')
     names = list(dict.fromkeys(listed.values()))
     if given and len(given) == len(names):
         renamed = dict(zip(names, given))
         names, listed = given, {value: renamed[name] for value, name in listed.items()}
-    return names, {**{c: names.index(name) for c, name in listed.items()}, **dict.fromkeys(strange, IGNORED)}
+    return names, {**{c: names.index(name) for c, name in listed.items()}, **dict.fromkeys(unknown, IGNORED)}
 
 
-def meaning(values: list[int], names: Optional[list[str]]) -> tuple[list[str], dict[int, int]]:
-    """Return class names, and value -> label if values are no labels.
+def interpret_values(values: list[int], names: Optional[list[str]]) -> tuple[list[str], dict[int, int]]:
+    """Return class names, and the labels by value if values are no labels.
 
     Args:
         values: Values in the label images, ascending.
@@ -286,21 +300,21 @@ def meaning(values: list[int], names: Optional[list[str]]) -> tuple[list[str], d
         RunError: Values and names do not fit.
     """
     labels = [value for value in values if value != IGNORED]
-    said = ', '.join(map(str, values[:12])) + ', ...' * (len(values) > 12)
+    listed = shortened(map(str, values))
     if len(values) < 2:
-        raise RunError(f'the label images have the value {said} alone: there is nothing to tell apart.')
+        raise RunError(f'the label images have the value {listed} alone: there is nothing to tell apart.')
     if len(values) == 2 and values[0] == 0 and values[1] > 1 and len(names or 'ab') == 2:
         return names or ['background', 'foreground'], {0: 0, values[1]: 1}
     if names is None:
         if labels[-1] < 2 * len(labels):
             return [f'class_{label}' for label in range(labels[-1] + 1)], {}
-        raise RunError(f'the label images have the values {said}: give --classes NAME ..., a name a value.')
+        raise RunError(f'the label images have the values {listed}: give --classes NAME ..., a name a value.')
     if labels[-1] < len(names):
         return names, {}
     for known in (labels, values):
         if len(known) == len(names):
             return names, {**{IGNORED: IGNORED}, **{value: label for label, value in enumerate(known)}}
     raise RunError(
-        f'the label images have the values {said}, and {len(names)} classes have names ({", ".join(names)}): name '
+        f'the label images have the values {listed}, and {len(names)} classes have names ({", ".join(names)}): name '
         'every value in their order, the background too.'
     )

@@ -16,11 +16,11 @@ from PIL import Image
 
 from ...utils.errors import RunError, described
 from .finding import SUFFIXES, read_names, split_of
-from .objects import Object, Photo, Pictures, checked_size, corners, ellipse, from_points, marks_of
+from .objects import Found, Object, Photo, Pictures, checked_size, corners, ellipse, from_points, marks_of
 
 
 class _Shape(NamedTuple):
-    """A shape as it was drawn."""
+    """A shape of a labelling tool."""
 
     name: str
     points: np.ndarray  # (N, 2) pixels, or the pixels of a mask (H, W) bool
@@ -59,24 +59,24 @@ def _of_mask(name: str, mask: np.ndarray, marks: frozenset) -> Object:
 
 
 def _placed(mask: np.ndarray, left: int, top: int, size: tuple[int, int]) -> np.ndarray:
-    """Return a mask of a whole image from its part at a place."""
+    """Return a mask of a whole image from a part of it."""
     whole = np.zeros(size[::-1], bool)
     part = mask[: size[1] - top, : size[0] - left]
     whole[top : top + part.shape[0], left : left + part.shape[1]] = part
     return whole
 
 
-def _classes(root: Path, photos: list[tuple[Photo, Optional[str]]], listed: Optional[list[str]] = None) -> list[str]:
+def _classes(root: Path, photos: list[Photo], listed: Optional[list[str]] = None) -> list[str]:
     """Return the classes in the order of a list, followed by those that it lacks."""
-    found = {item.name for photo, _ in photos for item in photo.objects if item.name is not None}
+    found = {item.name for photo in photos for item in photo.objects if item.name is not None}
     listed = listed or read_names(root, 'classes.txt', 'labels.txt') or []
     listed = [name for name in listed if name in found or not name.startswith('_')]
     return [*listed, *sorted(found - set(listed))]
 
 
 def _left_out(counts: Counter) -> list[str]:
-    said = ', '.join(f'{count} of kind {kind}' for kind, count in sorted(counts.items()))
-    return [f'shapes that are no boxes or outlines are left out: {said}'] * bool(counts)
+    listed = ', '.join(f'{count} of kind {kind}' for kind, count in sorted(counts.items()))
+    return [f'shapes that are no boxes or outlines are left out: {listed}'] * bool(counts)
 
 
 # -- LabelMe ----------------------------------------------------------------------------------------------------------
@@ -84,14 +84,13 @@ def _left_out(counts: Counter) -> list[str]:
 _OF_SHAPES = {'label', 'points', 'shape_type', 'group_id', 'flags', 'mask', 'attributes', 'direction', 'kie_linking'}
 
 
-def read_labelme(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str], list[str]]:
-    """Read LabelMe's JSON files, one an image, as X-AnyLabeling writes them too.
+def read_labelme(files: list[Path], root: Path, images: list[Path]) -> Found:
+    """Read JSON files of LabelMe and X-AnyLabeling, one an image.
 
     Raises:
         RunError: A file is not whole, or has no image.
     """
-    pictures, photos = Pictures(root, images), list[tuple[Photo, Optional[str]]]()
-    lost, flags = Counter[str](), set[str]()
+    pictures, photos, lost, flags = Pictures(root, images), list[Photo](), Counter[str](), set[str]()
     for path in files:
         content = _json(path)
         name = str(content.get('imagePath') or path.stem)
@@ -102,7 +101,7 @@ def read_labelme(files: list[Path], root: Path, images: list[Path]) -> tuple[lis
             objects = _objects(_labelme_shapes(content['shapes'], size, lost))
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise RunError(f'{path} cannot be read: {described(error)}') from error
-        photos.append((Photo(picture, size, objects), split_of(path.relative_to(root).parent)))
+        photos.append(Photo(picture, size, objects, split_of(path.relative_to(root).parent)))
     notes = [f'not used of the images: flags {", ".join(sorted(flags))}'] * bool(flags)
     return photos, _classes(root, photos), notes + _left_out(lost)
 
@@ -137,15 +136,13 @@ def _json(path: Path) -> Any:
 # -- CVAT -------------------------------------------------------------------------------------------------------------
 
 
-def read_cvat(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str], list[str]]:
+def read_cvat(files: list[Path], root: Path, images: list[Path]) -> Found:
     """Read CVAT XML 1.1 for images.
 
     Raises:
         RunError: A file is not whole, is one for videos, or names an image that is not there.
     """
-    pictures, photos = Pictures(root, images), list[tuple[Photo, Optional[str]]]()
-    labels: list[str] = []
-    lost: Counter[str] = Counter()
+    pictures, photos, lost, labels = Pictures(root, images), list[Photo](), Counter[str](), list[str]()
     for path in files:
         try:
             tree = ElementTree.parse(path).getroot()
@@ -162,33 +159,33 @@ def read_cvat(files: list[Path], root: Path, images: list[Path]) -> tuple[list, 
                 objects = _objects(_cvat_shapes(image, size, lost))
             except (KeyError, TypeError, ValueError) as error:
                 raise RunError(f'{path}, image {image.get("name")!r}: {described(error)}.') from error
-            said = split_of(Path(image.get('subset', ''))) or split_of(Path(image.get('name', '')).parent)
-            photos.append((Photo(picture, size, objects), said or split_of(path.relative_to(root))))
+            paths = Path(image.get('subset', '')), Path(image.get('name', '')).parent, path.relative_to(root)
+            photos.append(Photo(picture, size, objects, next(filter(None, map(split_of, paths)), None)))
     return photos, _classes(root, photos, list(dict.fromkeys(labels))), _left_out(lost)
 
 
 def _cvat_shapes(image: ElementTree.Element, size: tuple[int, int], lost: Counter) -> Iterator[_Shape]:
     for shape in image:
-        kind, given = shape.tag, shape.attrib
-        numbers = {key: float(value) for key, value in given.items() if _is_number(value)}
-        turn, marks = numbers.get('rotation', 0.0), marks_of(dict(occluded=given.get('occluded')))
+        kind, values = shape.tag, shape.attrib
+        numbers = {key: float(value) for key, value in values.items() if _is_number(value)}
+        turn, marks = numbers.get('rotation', 0.0), marks_of(dict(occluded=values.get('occluded')))
         marks |= marks_of({str(each.get('name')): each.text for each in shape.iter('attribute')})
         if kind == 'box':
             points = corners(tuple(numbers[key] for key in ('xtl', 'ytl', 'xbr', 'ybr')), turn)
             marks |= {'turned'} if turn % 180 else set()
         elif kind == 'polygon':
-            points = np.array([pair.split(',') for pair in given['points'].split(';')], float)
+            points = np.array([pair.split(',') for pair in values['points'].split(';')], float)
         elif kind == 'ellipse':
             points = ellipse(numbers['cx'], numbers['cy'], numbers['rx'], numbers['ry'], turn)
         elif kind == 'mask':  # run lengths of rows, background first
             left, top, width, height = (int(numbers[key]) for key in ('left', 'top', 'width', 'height'))
-            runs = [int(run) for run in given['rle'].split(',')]
+            runs = [int(run) for run in values['rle'].split(',')]
             part = np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(height, width)
             points = _placed(part, left, top, size)
         else:
             lost[kind] += 1
             continue
-        yield _Shape(given['label'], points, kind != 'box', marks, given.get('group_id'))
+        yield _Shape(values['label'], points, kind != 'box', marks, values.get('group_id'))
 
 
 def _is_number(text: str) -> bool:
@@ -202,14 +199,13 @@ def _is_number(text: str) -> bool:
 # -- Label Studio -----------------------------------------------------------------------------------------------------
 
 
-def read_label_studio(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str], list[str]]:
+def read_label_studio(files: list[Path], root: Path, images: list[Path]) -> Found:
     """Read Label Studio's JSON, also JSON-MIN. Tasks without annotation are left out.
 
     Raises:
         RunError: A file is not whole, has brush masks or turned images, or names an image that is not there.
     """
-    pictures, photos = Pictures(root, images), list[tuple[Photo, Optional[str]]]()
-    lost, several, open_tasks = Counter[str](), 0, 0
+    pictures, photos, lost, several, open_tasks = Pictures(root, images), list[Photo](), Counter[str](), 0, 0
     for path in files:
         for number, task in enumerate(_json(path)):
             results = [each for each in task.get('annotations') or task.get('completions') or () if _counts(each)]
@@ -228,7 +224,7 @@ def read_label_studio(files: list[Path], root: Path, images: list[Path]) -> tupl
                 objects = _objects(_studio_shapes(results[0]['result'], path, picture, lost))
             except (KeyError, TypeError, ValueError) as error:
                 raise RunError(f'{path}, task {task.get("id", number)}: {described(error)}.') from error
-            photos.append((Photo(picture, size, objects), split_of(picture.relative_to(root).parent)))
+            photos.append(Photo(picture, size, objects, split_of(picture.relative_to(root).parent)))
     notes = [f'{open_tasks} tasks without annotation are left out'] * bool(open_tasks)
     notes += [f'{several} tasks have several annotations: the first is read'] * bool(several)
     return photos, _classes(root, photos), notes + _left_out(lost)
@@ -239,7 +235,7 @@ def _counts(annotation: Any) -> bool:
 
 
 def _address(data: dict) -> str:
-    """Return the address of the image of a task: of all texts the one that ends like an image."""
+    """Return the address of the image of a task: the first text with the suffix of an image, else the first text."""
     texts = [value for value in data.values() if isinstance(value, str)]
     names = [text for text in texts if text.lower().partition('?d=')[0].partition('?')[0].endswith(SUFFIXES)]
     names += [text for text in texts if text.lower().endswith(SUFFIXES)]

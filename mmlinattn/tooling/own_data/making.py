@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The config for data as it was found, and a training step on it."""
+"""Write a config for a user's data, and try a training step with it."""
 
 import copy
 import io
@@ -35,7 +35,7 @@ _FROM_SCRATCH = 2e-4  # learning rate of AdamW in docs/real_images.md, without r
 
 
 class ConfigArgs(NamedTuple):
-    """The arguments of the command line."""
+    """Arguments of the command line."""
 
     data: Path
     task: str
@@ -71,13 +71,13 @@ def _portable(args: ConfigArgs, path: Any) -> str:
 
 
 def make_config(args: ConfigArgs) -> tuple[list[str], Trial]:
-    """Look at the data, write the config and its annotation files, and train and predict with it once.
+    """Read the data, write the config and its annotation files, and train and predict with it once.
 
     Returns:
         Notes for the user, a line each, and the result of the training step.
 
     Raises:
-        RunError: The data is not of the task, or not right, or no config has the backbone; in one line.
+        RunError: The data is not of the task or has faults, or no config has the backbone.
     """
     if not args.data.exists():
         raise RunError(f'DATA {str(args.data)!r}: no such folder.')
@@ -97,42 +97,42 @@ def make_config(args: ConfigArgs) -> tuple[list[str], Trial]:
     if skipped:
         data.notes.append(f'{len(skipped)} files are of a kind that is not read, as {skipped[0].name}: left out')
     data.notes.extend(page_notes(path for paths in data.images.values() for path in paths))
-    form = image_format(data.images['train'], args.channels)
+    pixels = image_format(data.images['train'], args.channels)
     base = _base(args, data)
     cfg = Config.fromfile(str(project_files('configs') / f'{base}.py'))
-    values, notes = _values(args, data, form, cfg, base.rpartition('/')[2])
+    values, notes = _values(args, data, pixels, cfg, base.rpartition('/')[2])
     for split, text in data.annotations.items():
         _file(args, split).write_text(text, encoding='utf-8')
     counts = ', '.join(f'{len(paths)} of {split}' for split, paths in data.images.items())
     found = f'{data.kind}: {counts}; {len(data.classes)} classes: {", ".join(data.classes)}'
-    first = f'# {printable(found)}; by tools/make_config.py of mmlinattn\n{_BASE % base}\n'
-    said = ''.join(statement(key, value) for key, value in values.items())
-    args.out.write_text(first + said, encoding='utf-8')
+    header = f'# {printable(found)}; by tools/make_config.py of mmlinattn\n{_BASE % base}\n'
+    body = ''.join(statement(key, value) for key, value in values.items())
+    args.out.write_text(header + body, encoding='utf-8')
     trial = _try(args)
-    return [found, *data.notes, *form.notes, *notes, *_durations(args, values, data, trial)], trial
+    return [found, *data.notes, *pixels.notes, *notes, *_durations(args, values, data, trial)], trial
 
 
 def _base(args: ConfigArgs, data: OwnData) -> str:
-    """The config to inherit."""
+    """Return the name of the config to inherit."""
     order = ['retinanet_1x', 'maskrcnn_1x', 'cascade_3x', 'fpn_80k', 'upernet_160k', 'in1k']
     order = order[1:] + order[:1] if data.masks else order
     scope = TASKS[args.task]
-    there = {name: kinds for (name, other), kinds in recipes().items() if other == scope}
-    kind = next((kind for kind in order if kind in there.get(args.backbone, ())), None)
+    known = {name: kinds for (name, other), kinds in recipes().items() if other == scope}
+    kind = next((kind for kind in order if kind in known.get(args.backbone, ())), None)
     if kind is None:
         raise RunError(
-            f'--backbone {args.backbone!r} has no config for {args.task}; these have: {", ".join(sorted(there))}'
+            f'--backbone {args.backbone!r} has no config for {args.task}; these have: {", ".join(sorted(known))}'
         )
     return f'{scope}/{args.backbone}_{kind}'
 
 
 def _file(args: ConfigArgs, split: str) -> Path:
-    """The annotation file of a split, beside the config."""
+    """Return the annotation file of a split, beside the config."""
     return args.out.with_name(f'{args.out.stem}_{split}.{"json" if args.task == "detection" else "txt"}')
 
 
 def _fitted(node: Any, num_classes: int) -> Any:
-    """Heads for so many classes, and batch norms of one process."""
+    """Return a model config with ``num_classes`` in all heads, and batch norms of one process."""
     if isinstance(node, (list, tuple)):
         return type(node)(_fitted(item, num_classes) for item in node)
     if not isinstance(node, dict):
@@ -146,9 +146,9 @@ def _fitted(node: Any, num_classes: int) -> Any:
 
 
 def _values(
-    args: ConfigArgs, data: OwnData, form: ImageFormat, cfg: Config, stem: str
+    args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config, stem: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """The settings of the config, name -> value, and notes on them for the user."""
+    """Return the settings of the config by name, and notes on them for the user."""
     whole, batch = cfg.to_dict(), args.batch or _BATCH[args.task]
     notes: list[str] = []
     root = _portable(args, args.root).rstrip('/')
@@ -159,7 +159,7 @@ def _values(
         model['roi_head'].update(mask_roi_extractor=None, mask_head=None)
 
     weights = find_backbone(args.backbone, TASKS[args.task]).checkpoint
-    is_scratch = args.scratch or form.mean is not None or weights is None
+    is_scratch = args.scratch or pixels.mean is not None or weights is None
     if is_scratch:
         notes.append('it learns from scratch' + ': no weights of this backbone are released' * (weights is None))
     is_whole = not is_scratch and stem in released_checkpoints()
@@ -171,21 +171,21 @@ def _values(
         values['load_from'] = f'mmlinattn://{stem}'
     most = _widen(model, data, notes)
 
-    seen: dict[str, Any] = dict(num_classes=len(data.classes)) if args.task == 'classification' else {}
-    if form.mean is not None and form.std is not None:
-        model['backbone']['in_channels'] = form.channels
-        mean, std = form.mean, form.std
+    preprocessor: dict[str, Any] = dict(num_classes=len(data.classes)) if args.task == 'classification' else {}
+    if pixels.mean is not None and pixels.std is not None:
+        model['backbone']['in_channels'] = pixels.channels
+        mean, std = pixels.mean, pixels.std
         if args.task == 'detection' and len(mean) not in (1, 3):  # MMEngine takes no others
             mean, std = [sum(mean) / len(mean)], [sum(std) / len(std)]
         flag = 'to_rgb' if args.task == 'classification' else 'bgr_to_rgb'
-        seen.update({'mean': mean, 'std': std, flag: False})
-    train, test, size = _pipelines(args, data, form, cfg)
+        preprocessor.update({'mean': mean, 'std': std, flag: False})
+    train, test, size = _pipelines(args, data, pixels, cfg)
     if args.task == 'segmentation':
-        seen['size'] = (size, size)
+        preprocessor['size'] = (size, size)
     if args.task == 'classification':
-        values['data_preprocessor'] = seen
+        values['data_preprocessor'] = preprocessor
     else:
-        model['data_preprocessor'] = {**model['data_preprocessor'], **seen}
+        model['data_preprocessor'] = {**model['data_preprocessor'], **preprocessor}
     values.update(model=difference(whole['model'], model), train_pipeline=train, test_pipeline=test)
 
     kind = {'segmentation': 'BaseSegDataset', 'classification': 'CustomDataset'}.get(args.task)
@@ -194,13 +194,14 @@ def _values(
         dataset: dict[str, Any] = dict(_delete_=True, type=kind) if kind else {}
         ann_file, settings = _portable(args, _file(args, split)), dict(data.settings[split])
         if isinstance(settings['data_prefix'], dict):
-            prefixes = settings['data_prefix'].items()
-            near = {key: f'{_portable(args, path)}/' if os.path.isabs(path) else path for key, path in prefixes}
-            settings['data_prefix'] = near
+            settings['data_prefix'] = {
+                key: f'{_portable(args, path)}/' if os.path.isabs(path) else path
+                for key, path in settings['data_prefix'].items()
+            }
         dataset.update(data_root=_Code('data_root'), metainfo=_Code('metainfo'), ann_file=ann_file, **settings)
         dataset['pipeline'] = _Code('train_pipeline' if split == 'train' else 'test_pipeline')
         loader['dataset'] = dataset
-        if split == 'train' and args.task == 'detection':  # all that was counted: background, and images below 32 px
+        if split == 'train' and args.task == 'detection':  # keep background, and images below 32 px
             dataset['filter_cfg'] = dict(filter_empty_gt=False, min_size=1)
         if split == 'train' or args.task == 'classification':
             loader['batch_size'] = batch
@@ -220,14 +221,14 @@ def _values(
         if 'val_evaluator' in values:
             values['test_evaluator'] = _Code('val_evaluator')
 
-    given = cfg.optim_wrapper.optimizer.lr
+    recipe_rate = cfg.optim_wrapper.optimizer.lr
     base_batch = (cfg.get('auto_scale_lr') or {}).get('base_batch_size', 16)
-    rate = _FROM_SCRATCH if is_scratch else float(f'{given * batch / base_batch:.2g}')
+    rate = _FROM_SCRATCH if is_scratch else float(f'{recipe_rate * batch / base_batch:.2g}')
     values['optim_wrapper'] = dict(optimizer=dict(lr=rate))
     values['auto_scale_lr'] = dict(base_batch_size=batch)
     values.update(_schedule(args.task, len(data.images['train']) / batch, cfg))
-    said = '' if is_scratch else f" (the recipe's {given:g} is for {base_batch})"
-    notes.append(f'learning rate {rate:g} for {batch} images a step{said}')
+    origin = '' if is_scratch else f" (the recipe's {recipe_rate:g} is for {base_batch})"
+    notes.append(f'learning rate {rate:g} for {batch} images a step{origin}')
     return values, notes
 
 
@@ -235,7 +236,7 @@ def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
     """Fit the limits of a detector to its densest image, and its assigners to ignored objects.
 
     Returns:
-        The most boxes that it gives for an image.
+        The most boxes an image that the detector returns.
     """
     test = model.get('test_cfg') or {}
     limits = test.get('rcnn', test)
@@ -270,40 +271,39 @@ def _durations(args: ConfigArgs, values: dict, data: OwnData, trial: Optional[Tr
     epochs, batch = values.get('max_epochs', 0), values['train_dataloader']['batch_size']
     images = epochs * len(data.images['train']) or values['max_iters'] * batch
     hours = trial.seconds / 2 * images * pixels / (width * height) / 3600
-    said = f'{hours:.1f} h' if hours >= 1 else f'{max(1, round(60 * hours))} min'
+    duration = f'{hours:.1f} h' if hours >= 1 else f'{max(1, round(60 * hours))} min'
     length = f'{epochs} epochs' if epochs else f'{values["max_iters"]} steps of {batch}'
     step = f'a step of 2 images of {width}x{height} took {trial.seconds:.1f} s on the CPU'
-    return [f'{step}; the whole, {length}, takes about {said} on it, validation aside']
+    return [f'{step}; the whole, {length}, takes about {duration} on it, validation aside']
 
 
-def _pipelines(args: ConfigArgs, data: OwnData, form: ImageFormat, cfg: Config) -> tuple[Any, Any, int]:
-    """Transforms of training and test, and the side of the images in training."""
+def _pipelines(args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config) -> tuple[Any, Any, int]:
+    """Return the transforms of training and test, and the side of the images in training."""
     loading: dict[str, Any] = dict(type='LoadImageFromFile')
-    if form.mean is not None:
+    if pixels.mean is not None:
         loading.update(color_type='unchanged', to_float32=True)
     flip: dict[str, Any] = dict(type='RandomFlip', prob=0.5)
-    long, short = max(form.width, form.height), min(form.width, form.height)
+    long, short = max(pixels.width, pixels.height), min(pixels.width, pixels.height)
     if args.task == 'detection':
-        shrink = args.size / long if args.size else min(1, 1333 / long, 800 / short)
-        scale = (round(long * shrink), round(short * shrink))
+        ratio = args.size / long if args.size else min(1, 1333 / long, 800 / short)
+        scale = (round(long * ratio), round(short * ratio))
         resize = dict(type='Resize', scale=scale, keep_ratio=True)
-        drawn = dict(type='LoadAnnotations', with_bbox=True, **(dict(with_mask=True) if data.masks else {}))
+        labels = dict(type='LoadAnnotations', with_bbox=True, **(dict(with_mask=True) if data.masks else {}))
         keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')
-        train = [loading, drawn, resize, flip, dict(type='PackDetInputs')]
-        return train, [loading, resize, drawn, dict(type='PackDetInputs', meta_keys=keys)], max(scale)
+        train = [loading, labels, resize, flip, dict(type='PackDetInputs')]
+        return train, [loading, resize, labels, dict(type='PackDetInputs', meta_keys=keys)], max(scale)
     if args.task == 'segmentation':
         side = args.size or max(32, min(512, short // 32 * 32))
-        drawn, pack = dict(type='LoadAnnotations'), dict(type='PackSegInputs')
-        whole = [dict(type='Resize', scale=(2048, 1024), keep_ratio=True)] if long > 2048 else []
-        zoom = dict(
-            type='RandomResize', scale=(2048, 1024) if whole else (long, short), ratio_range=(0.5, 2.0), keep_ratio=True
-        )
+        labels, pack = dict(type='LoadAnnotations'), dict(type='PackSegInputs')
+        scale = (2048, 1024) if long > 2048 else (long, short)
+        shrink = [dict(type='Resize', scale=scale, keep_ratio=True)] if long > 2048 else []
+        zoom = dict(type='RandomResize', scale=scale, ratio_range=(0.5, 2.0), keep_ratio=True)
         crop = dict(type='RandomCrop', crop_size=(side, side), cat_max_ratio=0.75)
-        colours = [dict(type='PhotoMetricDistortion')] if form.mean is None else []
-        return [loading, drawn, zoom, crop, flip, *colours, pack], [loading, *whole, drawn, pack], side
-    given = next(step for step in cfg.train_pipeline if step.type == 'RandomResizedCrop').scale
-    side = args.size or given
-    if form.mean is None and side == given:
+        colours = [dict(type='PhotoMetricDistortion')] if pixels.mean is None else []
+        return [loading, labels, zoom, crop, flip, *colours, pack], [loading, *shrink, labels, pack], side
+    recipe_side = next(step for step in cfg.train_pipeline if step.type == 'RandomResizedCrop').scale
+    side = args.size or recipe_side
+    if pixels.mean is None and side == recipe_side:
         return _Code('_base_.train_pipeline'), _Code('_base_.test_pipeline'), side
     cut, pack = dict(type='RandomResizedCrop', scale=side), dict(type='PackInputs')
     flip['direction'] = 'horizontal'
@@ -311,7 +311,7 @@ def _pipelines(args: ConfigArgs, data: OwnData, form: ImageFormat, cfg: Config) 
 
 
 def _schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
-    """Loops, learning rates and checkpoints for so many steps an epoch: a recipe's warm-up may be longer than all."""
+    """Return loops, learning rates and checkpoints for a number of steps an epoch; a recipe may be too long."""
     if task == 'segmentation':
         total = min(cfg.train_cfg.max_iters, max(4000, round(50 * steps)))
         every, warm = max(1, total // 10), min(1500, total // 10)
@@ -344,7 +344,7 @@ def _schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
 
 
 def _try(args: ConfigArgs) -> Trial:
-    """One training step and one prediction, on images of the data; those of a detector made smaller."""
+    """Run a training step and a prediction on images of the data; a detector's are made smaller."""
     cfg, scope = read_config(str(args.out)), TASKS[args.task]
     init_default_scope(scope)
     source = Upstream(str(args.out), cfg, scope)
@@ -360,7 +360,7 @@ def _try(args: ConfigArgs) -> Trial:
                     step.scale = tuple(max(32, side * 384 // max(384, *step.scale)) for side in step.scale)
             with quiet(), redirect_stdout(io.StringIO()):  # pycocotools prints
                 batches.append(next(iter(Runner.build_dataloader(loader, seed=0))))
-    except Exception as error:  # transforms and data sets raise anything
+    except Exception as error:  # data sets and transforms raise errors of any kind
         raise RunError(f'{args.out}: the data cannot be read: {printable(described(error))}') from error
     size = source.image_size or (384, 384)
     trial = try_model(source.model, source, size, cfg.optim_wrapper.to_dict(), (batches[0], batches[1]))

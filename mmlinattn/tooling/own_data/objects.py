@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Objects in images, as readers of all formats give them."""
+"""Objects in images, the common result of the readers of all formats."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ class Object(NamedTuple):
     name: Optional[str]  # class; None for a region that is ignored for every class
     box: tuple  # left, top, right, bottom in pixels
     outline: Any = None  # polygons [[x, y, ...], ...] in pixels or run lengths, as COCO has them
-    marks: frozenset = frozenset()  # further statements of the annotation: 'crowd', 'turned', 'attribute color'
+    marks: frozenset = frozenset()  # further statements of the annotation, e.g. 'crowd', 'turned'
     area: float = 0.0  # square pixels; 0 if the format has none
 
     @property
@@ -39,25 +39,26 @@ class Photo(NamedTuple):
     path: Path
     size: tuple[int, int]  # width, height
     objects: list[Object]
+    split: Optional[str] = None  # 'train', 'val' or 'test', None if unknown
 
     @property
     def classes(self) -> set[str]:
-        """Classes that the image teaches."""
+        """Classes of the objects that are learnt."""
         return {item.name for item in self.objects if item.name is not None and not item.is_ignored}
 
 
 def marks_of(attributes: dict[str, Any]) -> frozenset:
-    """Name the statements of an object's attributes: those that are unset, 0, false or 'Unspecified' say nothing."""
-    said = [str(key) for key, value in attributes.items() if _says_something(value)]
-    return frozenset(_ATTRIBUTES.get(key.lower(), key if key in _KNOWN else key.lower()) for key in said)
+    """Name the attributes of an object that are set: not empty, 0, false or 'Unspecified'."""
+    names = [str(key) for key, value in attributes.items() if _is_set(value)]
+    return frozenset(_ATTRIBUTES.get(key.lower(), key if key in _KNOWN else key.lower()) for key in names)
 
 
 _KNOWN = IGNORED | {'turned', 'truncated', 'occluded', 'score', 'keypoints', 'parts'}
 
 
-def _says_something(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     if isinstance(value, (dict, list, tuple)):
-        return any(map(_says_something, value.values() if isinstance(value, dict) else value))
+        return any(map(_is_set, value.values() if isinstance(value, dict) else value))
     return value is not None and str(value).strip().lower() not in _NOTHING
 
 
@@ -79,35 +80,40 @@ def corners(box: tuple, degrees: float = 0.0, pivot: Optional[tuple] = None) -> 
     """Return the corners ``(4, 2)`` of a box that is turned clockwise, around its centre or a pivot."""
     left, top, right, bottom = box
     points = np.array([(left, top), (right, top), (right, bottom), (left, bottom)], float)
-    centre = np.array(pivot or ((left + right) / 2, (top + bottom) / 2))
-    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    return (points - centre) @ np.array([[cos, sin], [-sin, cos]]) + centre
+    return _turned(points, degrees, np.array(pivot or ((left + right) / 2, (top + bottom) / 2)))
 
 
 def ellipse(x: float, y: float, rx: float, ry: float, degrees: float = 0.0) -> np.ndarray:
     """Return 36 points ``(36, 2)`` of an ellipse that is turned clockwise around its centre."""
     angles = np.linspace(0, 2 * math.pi, 36, endpoint=False)
+    centre = np.array((x, y))
+    return _turned(np.stack([rx * np.cos(angles), ry * np.sin(angles)], 1) + centre, degrees, centre)
+
+
+def _turned(points: np.ndarray, degrees: float, centre: np.ndarray) -> np.ndarray:
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    points = np.stack([rx * np.cos(angles), ry * np.sin(angles)], 1)
-    return points @ np.array([[cos, sin], [-sin, cos]]) + (x, y)
+    return (points - centre) @ np.array([[cos, sin], [-sin, cos]]) + centre
 
 
 def checked_size(file: Path, picture: Path, width: Any = None, height: Any = None) -> tuple[int, int]:
-    """Return width and height of an image. The size in the annotations has to agree, unless it is 0 or missing.
+    """Return width and height of an image.
 
     Raises:
-        RunError: They differ.
+        RunError: The annotation file has another size, neither 0 nor missing.
     """
     size = image_size(picture)
     try:
-        said = (int(float(width or 0)), int(float(height or 0)))
+        expected = (int(float(width or 0)), int(float(height or 0)))
     except (TypeError, ValueError):
         raise RunError(f'{file}: {width!r} x {height!r} is no size of an image.') from None
-    if all(said) and said != size:
-        raise RunError(
-            f'{file} has an image of {said[0]}x{said[1]}, and {picture} is {size[0]}x{size[1]} (turned by EXIF?).'
-        )
+    if all(expected) and expected != size:
+        text = f'{file} has an image of {expected[0]}x{expected[1]}'
+        raise RunError(f'{text}, and {picture} is {size[0]}x{size[1]} (turned by EXIF?).')
     return size
+
+
+# images, classes in the order of the labels, notes for the user
+Found = tuple[list[Photo], list[str], list[str]]
 
 
 class Pictures:
@@ -128,27 +134,26 @@ class Pictures:
         return name.replace('\\', '/').rpartition('/')[2] in self.by_name
 
     def find(self, file: Path, name: str, is_upload: bool = False) -> Path:
-        """Return the image of a name, path or address: of several, the one with the most folders alike.
+        """Return the image of a name, path or address: of several, the one with the most parent folders in common.
 
         Among equal ones, images beside the file and in VOC's JPEGImages are preferred.
 
         Args:
-            file: The annotation file, for messages and for paths relative to it.
-            name: As it is written there; the ending may lack.
-            is_upload: Label Studio puts eight characters and a hyphen before the name.
+            file: The annotation file, for messages and relative paths.
+            name: Name in that file, with or without suffix.
+            is_upload: Label Studio prepends eight characters and a hyphen to the name.
 
         Raises:
-            RunError: There is none, or several would do.
+            RunError: No image matches, or several do.
         """
         parts = unquote(str(name)).replace('\\', '/').split('?d=')[-1].split('?')[0].split('/')
         names = [parts[-1], *([parts[-1].partition('-')[2]] if is_upload and '-' in parts[-1] else [])]
         found = next((self.by_name[each] for each in names if each in self.by_name), [])
         if not found:
             raise RunError(f'{file} names the image {str(name)!r}, which is in no folder below {self.root}.')
-
         ours = file.relative_to(self.root).parts[:-1]
 
-        def alike(path: Path) -> tuple:
+        def rank(path: Path) -> tuple:
             theirs = path.relative_to(self.root).parts[:-1]
             pairs = [one == other for one, other in zip(reversed(theirs), reversed(parts[:-1]))]
             same = (*pairs, False).index(False)
@@ -156,8 +161,8 @@ class Pictures:
             is_label = any('Segmentation' in part for part in theirs)
             return same, ours == theirs, 'JPEGImages' in theirs, not is_label, differing <= 1
 
-        best = max(map(alike, found))
-        found = [path for path in found if alike(path) == best]
+        best = max(map(rank, found))
+        found = [path for path in found if rank(path) == best]
         if len(found) > 1:
             raise RunError(f'{file}: {str(name)!r} may be {found[0]} or {found[1]}; keep one.')
         return found[0]

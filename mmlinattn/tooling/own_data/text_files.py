@@ -10,10 +10,10 @@ import yaml
 
 from ...utils.errors import RunError, described
 from .finding import SUFFIXES, find, image_size, read_lines, read_lists, read_names, split_of
-from .objects import Object, Photo, Pictures, from_points, marks_of
+from .objects import Found, Object, Photo, Pictures, from_points, marks_of
 
 
-def read_yolo(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str], list[str]]:
+def read_yolo(files: list[Path], root: Path, images: list[Path]) -> Found:
     """Read every image with its text file. Its split is that of data.yaml, else of its folder.
 
     Raises:
@@ -34,13 +34,12 @@ def read_yolo(files: list[Path], root: Path, images: list[Path]) -> tuple[list, 
             'or data.yaml with names: [...].'
         )
     listed = _yolo_splits(root, content, images)
-    has_points = 'kpt_shape' in content
-    photos: list[tuple[Photo, Optional[str]]] = []
+    photos = []
     for path in images:
         split = listed.get(path) if listed else split_of(path.parent.relative_to(root))
-        photos.append((_yolo_photo(root, path, classes, has_points), split))
+        photos.append(_yolo_photo(root, path, classes, 'kpt_shape' in content)._replace(split=split))
     notes = _unpaired(root, images)
-    outlines = [item.outline for photo, _ in photos for item in photo.objects]
+    outlines = [item.outline for photo in photos for item in photo.objects]
     if outlines and all(outline and len(outline[0]) == 8 for outline in outlines):
         notes.append('all outlines have four points, as turned boxes have: they are learnt as masks')
     return photos, classes, notes
@@ -67,20 +66,20 @@ def _yolo_splits(root: Path, content: dict, images: list[Path]) -> dict[Path, st
         given = content.get(split)
         for entry in given if isinstance(given, list) else [given] if given and isinstance(given, str) else []:
             inside = Path(*(part for part in Path(str(entry)).parts if part not in ('..', '.', '/')))
-            places = [root / str(content.get('path') or '') / str(entry), root / inside]
-            place = next((place for place in places if place.exists() and place.resolve() != root.resolve()), None)
+            paths = [root / str(content.get('path') or '') / str(entry), root / inside]
+            source = next((path for path in paths if path.exists() and path.resolve() != root.resolve()), None)
             if split != 'train' and given == content.get('train'):
                 continue
-            if place is None:
+            if source is None:
                 lost += [] if split == 'test' else [f'{split}: {entry}']
                 continue
-            if place.is_file():
-                found = [root / line for line in read_lines(place)]
+            if source.is_file():
+                found = [root / line for line in read_lines(source)]
                 missing = [path for path in found if path.resolve() not in known]
                 if missing:
-                    raise RunError(f'{place} names the image {missing[0]}, which is not there.')
+                    raise RunError(f'{source} names the image {missing[0]}, which is not there.')
             else:
-                found = find(place, *SUFFIXES)
+                found = find(source, *SUFFIXES)
             listed.update({known[path.resolve()]: split for path in found if path.resolve() in known})
     if lost and listed:
         raise RunError(f'{root}: the YAML file says {lost[0]!r}, which is not there, and the others are.')
@@ -108,9 +107,14 @@ def _unpaired(root: Path, images: list[Path]) -> list[str]:
 
 
 def _yolo_photo(root: Path, path: Path, classes: list[str], has_points: bool = False) -> Photo:
-    """Read the text file of an image: boxes, or outlines of three points or more; without one it has no object.
+    """Read the text file of an image, if there is one: boxes, or outlines of three points or more.
 
-    ``has_points``: Key points follow each box."""
+    Args:
+        root: Folder of the data set.
+        path: The image.
+        classes: Class names.
+        has_points: Key points follow each box.
+    """
     file, size = _yolo_file(root, path), image_size(path)
     objects: list[Object] = []
     for number, line in enumerate(read_lines(file) if file.is_file() else [], 1):
@@ -137,13 +141,13 @@ def _yolo_photo(root: Path, path: Path, classes: list[str], has_points: bool = F
     return Photo(path, size, objects)
 
 
-def read_kitti(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str], list[str]]:
+def read_kitti(files: list[Path], root: Path, images: list[Path]) -> Found:
     """Read KITTI's label files: type, truncated, occluded, alpha, left, top, right, bottom, then seven fields of 3D.
 
     Raises:
         RunError: A line is none of KITTI's, or a file has no image.
     """
-    pictures, photos = Pictures(root, images), list[tuple[Photo, Optional[str]]]()
+    pictures, photos = Pictures(root, images), list[Photo]()
     lists, _ = read_lists(root, 'ImageSets', {path.stem for path in files})
     for path in files:
         lines = [line.split() for line in read_lines(path)]
@@ -160,6 +164,6 @@ def read_kitti(files: list[Path], root: Path, images: list[Path]) -> tuple[list,
             objects.append(item._replace(marks=marks))
         picture = pictures.find(path, f'{path.parent.parent.name}/image_2/{path.stem}')
         split = lists.get(path.stem) if lists else split_of(path.relative_to(root).parent)
-        photos.append((Photo(picture, image_size(picture), objects), split))
-    classes = sorted({str(item.name) for photo, _ in photos for item in photo.objects})
+        photos.append(Photo(picture, image_size(picture), objects, split))
+    classes = sorted({str(item.name) for photo in photos for item in photo.objects})
     return photos, read_names(root, 'classes.txt') or classes, ['of KITTI the boxes are learnt, nothing in 3D']

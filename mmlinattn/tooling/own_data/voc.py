@@ -4,34 +4,32 @@
 import math
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
 
 from ...utils.errors import RunError, described
 from .finding import read_lists, read_names, split_of
-from .objects import Object, Photo, Pictures, checked_size, corners, from_points, marks_of
+from .objects import Found, Object, Photo, Pictures, checked_size, corners, from_points, marks_of
 
 
-def read_voc_files(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str], list[str]]:
+def read_voc_files(files: list[Path], root: Path, images: list[Path]) -> Found:
     """Read every XML file with the image of its name. Its split is that of ImageSets/Main, else of its folder.
 
     Raises:
         RunError: A file is not whole, or has no image.
     """
     lists, source = read_lists(root, 'Main', {path.stem for path in files})
-    photos: list[tuple[Photo, Optional[str]]] = []
-    pictures, owners = Pictures(root, images), dict[Path, Path]()
+    pictures, owners, photos = Pictures(root, images), dict[Path, Path](), list[Photo]()
     for path in [path for path in files if not lists or path.stem in lists]:
         picture = pictures.find(path, path.stem)
         if owners.setdefault(picture, path) != path:
             raise RunError(f'{owners[picture]} and {path} are both of the image {picture}.')
         split = lists[path.stem] if lists else split_of(path.parent.relative_to(root))
-        photos.append((read_voc(path, picture), split))
-    missing = set(lists) - {photo.path.stem for photo, _ in photos}
+        photos.append(read_voc(path, picture)._replace(split=split))
+    missing = set(lists) - {photo.path.stem for photo in photos}
     if missing:
         raise RunError(f'{source} names {min(missing)}, of which there is no XML file.')
-    found = {str(item.name) for photo, _ in photos for item in photo.objects}
+    found = {str(item.name) for photo in photos for item in photo.objects}
     classes = read_names(root, 'classes.txt', 'labelmap.txt') or sorted(found)
     if found - set(classes):
         raise RunError(f'the XML files have boxes of {min(found - set(classes))!r}, which classes.txt does not list.')
@@ -46,13 +44,13 @@ def read_voc(path: Path, picture: Path) -> Photo:
     """
     try:
         tree = ElementTree.parse(path).getroot()
-        given = [tree.findtext(f'size/{side}') for side in ('width', 'height')]
+        size = [tree.findtext(f'size/{side}') for side in ('width', 'height')]
         objects = [_object(item) for item in tree.iter('object')]
         if not all(math.isfinite(edge) for item in objects for edge in item.box):
             raise ValueError('a box that is no number')
     except (OSError, ElementTree.ParseError, ValueError) as error:
         raise RunError(f'{path} cannot be read: {described(error)}') from error
-    return Photo(picture, checked_size(path, picture, *given), objects)
+    return Photo(picture, checked_size(path, picture, *size), objects)
 
 
 def _object(item: ElementTree.Element) -> Object:

@@ -61,14 +61,8 @@ def test_the_runner_builds_the_safe_hook_with_all_settings(tmp_path, kind):
 def test_every_setting_of_the_hook_counts(tmp_path):
     out = tmp_path / 'out' / 'work'
     settings = dict(interval=2, by_epoch=False, save_optimizer=False, save_param_scheduler=False, max_keep_ckpts=2)
-    runner = runner_of(
-        tmp_path / 'work',
-        dict(by_epoch=False, max_iters=6),
-        filename_tmpl='at_{}.pth',
-        out_dir=str(tmp_path / 'out'),
-        **settings,
-    )
-    runner.train()
+    settings.update(filename_tmpl='at_{}.pth', out_dir=str(tmp_path / 'out'))
+    runner_of(tmp_path / 'work', dict(by_epoch=False, max_iters=6), **settings).train()
     assert files(out) == ['at_4.pth', 'at_6.pth']
     assert (tmp_path / 'work' / 'last_checkpoint').read_text() == str(out / 'at_6.pth')
     saved = load_file(out / 'at_6.pth')  # by the safe loader
@@ -108,19 +102,15 @@ def test_a_best_checkpoint_of_a_repeated_name_stays(tmp_path, metrics):
     names = sorted(f'best_{metric.replace("/", "_")}_epoch_2.pth' for metric in metrics)
     assert [name for name in files(tmp_path) if 'best' in name] == names
     # the last checkpoint is saved once more after the best, and counts once
-    assert runner.message_hub.get_info('keep_ckpt_ids') == [1, 2] and {'epoch_1.pth', 'epoch_2.pth'} < {
-        *files(tmp_path)
-    }
+    assert runner.message_hub.get_info('keep_ckpt_ids') == [1, 2]
+    assert {'epoch_1.pth', 'epoch_2.pth'} < {*files(tmp_path)}
 
 
-def test_a_disk_that_is_full_from_the_start(tmp_path, full_disk):
+def test_full_disk_at_the_first_and_at_the_best_checkpoint(tmp_path, full_disk):
     full_disk('epoch_1.pth')
     with pytest.raises(RunError, match='epoch_1.pth could not be written: No space left on device. Make room'):
         runner_of(tmp_path).train()
-
-
-def test_full_disk_leaves_the_previous_best_checkpoint(tmp_path, full_disk):
     full_disk('best_acc_epoch_2.pth')
     with pytest.raises(RunError, match='the best checkpoint could not be written.*best_acc_epoch_1.pth is intact'):
-        runner_of(tmp_path, save_best='acc').train()
-    assert 'best_acc_epoch_1.pth' in files(tmp_path)
+        runner_of(tmp_path / 'best', save_best='acc').train()
+    assert 'best_acc_epoch_1.pth' in files(tmp_path / 'best')

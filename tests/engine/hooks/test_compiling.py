@@ -150,7 +150,7 @@ def losses(model, steps=20, autocasts=False):
 @pytest.mark.slow
 @pytest.mark.parametrize(('how', 'options'), [('plain', {}), *((how, EAGER) for how in ('with_cp', 'autocasts'))])
 def test_losses_of_twenty_steps(how, options, monkeypatch, tmp_path):
-    """One graph at three sizes, once by Inductor (slow) with an empty cache, whose code may be of one size."""
+    """Compile one graph for three sizes, once by Inductor (slow) with an empty cache, as cached code may serve one."""
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
     torch.manual_seed(0)
     eager = ravlt(depths=(2, 1, 1, 1), out_indices=(0,), with_cp=how == 'with_cp')
@@ -173,7 +173,7 @@ def train_apart(rank, folder, compiles):
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path):
+def test_losses_of_two_processes(tmp_path):
     for compiles in (0, 1):
         torch.multiprocessing.spawn(train_apart, (tmp_path, compiles), nprocs=2)
     for rank in (0, 1):
@@ -186,13 +186,12 @@ def test_stochastic_depth_with_a_rate_in_a_tensor():
     """Blocks of different rates share a graph, the first one with a rate of 0 among them. The rate is no buffer:
     EMAHook pairs those of a model and its copy by their order."""
     model = ravlt(drop_path_rate=0.5).double()
-    buffers = [name for name, _ in model.named_buffers()]
+    names = [*model.state_dict(), *dict(model.named_buffers())]
     rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
-    keys = list(model.state_dict())
     assert len(set(rates)) > 3
     for _ in range(2):  # once more changes nothing
         compile_blocks(model, backend='eager')
-    assert list(model.state_dict()) == keys and [name for name, _ in model.named_buffers()] == buffers
+    assert [*model.state_dict(), *dict(model.named_buffers())] == names
     paths = [module for module in model.modules() if isinstance(module, SharedDropPath)]
     assert [path.keep_rate.item() for path in paths] == pytest.approx([1, *(1 - rate for rate in rates)])
     x = torch.randn(4, 2, 3, dtype=torch.float64)
@@ -206,7 +205,7 @@ def test_stochastic_depth_with_a_rate_in_a_tensor():
     without = ravlt(drop_path_rate=0.0)
     compile_blocks(without, backend='eager')
     assert not any(isinstance(module, DropPath) for module in without.modules())
-    elsewhere = ravlt(drop_path_rate=0.5).to('meta').eval()  # rates lie where the weights do
+    elsewhere = ravlt(drop_path_rate=0.5).to('meta').eval()  # rates are on the device of the weights
     compile_blocks(elsewhere, backend='eager')
     assert not any(module.training for module in elsewhere.modules())
     assert {m.keep_rate.device.type for m in elsewhere.modules() if isinstance(m, SharedDropPath)} == {'meta'}
@@ -227,45 +226,17 @@ class BackboneModel(nn.Module):
 
 
 @pytest.mark.slow
-def test_the_hook_of_a_config_compiles_and_says_so(tmp_path, monkeypatch):
-    """Blocks of the model, not of its copies (EMA)."""
+def test_the_hook_of_a_config_compiles(tmp_path, monkeypatch):
+    """Compile blocks of the model, not of its copies (EMA)."""
     compiles, told = torch.compile, []
     monkeypatch.setattr(torch, 'compile', lambda *args, **_: compiles(*args, dynamic=True, backend='eager'))
     runner = make_runner(tmp_path, [dict(type='CompileHook')], model=dict(type='BackboneModel'))
     monkeypatch.setattr(runner.logger, 'info', told.append)
     runner.train()
-    first, second = (line.partition(': ')[2] for line in told if 'CompileHook: ' in str(line))
-    assert first == 'blocks are compiled when they are first used; those iterations take longer.'
-    assert second.startswith('compiled 2 graphs; the iteration took ')
+    assert any('CompileHook: compiled 2 graphs' in str(line) for line in told)
     model = runner.model.backbone
     assert all(block._compiled_call_impl is not None for stage in model.stages for block in stage)
     assert all(block._compiled_call_impl is None for stage in copy.deepcopy(model).stages for block in stage)
-
-
-def test_without_a_backbone_one_line():
-    with pytest.raises(RunError, match='the model has no backbone of mmlinattn'):
-        compile_blocks(nn.Linear(2, 2))
-
-
-def test_arguments_of_the_compiler(monkeypatch):
-    """Dynamic sizes, a symbol for each, no search for a memory format, and recompilations isolated by stage where
-    PyTorch can."""
-    asked = []
-    monkeypatch.setattr(torch, 'compile', lambda function, **options: asked.append(options) or function)
-    if HAS_DUCK_SHAPES:
-        shape_config.use_duck_shape = True
-    compile_blocks(nn.ModuleList([ravlt(), ravlt()]))
-    assert not HAS_DUCK_SHAPES or shape_config.use_duck_shape is False
-    assert asked == [dict(dynamic=True, options=dict(layout_optimization=False))] * 4
-    asked.clear()
-
-    def newer(function, isolate_recompiles=False, **options):
-        asked.append(dict(options, isolate_recompiles=isolate_recompiles))
-        return function
-
-    monkeypatch.setattr(torch, 'compile', newer)
-    compile_blocks(ravlt(), backend='eager', fullgraph=True)
-    assert asked == [dict(dynamic=True, backend='eager', fullgraph=True, isolate_recompiles=True)] * 2
 
 
 CACHED = """
@@ -303,7 +274,9 @@ def test_compiled_code_moves_to_another_machine(tmp_path):
     assert first_misses >= 2 and (hits, misses) == (first_misses, 0)  # forward and backward
 
 
-def test_cache_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
+def test_caches_and_models_that_cannot_be_used_are_one_line(tmp_path, monkeypatch):
+    with pytest.raises(RunError, match='the model has no backbone of mmlinattn'):
+        compile_blocks(nn.Linear(2, 2))
     with pytest.raises(RunError, match=r"cache='.*none/code\.bin': the folder does not exist"):
         CompileHook(cache=str(tmp_path / 'none' / 'code.bin'))
     if hasattr(torch.compiler, 'save_cache_artifacts'):

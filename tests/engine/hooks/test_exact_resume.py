@@ -114,7 +114,8 @@ def test_epochs_differ_in_order_and_augmentations(tmp_path):
         note, _ = train(tmp_path / str(len(seen)), cfg, seed=seed)
         epochs = [tuple(sum(note.paths[i : i + 3], [])) for i in range(0, 12, 3)]
         assert len(set(epochs)) == 4 and len(set(map(frozenset, epochs))) == 1
-        first = [float(Path(paths[0]).stem) / 12 for paths in note.paths]  # the first sample of each batch as it was
+        # the first sample of each batch before augmentation
+        first = [float(Path(paths[0]).stem) / 12 for paths in note.paths]
         assert len({round(value - before, 4) for value, before in zip(note.data, first)}) == 12
         seen.append(epochs)
     assert seen[0] == seen[1] != seen[2]
@@ -146,33 +147,21 @@ def test_checkpoints_by_iterations_of_epochs(tmp_path, interval):
     assert train(tmp_path / 'new', **options)[0].places == whole.places  # a new run from these weights
 
 
-def test_a_model_without_preprocessor(tmp_path):
-    runner = make_runner(tmp_path, HOOKS)
-    runner.model.data_preprocessor = None
+def test_models_without_preprocessor_and_samplers_of_the_user(tmp_path):
+    data, lines = ToyDataset(), []
+    runner = make_runner(tmp_path, HOOKS, loader=dict(dataset=data, sampler=DefaultSampler(data)))
+    runner.model.data_preprocessor, runner.logger.warning = None, lines.append
     runner.model.train_step = lambda data, optim_wrapper: runner.model(**data)
-    runner.train()
-    assert runner.iter == 6
-
-
-def test_a_sampler_of_the_users_own_stays(tmp_path):
-    data = ToyDataset()
-    loader, lines = dict(dataset=data, sampler=DefaultSampler(data)), []
-    runner = make_runner(tmp_path, HOOKS, loader=loader)
-    runner.logger.warning = lines.append
     runner.train()
     assert runner.iter == 6 and 'ExactResumeHook leaves the data of EpochBasedTrainLoop alone' in lines[0]
 
 
-class Resizes(torch.nn.Identity):
-    """Stand-in for MMDetection's BatchSyncRandomResize."""
-
-    _input_size = None
-
-
 def test_augmentations_with_a_state_are_named(tmp_path):
+    """A stand-in for MMDetection's BatchSyncRandomResize."""
+    resizes = type('Resizes', (torch.nn.Identity,), dict(_input_size=None))
     for resume in (False, True):
         runner = make_runner(tmp_path, HOOKS, train_cfg=dict(by_epoch=True, max_epochs=1 + resume), resume=resume)
-        runner.model.data_preprocessor.batch_augments = torch.nn.ModuleList([Resizes()])
+        runner.model.data_preprocessor.batch_augments = torch.nn.ModuleList([resizes()])
         lines = []
         runner.logger.warning = lines.append
         runner.train()

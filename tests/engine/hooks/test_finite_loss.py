@@ -19,7 +19,6 @@ RUNNER = SimpleNamespace(iter=4, epoch=1)
     ],
 )
 def test_no_checkpoint_after_the_last_iteration_of_an_epoch_broke(tmp_path, model, line):
-    """Its loss, or its weights under a finite loss."""
     with pytest.raises(RunError, match=line):
         make_runner(tmp_path, HOOKS, model=dict(model, bad_at=2)).train()
     assert not list(tmp_path.glob('*.pth'))

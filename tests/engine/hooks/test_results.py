@@ -8,7 +8,6 @@ import torch
 from helpers.engine_toys import Count, make_runner, validation
 from mmengine.structures import BaseDataElement, InstanceData, LabelData, PixelData
 
-from mmlinattn.engine.data.detections import Boxes, count_confusion, objects_of, precision_over_recall
 from mmlinattn.engine.hooks import results
 
 HOOKS = [dict(type='ResultsHook')]
@@ -41,7 +40,7 @@ def test_iteration_based_runs(tmp_path, validates):
     assert [row['iteration'] for row in found if row.get('acc')] == [3, 6] * validates
 
 
-def test_a_resumed_run_goes_on_where_its_checkpoint_is(tmp_path):
+def test_a_resumed_run_continues_the_rows_of_its_checkpoint(tmp_path):
     make_runner(tmp_path, HOOKS, **validation()).train()
     before = rows(tmp_path)
     loop = dict(by_epoch=True, max_epochs=3)
@@ -50,57 +49,8 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_is(tmp_path):
     after = rows(tmp_path)
     assert [row['epoch'] for row in after] == [1, 2, 3] and after[0] == before[0]
     assert all(one['seconds'] <= other['seconds'] for one, other in zip(after, after[1:]))
-    make_runner(tmp_path, HOOKS, **validation()).train()  # anew
+    make_runner(tmp_path, HOOKS, **validation()).train()  # a new run
     assert [row['epoch'] for row in rows(tmp_path)] == [1, 2]
-
-
-# -- confusion matrix and precision over recall ------------------------------------------------------------------------
-
-# an object of class 0, one of class 1, a crowd of class 1
-OBJECTS = objects_of([
-    dict(bbox=[0, 0, 10, 10], bbox_label=0, ignore_flag=0),
-    dict(bbox=[20, 20, 30, 30], bbox_label=1, ignore_flag=0),
-    dict(bbox=[50, 50, 90, 90], bbox_label=1, ignore_flag=1),
-])  # fmt: skip
-
-
-def found(*entries):
-    boxes = np.array([entry[0] for entry in entries], float).reshape(-1, 4)
-    return Boxes(boxes, np.array([e[1] for e in entries], int), np.array([e[2] for e in entries], float))
-
-
-@pytest.mark.parametrize(
-    ('entries', 'cells'),
-    [
-        ([], {(0, 2): 1, (1, 2): 1}),
-        ([([0, 0, 10, 9], 0, 0.9), ([20, 20, 30, 31], 1, 0.9)], {(0, 0): 1, (1, 1): 1}),
-        ([([0, 0, 10, 9], 1, 0.9)], {(0, 1): 1, (1, 2): 1}),  # another class
-        ([([0, 0, 10, 9], 0, 0.2)], {(0, 2): 1, (1, 2): 1}),  # a low score
-        ([([0, 0, 10, 4], 0, 0.9)], {(0, 2): 1, (2, 0): 1, (1, 2): 1}),  # beside the object
-        # the second box of an object is a false one; of two that overlap alike, that of its class counts
-        ([([0, 0, 10, 10], 1, 0.9), ([0, 0, 10, 10], 0, 0.8)], {(0, 0): 1, (2, 1): 1, (1, 2): 1}),
-        ([([50, 50, 90, 90], 0, 0.9)], {(0, 2): 1, (1, 2): 1}),  # a crowd is neither missed nor false
-    ],
-)
-def test_confusion_of_boxes(entries, cells):
-    matrix, expected = np.zeros((3, 3)), np.zeros((3, 3))
-    for cell, count in cells.items():
-        expected[cell] = count
-    count_confusion(matrix, OBJECTS, found(*entries))
-    np.testing.assert_array_equal(matrix, expected)
-
-
-def test_precision_over_recall():
-    """Two objects of class 0: found, not found, with a false box between them in score. Class 1: all. Class 2: none."""
-    first = objects_of([dict(bbox=[0, 0, 10, 10], bbox_label=0), dict(bbox=[40, 40, 50, 50], bbox_label=0)])
-    boxes = found(([0, 0, 10, 10], 0, 0.9), ([70, 70, 80, 80], 0, 0.8), ([40, 40, 50, 50], 0, 0.7))
-    second = objects_of([dict(bbox=[0, 0, 10, 10], bbox_label=1)])
-    precision, scores = precision_over_recall([first, second], [boxes, found(([0, 0, 10, 10], 1, 0.6))], 3)
-    assert precision.shape == scores.shape == (101, 3)
-    np.testing.assert_allclose(precision[[0, 50, 51, 100], 0], [1, 1, 2 / 3, 2 / 3])
-    np.testing.assert_allclose(scores[[50, 51], 0], [0.9, 0.7])
-    np.testing.assert_allclose(precision[:, 1:], [[1, -1]] * 101)
-    assert (precision_over_recall([first], [found()], 3)[0][:, 0] == 0).all()
 
 
 def loader_of(instances=(), classes=('a', 'b'), size=3):
@@ -114,7 +64,6 @@ def loader_of(instances=(), classes=('a', 'b'), size=3):
 
 
 def label_map(truth, predicted):
-    """Classes of the pixels of an image."""
     maps = {key: PixelData(data=torch.tensor([row])) for key, row in (('gt', truth), ('pred', predicted))}
     return BaseDataElement(gt_sem_seg=maps['gt'], pred_sem_seg=maps['pred'])
 
@@ -129,10 +78,7 @@ def labels(truth, predicted):
         ([label_map([[0, 1], [1, 255]], [[0, 0], [1, 1]])], [[1, 0], [1, 1]]),
         ([label_map([[0, 0, 1, 1, 1]], [[0, 1, 1, 1, 1]])], [[1, 1], [0, 3]]),
         ([labels(0, 1), labels(1, 1), labels(1, 1)], [[0, 1], [0, 2]]),
-        (
-            [labels(0, 0), labels(0, 0), labels(0, 0), labels(0, 0)],
-            [[3, 0], [0, 0]],
-        ),  # three images, and a repeated one
+        ([labels(0, 0)] * 4, [[3, 0], [0, 0]]),  # three images, and a repeated one
     ],
 )
 def test_confusion_of_labels(tmp_path, samples, expected):
@@ -151,16 +97,13 @@ def test_images_that_samplers_repeat_count_once(monkeypatch):
     assert predictions.matrix.sum() == 1
 
 
-@pytest.mark.parametrize('with_annotations', [True, False])
-def test_plots_of_a_detector(tmp_path, with_annotations):
-    instances = [dict(bbox=[0, 0, 10, 10], bbox_label=1)]
-    loader = loader_of(instances if with_annotations else ())
-    if not with_annotations:  # nothing is counted as false
-        loader.dataset.get_data_info = lambda index: dict(img_path=f'{index}.jpg', instances=[])
-    predictions = results._Predictions(loader)
+@pytest.mark.parametrize('instances', [[dict(bbox=[0, 0, 10, 10], bbox_label=1)], []])
+def test_plots_of_a_detector(tmp_path, instances):
+    """Without annotations nothing is counted as false, and nothing plotted."""
+    predictions = results._Predictions(loader_of(instances))
     boxes = InstanceData(bboxes=torch.tensor([[0.0, 0, 9, 10]]), labels=torch.tensor([1]), scores=torch.tensor([0.5]))
     predictions.add([BaseDataElement(metainfo=dict(img_path=f'{i}.jpg'), pred_instances=boxes) for i in range(3)])
-    names = ['test_confusion_matrix.png', 'test_precision_recall.png'] * with_annotations
+    names = ['test_confusion_matrix.png', 'test_precision_recall.png'] * len(instances)
     assert predictions.write(str(tmp_path), 'test_') == [str(tmp_path / name) for name in names]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
@@ -169,12 +112,3 @@ def test_other_predictions_have_no_plots(tmp_path):
     predictions = results._Predictions(loader_of())
     predictions.add([BaseDataElement(pred_depth_map=torch.zeros(1)), label_map([[0]], [[0, 1]]), LabelData()])
     assert predictions.write(str(tmp_path), '') == []
-
-
-def test_early_stopping_and_averages(tmp_path):
-    """The run ends early: its rows and plots are there."""
-    stop = dict(type='EarlyStoppingHook', monitor='acc', patience=1, rule='less')
-    average = dict(type='EMAHook', momentum=2e-4)
-    loop = dict(by_epoch=True, max_epochs=9)
-    make_runner(tmp_path, [*HOOKS, dict(type='ProgressHook'), stop, average], loop, **validation()).train()
-    assert len(rows(tmp_path)) == 2 and (tmp_path / 'results.png').exists()

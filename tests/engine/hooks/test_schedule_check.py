@@ -30,11 +30,7 @@ def built(*schedules):
             6,
             ['warm-up of LinearLR lasts until iteration 500 of 600', 'CosineAnnealingLR falls until'],
         ),
-        (
-            [dict(COSINE, convert_to_iter_based=True)],
-            200,
-            ['falls until iteration 30000, and the training ends at iter'],
-        ),
+        ([dict(COSINE, convert_to_iter_based=True)], 200, ['falls until iteration 30000, and the training ends at']),
         ([COSINE], 400, ['ends at epoch 300, and the training goes on at the last rate until epoch 400']),
         ([dict(COSINE, T_max=100)], 300, ['rises again after epoch 105 of 300 (T_max = 100)']),
         ([COSINE, dict(type='ConstantLR', factor=1.0, begin=300, end=400)], 400, []),
@@ -51,52 +47,43 @@ def test_schedules_of_another_length(schedules, epochs, words):
     assert len(faults) == len(words) and all(word in fault for word, fault in zip(words, faults)), faults
 
 
-def test_several_optimizers():
+def test_several_optimizers_and_a_loop_without_epochs():
     assert len([*schedule_faults(dict(a=built(COSINE), b=built(COSINE)), 6, 600, False)]) == 2
-
-
-def test_a_schedule_by_epoch_in_a_loop_without_epochs():
     (fault,) = schedule_faults(built(COSINE), 1, 600, True)
-    assert (
-        fault
-        == 'CosineAnnealingLR changes the rate after epochs, and the iteration-based loop has none: set by_epoch=False.'
-    )
+    assert fault.endswith('after epochs, and the iteration-based loop has none: set by_epoch=False.')
+
+
+def warnings_of(runner, word):
+    """Train; return the hook's warnings with their iterations."""
+    said = []
+    runner.logger.warning = lambda line: said.append((runner.iter, line))
+    runner.train()
+    return [(at, line) for at, line in said if word in line]
+
+
+HOOKS = [dict(type='ScheduleCheckHook')]
 
 
 @pytest.mark.parametrize('max_iters', [6, 20])
-def test_it_is_said_before_the_first_step(tmp_path, monkeypatch, max_iters):
-    schedule = [dict(type='PolyLR', end=20, by_epoch=False)]
-    loop = dict(by_epoch=False, max_iters=max_iters)
+def test_faults_are_named_before_the_first_step(tmp_path, max_iters):
+    schedule, loop = [dict(type='PolyLR', end=20, by_epoch=False)], dict(by_epoch=False, max_iters=max_iters)
     optim = dict(accumulative_counts=2)
-    runner = make_runner(tmp_path, [dict(type='ScheduleCheckHook')], loop, optim=optim, param_scheduler=schedule)
-    said = []
-    monkeypatch.setattr(runner.logger, 'warning', lambda line: said.append((runner.iter, line)))
-    runner.train()
-    said = [each for each in said if 'schedule' in each[1]]
+    said = warnings_of(make_runner(tmp_path, HOOKS, loop, optim=optim, param_scheduler=schedule), 'schedule')
     assert all(at == 0 for at, _ in said)
     assert f'max_iters = {max_iters} iterations are {max_iters // 2} updates' in said[-1][1]
     assert len(said) == 1 + (max_iters == 6) and ('PolyLR falls until iteration 20' in said[0][1]) == (max_iters == 6)
 
 
-def test_a_training_that_is_complete(tmp_path, monkeypatch):
-    make_runner(tmp_path, []).train()
+def test_complete_trainings_and_missing_checkpoints_are_named(tmp_path):
+    for checkpoint, line in (
+        (None, 'no checkpoint will be written'),
+        (dict(type='CheckpointHook', save_best='acc'), 'no best checkpoint'),
+    ):
+        assert warnings_of(make_runner(tmp_path, HOOKS, default_hooks=dict(checkpoint=checkpoint)), line)
     more = dict(load_from=str(tmp_path / 'epoch_2.pth'), resume=True)
-    runner, said = make_runner(tmp_path, [dict(type='ScheduleCheckHook')], **more), []
-    monkeypatch.setattr(runner.logger, 'warning', said.append)
-    runner.train()
-    assert any('nothing is left to train: the checkpoint is at iteration 6 of 6' in line for line in said)
-
-
-@pytest.mark.parametrize(
-    ('checkpoint', 'line'),
-    [(None, 'no checkpoint will be written'), (dict(type='CheckpointHook', save_best='acc'), 'no best checkpoint')],
-)
-def test_checkpoints_that_nobody_writes(tmp_path, monkeypatch, checkpoint, line):
-    hooks = dict(default_hooks=dict(checkpoint=checkpoint))
-    runner, said = make_runner(tmp_path, [dict(type='ScheduleCheckHook')], **hooks), []
-    monkeypatch.setattr(runner.logger, 'warning', said.append)
-    runner.train()
-    assert [text for text in said if line in text]
+    assert warnings_of(
+        make_runner(tmp_path, HOOKS, **more), 'nothing is left to train: the checkpoint is at iteration 6'
+    )
 
 
 def test_other_processes_are_silent(monkeypatch):

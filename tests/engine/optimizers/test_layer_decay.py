@@ -15,7 +15,6 @@ from torch import nn
 
 import mmlinattn.backbones as backbones
 from mmlinattn.backbones.base import Backbone, PyramidBackbone
-from mmlinattn.engine.optimizers import layer_decay
 
 OURS = 'BackboneLayerDecayOptimWrapperConstructor'
 # all hosts, future ones included
@@ -27,8 +26,6 @@ HOSTS = sorted(
 
 
 class Detector(nn.Module):
-    """A backbone and a linear head."""
-
     def __init__(self, backbone):
         super().__init__()
         self.backbone = backbone
@@ -42,16 +39,12 @@ def smallest(host, **options):
 
 
 def blocks_of(model) -> list:
-    """Return the blocks of a backbone, shallow to deep."""
     return list(model.blocks) if hasattr(model, 'blocks') else [block for stage in model.stages for block in stage]
 
 
 def depths_of(model) -> dict:
-    """Map parameters of a backbone to depths.
-
-    Blocks count from one. Patch embeddings and tables of a stage have the depth of the block before it. Other
-    parameters between the blocks, such as conditional position encodings, are left out.
-    """
+    """Map parameters of a backbone to depths: blocks count from one, patch embeddings and tables of a stage have the
+    depth of the block before it. Other parameters between the blocks are left out."""
     blocks = blocks_of(model)
     last = len(blocks) + 1
     depths = {p: i + 1 for i, block in enumerate(blocks) for p in block.parameters()}
@@ -95,7 +88,6 @@ class Layers(nn.Module):
 
 
 def groups_of(rate=0.5, optimizer=None, model=None, constructor=OURS, **paramwise):
-    """Map the name of each parameter to its group."""
     model = Detector(Layers()) if model is None else model
     wrapper = build_optim_wrapper(
         model,
@@ -145,16 +137,14 @@ def test_classifiers_by_mmpretrain():
 def test_constructors_and_optimizers_are_found_in_every_scope(scope):
     pytest.importorskip(scope)
     init_default_scope(scope)
-    groups = groups_of(optimizer=dict(type='AdamW', lr=8.0))  # its own decay where the config has none
+    groups = groups_of(optimizer=dict(type='AdamW', lr=8.0))  # the optimizer's own decay, the config has none
     for name, group in groups.items():
         assert group['weight_decay'] == 0.01 * name.endswith('.weight'), name
     scales = [groups[f'{part}.weight']['lr_scale'] for part in ('backbone.stem', 'backbone.block', 'head')]
     assert scales == [0.25, 0.5, 1]
 
 
-def test_two_backbones_and_the_user_s_own_factors(monkeypatch):
-    lines = []
-    monkeypatch.setattr(layer_decay, 'print_log', lambda line, _: lines.append(line))
+def test_two_backbones_and_factors_of_the_user():
     model = nn.ModuleDict(dict(student=Detector(Layers()), teacher=Detector(Layers())))
     keys = {'cls_token': dict(decay_mult=1.0, lr_mult=0.5), 'teacher': dict(lr_mult=2.0)}
     groups = groups_of(0.1, model=model, custom_keys=keys, bias_decay_mult=0.5)
@@ -165,7 +155,6 @@ def test_two_backbones_and_the_user_s_own_factors(monkeypatch):
     assert groups['teacher.backbone.block.weight']['lr'] == pytest.approx(8 * 0.1 * 2)
     # a matching key replaces all other factors of the decay, as in MMEngine
     assert groups['teacher.backbone.position_table']['weight_decay'] == 0.1
-    assert lines == ['learning rates of student.backbone, teacher.backbone: 2 depths, 0.08 to 0.8; of the rest 8']
 
 
 def adapted(backbone):
@@ -189,18 +178,15 @@ def test_backbones_inside_of_others(backbone, inside):
 @pytest.mark.parametrize(
     'arguments, line',
     [
-        *(
-            (dict(rate=rate), f'paramwise_cfg.layer_decay_rate={rate!r}: expected a number in (0, 1]')
-            for rate in (0, 1.01, '0.5', None)
-        ),
+        *((dict(rate=r), f'paramwise_cfg.layer_decay_rate={r!r}: expected a number in (0, 1]') for r in (0, 1.01, '1')),
         (dict(optimizer=dict(type='Adadelta')), 'optim_wrapper.optimizer.lr is missing'),
         (
             dict(model=Detector(nn.Linear(2, 2))),
-            'no module of Detector called backbone, or inside of one, has a get_layer_depth',
+            'no module of Detector called backbone, or inside of one',
         ),
         (dict(model=nn.ModuleDict(dict(img_backbone=Layers()))), 'no module of ModuleDict called backbone'),
     ],
-    ids=['zero', 'above one', 'text', 'none', 'no lr', 'other backbone', 'other name'],
+    ids=['zero', 'above one', 'text', 'no lr', 'other backbone', 'other name'],
 )
 def test_mistakes_have_one_line(arguments, line):
     with pytest.raises(ValueError, match=re.escape(line)):

@@ -2,15 +2,12 @@
 """Merged parameter groups beside MMEngine's: settings, updates, resuming in both directions, fused kernels."""
 
 import copy
-import io
-import logging
 import re
 
 import pytest
 import torch
 from helpers.engine_toys import ToyModel, make_runner
 from mmengine.config import ConfigDict
-from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, OPTIMIZERS
 from torch import nn
@@ -70,9 +67,8 @@ def assert_same(found, expected, exact=False):
         )
 
 
-def settings(wrapper, model):
+def settings(wrapper, model, keys=('lr', 'weight_decay', 'betas')):
     names = {p: name for name, p in model.named_parameters()}
-    keys = ('lr', 'weight_decay', 'betas')
     groups = wrapper.optimizer.param_groups
     return {names[p]: {key: group[key] for key in keys} for group in groups for p in group['params']}
 
@@ -93,13 +89,10 @@ def test_updates_are_those_of_mmengine(options, optimizer):
     assert_same(train(ours, merged, 4), train(theirs, plain, 4))
 
 
-def test_one_group_without_options():
+def test_settings_without_effect_make_no_group():
     wrapper = wrap(Net(), paramwise=None)
     (group,) = wrapper.optimizer.param_groups
     assert group['fused'] and 'base_lr' not in wrapper.get_lr()
-
-
-def test_factors_that_do_not_matter_make_no_group():
     keys = {'conv': dict(decay_mult=1.0), 'token': dict(lr_mult=1)}
     assert len(wrap(Net(), paramwise=dict(custom_keys=keys)).optimizer.param_groups) == 1
 
@@ -112,26 +105,6 @@ def test_shared_parameters_and_modules_around_the_model():
     wrapper = wrap(nn.ModuleDict(dict(module=net)), paramwise=dict(KEYS, bypass_duplicate=True))
     assert sum(len(group['params']) for group in wrapper.optimizer.param_groups) == 10
     assert wrapper.optimizer.param_groups[0]['param_names'] == ['token', 'norm.weight', 'norm.bias']
-
-
-def test_the_log_has_one_line():
-    logger, text = MMLogger.get_current_instance(), io.StringIO()
-    handler = logging.StreamHandler(text)
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel('INFO')
-    try:
-        wrap(Net(), paramwise=dict(norm_decay_mult=0.0))
-        wrap(Net(), THEIRS)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    ours, _, theirs = text.getvalue().partition('groups')
-    assert 'paramwise_options' in theirs and 'paramwise_options' not in ours
-    assert (
-        'AdamW (fused): 10 parameters in 2 groups: 8 with lr=0.01, weight_decay=0.1; 2 with lr=0.01, weight_decay=0\n'
-        in (text.getvalue())
-    )
 
 
 # ---- fused kernels
@@ -182,27 +155,25 @@ def test_when_the_optimizer_is_fused(optimizer, change, fused):
     assert bool(wrapper.optimizer.defaults.get('fused')) == fused
 
 
-def test_gradients_scaled_for_float16():
+@pytest.mark.parametrize('clips', [False, True])
+def test_gradients_scaled_for_float16(clips):
     """AmpOptimWrapper's order of calls; overflowing gradients change nothing."""
-    for clips in (False, True):
-        ours, theirs, results = Net(), Net(), []
-        for net, name in ((ours, OURS), (theirs, THEIRS)):
-            optimizer, scaler = wrap(net, name).optimizer, torch.amp.GradScaler('cpu', init_scale=256.0)
-            if name == OURS:  # a state without fused kernels, as of earlier versions
-                state = wrap(Net(), THEIRS).optimizer.state_dict()
-                optimizer.load_state_dict(state)
-            for i in range(3):
-                scaler.scale(
-                    net(torch.full((1, 3, 9, 9), float('inf') if i == 1 else i / 2)).square().mean()
-                ).backward()
-                if clips:
-                    scaler.unscale_(optimizer)
-                    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-            results.append(dict(net.named_parameters()))
-        assert_same(*results)
+    results = []
+    for name in (OURS, THEIRS):
+        net = Net()
+        optimizer, scaler = wrap(net, name).optimizer, torch.amp.GradScaler('cpu', init_scale=256.0)
+        if name == OURS:  # a state without fused kernels, as of earlier versions
+            optimizer.load_state_dict(wrap(Net(), THEIRS).optimizer.state_dict())
+        for value in (0, float('inf'), 1):
+            scaler.scale(net(torch.full((1, 3, 9, 9), float(value))).square().mean()).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append(dict(net.named_parameters()))
+    assert_same(*results)
 
 
 @pytest.mark.parametrize('when', ['saved', 'loaded', 'trained'])
@@ -239,25 +210,20 @@ def test_states_with_a_group_for_each_parameter(paramwise, fused):
     assert_same(train(resumed, merged, 3, 3), train(net, plain, 3, 3), exact=fused is False)
 
 
-def test_settings_are_those_of_the_checkpoint_as_mmengine_resumes():
+def test_settings_and_order_of_groups_are_those_of_the_checkpoint():
     net = Net()
     plain = wrap(net, THEIRS, optimizer=dict(lr=0.5))
     train(net, plain)
     merged = wrap(net)
     merged.load_state_dict(plain.state_dict())
     assert settings(merged, net) == settings(plain, net)
-
-
-def test_merged_states_with_groups_in_another_order():
-    net = Net()
-    saved = wrap(net, paramwise=dict(custom_keys=dict(head=dict(decay_mult=0.0))))
-    train(net, saved)
+    paramwise = dict(custom_keys=dict(head=dict(decay_mult=0.0)))
+    saved, resumed = wrap(net, paramwise=paramwise), copy.deepcopy(net)
     state = copy.deepcopy(saved.state_dict())
     state['param_groups'].reverse()
-    resumed = copy.deepcopy(net)
-    wrapper = wrap(resumed, paramwise=dict(custom_keys=dict(head=dict(decay_mult=0.0))))
+    wrapper = wrap(resumed, paramwise=paramwise)
     wrapper.load_state_dict(state)
-    assert_same(train(resumed, wrapper, 3, 3), train(net, saved, 3, 3), exact=True)
+    assert_same(train(resumed, wrapper), train(net, saved), exact=True)
 
 
 @pytest.mark.parametrize(
@@ -272,9 +238,8 @@ def test_merged_states_with_groups_in_another_order():
 def test_states_that_do_not_fit_are_refused(saved, paramwise, line):
     net, other = Net(), Net()
     other.odd.requires_grad_(saved != 'frozen')
-    optimizer = wrap(
-        other, THEIRS if saved == 'one' else OURS if saved == 'frozen' else saved, None if saved == 'one' else KEYS
-    )
+    constructor = dict(one=THEIRS, frozen=OURS).get(saved, saved)
+    optimizer = wrap(other, constructor, None if saved == 'one' else KEYS)
     with pytest.raises(RunError, match=re.escape(line)) as error:
         wrap(net, paramwise=paramwise).load_state_dict(optimizer.state_dict())
     assert '\n' not in str(error.value)
@@ -282,8 +247,6 @@ def test_states_that_do_not_fit_are_refused(saved, paramwise, line):
 
 @MODELS.register_module(force=True)
 class DeepToy(ToyModel):
-    """Two layers with a norm between them, in a backbone with depths."""
-
     def __init__(self):
         super().__init__()
         self.backbone = Depths()
@@ -338,15 +301,8 @@ def test_runs_resume_with_other_groups(tmp_path, monkeypatch, before, after, par
     resumed = run('resumed', after, load_from=str(tmp_path / 'whole' / 'epoch_1.pth'), resume=True)
     assert resumed.iter == 6
     assert_same(dict(resumed.model.named_parameters()), dict(whole.model.named_parameters()))
-    rates = [{**settings_of(runner)} for runner in (whole, resumed)]
+    runners, keys = (whole, resumed), ('lr', 'initial_lr', 'weight_decay')
+    rates = [settings(runner.optim_wrapper, runner.model, keys) for runner in runners]
     assert rates[0] == rates[1]
-    counts = [len(runner.optim_wrapper.optimizer.param_groups) for runner in (whole, resumed)]
+    counts = [len(runner.optim_wrapper.optimizer.param_groups) for runner in runners]
     assert (counts[0] == counts[1]) == (before == after)
-
-
-def settings_of(runner):
-    names = {p: name for name, p in runner.model.named_parameters()}
-    groups = runner.optim_wrapper.optimizer.param_groups
-    return {
-        names[p]: (group['lr'], group['initial_lr'], group['weight_decay']) for group in groups for p in group['params']
-    }

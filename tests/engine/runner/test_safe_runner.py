@@ -37,7 +37,6 @@ def test_train_loops(tmp_path, train_cfg, kind):
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-    """A checkpoint of the first of two epochs."""
     folder = tmp_path_factory.mktemp('saved')
     make_runner(folder, [], train_cfg=dict(by_epoch=True, max_epochs=1)).train()
     return load_file(folder / 'epoch_1.pth')
@@ -108,7 +107,6 @@ def test_kept_checkpoints_are_numbers(resume, files, ids):
 
 @pytest.mark.parametrize('out_dir', [None, 'out'])
 def test_older_checkpoints_of_the_run_are_replaced(resume, tmp_path, out_dir):
-    """Also in a folder for all runs, and through a link."""
     folder = tmp_path / (out_dir or '') / 'run'
     folder.mkdir(parents=True)
     for name in ('best_acc_epoch_0.pth', 'epoch_1.pth'):

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What is caught of attentions while they run: tokens and features of every arrangement, and hooks that go away."""
+"""Captured tokens and features of every arrangement, and hooks that are removed."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from test_inspecting import block_of
 from torch import nn
 
 from mmlinattn.attention import (
+    Attention,
     GlobalAttention,
     Grid,
     ReducedAttention,
@@ -15,12 +16,11 @@ from mmlinattn.attention import (
     TokenMixer,
     WindowAttention,
 )
-from mmlinattn.attention.arrangements import Attention
 from mmlinattn.tooling.analysis.capture import watched
 
 
 def looked_into(attention, x):
-    """The block of one attention, whose weights are drawn anew, and what the attention gave."""
+    """Return the block of one attention with new random weights, and the output of the attention."""
     for parameter in attention.parameters():
         nn.init.normal_(parameter, std=0.5)
     found = []
@@ -32,7 +32,7 @@ def looked_into(attention, x):
 
 
 class Doubled(GlobalAttention):
-    """An arrangement of a user, who calls the mixer and writes over what that gives."""
+    """A user's arrangement that calls the mixer and writes over its output."""
 
     def mix(self, q, k, v, grid, **_):
         return self.mixer(q, k, v, grid, grid).mul_(2)
@@ -52,8 +52,7 @@ ARRANGEMENTS = {
 
 
 @pytest.mark.parametrize('make', ARRANGEMENTS.values(), ids=ARRANGEMENTS)
-def test_features_are_what_the_output_projection_sees(make):
-    """With convolution and gate, token by token of a map of 5 x 6, heads of each branch in their order."""
+def test_features_are_the_input_of_the_output_projection(make):
     attention, x = make(), torch.randn(1, 5, 6, 8)
     block, out = looked_into(attention, x)
     features = block.features()
@@ -69,8 +68,7 @@ def test_features_are_what_the_output_projection_sees(make):
 
 
 @pytest.mark.parametrize('make', [*ARRANGEMENTS.values(), lambda: Doubled(8, 2, 'softmax')])
-def test_what_a_mixer_was_given_and_gave_is_kept_as_it_was(make):
-    """Gates and convolutions write over its output, mixers over their queries and keys; in inference."""
+def test_captured_tokens_are_not_overwritten(make):
     attention, given, gave = make(), [], []
     for module in attention.modules():
         if isinstance(module, TokenMixer):
@@ -78,18 +76,17 @@ def test_what_a_mixer_was_given_and_gave_is_kept_as_it_was(make):
             module.register_forward_hook(lambda mixer, args, out: gave.append(out.clone()))
     block, _ = looked_into(attention, torch.randn(1, 5, 6, 8))
     tokens = [torch.cat([one for call in given for one in call[i]]) for i in range(3)]
-    assert torch.equal(
-        torch.cat([window.out for window in block.windows]), torch.cat([out.flatten(0, 1) for out in gave])
-    )
+    caught = torch.cat([window.out for window in block.windows])
+    assert torch.equal(caught, torch.cat([out.flatten(0, 1) for out in gave]))
     for name, expected in zip('qkv', tokens):
-        assert torch.equal(torch.cat([window.given[name][0] for window in block.windows]), expected)
+        assert torch.equal(torch.cat([window.inputs[name][0] for window in block.windows]), expected)
     for window in block.windows:
         rows = (window.queries >= 0).nonzero()[:, 0]
         weights = window.weights(rows)
         assert window.error(rows, weights) < 1e-4 < 0.1 < window.error(rows, 2 * weights)
 
 
-def test_hooks_go_also_where_something_fails():
+def test_hooks_are_removed_after_an_error():
     model, found = nn.Sequential(GlobalAttention(8, 2, 'softmax')).eval(), []
     images = [torch.randn(*size, 8) for size in ((1, 3, 4), (1, 2, 5), (2, 3, 4))]
     with pytest.raises(ValueError, match='one image at a time, not 2'), watched(model, found.append):
@@ -100,7 +97,7 @@ def test_hooks_go_also_where_something_fails():
 
 
 class Halves(Attention):
-    """Tokens in an order that nobody else has."""
+    """Tokens in an unknown order."""
 
     def forward(self, x, stage):
         tokens = x.flatten(1, 2).unflatten(1, (2, -1))[0]
@@ -114,7 +111,7 @@ class Strided(WindowAttention):
         return super().forward(x.flip(1), stage).flip(1)
 
 
-def test_what_cannot_be_looked_into_is_named():
+def test_unsupported_arrangements_are_named():
     for attention in (Strided(8, 2, 'softmax', (2, 2)), Halves(8, 2, 'softmax')):
         with pytest.raises(NotImplementedError, match=f'{type(attention).__name__} lays its tokens in a way'):
             block_of(attention, torch.randn(1, 4, 4, 8))
@@ -128,7 +125,7 @@ def test_states_are_of_the_real_tokens_of_a_window():
     last = block.branches[1][-1]
     real = last.queries >= 0
     assert real.sum() == 6 and len(real) == 12
-    k, v = last.given['k'][0, real], last.given['v'][0, real]
+    k, v = last.inputs['k'][0, real], last.inputs['v'][0, real]
     expected = (k - k.mean(dim=0)).mT @ v
     state = last.state()[0]
     torch.testing.assert_close(state / state.norm(), expected / expected.norm(), rtol=1e-4, atol=1e-5)

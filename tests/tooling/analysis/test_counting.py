@@ -54,7 +54,7 @@ def test_attention_called_by_names():
 
 @pytest.mark.parametrize('device', ['cpu', 'meta'])
 def test_counts_by_kind_and_module(device):
-    """Twice the same; modules without a name, and products, count as part of what calls them."""
+    """Count twice with equal results. Nameless modules and products count for their caller."""
     with torch.device(device):
         model, x = nn.Sequential(Toy()), torch.zeros(2, 4, 5, 7)
         for layer in model[0].nameless:
@@ -86,8 +86,8 @@ def test_hallucinated_attention_counts_as_its_paper_counts(steps, taps):
     assert count.peak_bytes < 2 * 4 * 30 * 24 * 4
 
 
-def test_memory_is_what_is_alive_at_one_time():
-    """Each map with the one before it, which is freed when the next one is there; a view keeps all that it is of."""
+def test_memory_counts_live_storages():
+    """Each map lives beside the one before it, freed afterwards; a view keeps its whole storage."""
     with OpCounter(nn.Identity()) as count:
         for length in range(1, 8):
             x = torch.zeros(1000 * length, device='meta')

@@ -12,7 +12,6 @@ from torch import nn
 from mmlinattn.attention import (
     Attention,
     GlobalAttention,
-    Grid,
     ReducedAttention,
     ReducedKeysAttention,
     StageContext,
@@ -47,26 +46,19 @@ def known(monkeypatch, weights, with_local=None):
 
 
 def test_every_number_of_a_block(monkeypatch):
-    """Worked out by hand, of four tokens in a row: two look alike, one weight of the last is negative."""
+    """Four tokens in a row, worked out by hand: two have equal weights, one weight of the last is negative."""
     weights = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1.2, -1.6]])
     known(monkeypatch, weights, torch.eye(4))
     monkeypatch.setattr(Window, 'error', lambda self, rows, weights: float(weights[0, 3, 3]))
     entry = measured(GlobalAttention(8, 1, 'softmax'), torch.randn(1, 1, 4, 8))
     ranks = entry.pop('rank')
     last = -(3 / 7 * math.log(3 / 7) + 4 / 7 * math.log(4 / 7))
+    locality = dict(chance=9 / 4, if_uniform=10 / 16, sum=[(3 - 0.4) / 4], share=[1], sum_with_local=[1])
+    sharpness = dict(entropy=[last / 4], entropy_if_uniform=math.log(4), negative=[4 / 7 / 4], top_9=[1], top_25=[1])
     expected = dict(
         confusion=dict(share=[1 / 6], median_distance=[2**0.5], mean_norm=[5 / 4]),
-        locality=dict(
-            chance=9 / 4, if_uniform=10 / 16, sum=[(3 - 0.4) / 4], share=[1], sum_with_local=[1], share_with_local=[1]
-        ),
-        sharpness=dict(
-            entropy=[last / 4],
-            entropy_if_uniform=math.log(4),
-            negative=[4 / 7 / 4],
-            top_1=[(3 + 4 / 7) / 4],
-            top_9=[1],
-            top_25=[1],
-        ),
+        locality=dict(locality, share_with_local=[1]),
+        sharpness=dict(sharpness, top_1=[(3 + 4 / 7) / 4]),
     )
     for measure, numbers in expected.items():
         assert entry.pop(measure) == {key: pytest.approx(value) for key, value in numbers.items()}
@@ -154,14 +146,13 @@ def test_weights_in_hosts_are_those_of_the_forward_pass(host):
 
 
 def uniform(attention):
-    """All keys alike to all queries."""
     nn.init.zeros_(attention.qkv.weight)
     return attention
 
 
 @pytest.mark.parametrize(('size', 'sizes'), [((5, 6), (16, 8, 4, 2)), ((5, 5), (16, 4, 4)), ((4, 5), (16, 4))])
 def test_windows_of_several_sizes(size, sizes):
-    """Padding is no key; a window of one token, which has no pair, is not looked at beside others."""
+    """Padding is no key. Windows of one token have no pairs and are left out beside larger ones."""
     entry = measured(uniform(WindowAttention(8, 2, 'softmax', (4, 4))), torch.randn(1, *size, 8), num_queries=1000)
     total = sum(sizes)
     assert entry['sampled_queries'] == total and entry['confusion']['share'] == [1, 1]
@@ -179,14 +170,11 @@ def test_ranks_are_those_of_features_state_and_weights():
     assert rank['state'] == measures.ranks(window.state())
     assert rank['weights'] == measures.ranks(window.weights(torch.arange(20)))
     reduced = measured(ReducedAttention(8, 2, 'enhanced', 2, dict(type='LN')), torch.randn(1, 6, 8, 8), ('rank',))
-    assert {part: found['at_most'] for part, found in reduced['rank'].items()} == dict(
-        weights=12, state=4, output=4, projected=4
-    )
+    found = {part: numbers['at_most'] for part, numbers in reduced['rank'].items()}
+    assert found == dict(weights=12, state=4, output=4, projected=4)
 
 
 class Pooled(ReducedKeysAttention):
-    """Keys of a smaller map without a known ratio."""
-
     def reduce(self, x):
         return x.unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).mean(dim=(2, 4))
 
@@ -198,14 +186,6 @@ def test_keys_without_a_known_map_have_no_neighbourhood(kind, more):
     assert entry['keys_a_window'] == 12 and 'locality' not in entry and entry['forward_error'] < 1e-5
     with pytest.raises(ValueError, match='lie on no map'):
         query_map(block, 0, 0)
-
-
-def test_weights_of_two_class_tokens_are_one_sum():
-    attention, found = Attention(8, 2, 'softmax').eval(), []
-    with watched(attention, found.append):
-        attention(torch.randn(1, 2 + 12, 8), StageContext(Grid(3, 4, prefix=2)))
-    weights, of_class = query_map(found[0], 1, 1)
-    torch.testing.assert_close(weights.sum((1, 2)) + of_class, torch.ones(2, dtype=weights.dtype))
 
 
 def test_tokens_outside_of_a_map_and_fewer_of_a_full_one(monkeypatch):
@@ -221,28 +201,6 @@ def test_tokens_outside_of_a_map_and_fewer_of_a_full_one(monkeypatch):
     monkeypatch.setattr(inspecting, 'NUMEL', 3 * 2 * 42)  # however few weights fit at a time
     torch.testing.assert_close(full_map(block, 42), whole)
     assert measure_block(block)['sampled_queries'] == 3
-    # windows of which no token is among those that are shown hide none of the others
+    # windows without a shown token hide none of the others
     block = block_of(WindowAttention(8, 2, 'softmax', window=(2, 2)), torch.randn(1, 4, 10, 8))
     torch.testing.assert_close(full_map(block, 5), full_map(block, 40)[:, ::8, ::8], equal_nan=True)
-
-
-def test_queries_are_sampled_and_the_whole_map_never_built(monkeypatch):
-    """64 rows of 1024 keys at a time; at most eight windows."""
-    asked, weights = [], Window.weights
-
-    def counted(self, rows, local=False):
-        asked.append(len(rows))
-        return weights(self, rows, local)
-
-    monkeypatch.setattr(Window, 'weights', counted)
-    generators = [torch.Generator().manual_seed(seed) for seed in (0, 0, 1)]
-    block = block_of(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 32, 32, 8))
-    found = [measure_block(block, ('sharpness',), 64, generator)['sharpness'] for generator in generators]
-    assert set(asked) == {64} and found[0] == found[1] != found[2]
-    asked.clear()
-    entry = measured(WindowAttention(8, 2, 'softmax', (4, 4)), torch.randn(1, 40, 40, 8), ['confusion'], num_queries=64)
-    assert asked == [8] * 8 and entry['sampled_queries'] == 64 and entry['windows'] == 100
-    asked.clear()
-    measured(WindowAttention(8, 2, 'softmax', (4, 4)), torch.randn(1, 40, 40, 8), ['confusion'], num_queries=5)
-    assert asked == [2, 2]  # of one query there is no pair
-    assert 'confusion' not in measured(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 1, 1, 8))

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the papers measure, on maps whose answers are known; most of it is in test_inspecting.py, for a block."""
+"""Measures of the papers on maps with known answers; whole blocks: test_inspecting.py."""
 
 import pytest
 import torch
@@ -33,7 +33,6 @@ def test_effective_rank_and_threshold():
 
 
 def test_distances_of_pairs_that_are_close():
-    """A tenth of what counts as confused, between rows of length ten; of many rows, PyTorch multiplies matrices."""
     weights = torch.tensor([10.0, 0, 0]).repeat(1, 30, 1)
     weights[0, 0, 1] = 1e-4
     found = measures.pair_distances(weights)[0]

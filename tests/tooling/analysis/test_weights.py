@@ -50,7 +50,7 @@ def attend(mixer, q, k, v, mask=None, **terms):
 
 
 def terms(mixer, dtype=torch.float64):
-    """A rotary encoding and a bias, where the mixer heeds them."""
+    """Rotary encoding and bias, for mixers that take them."""
     found = dict(rotary=rotary_table(3, 5, mixer.head_dim, dtype=dtype)) if mixer.rotary else {}
     return {**found, 'bias': torch.randn(2, mixer.num_heads, 15, 15, dtype=dtype)} if mixer.bias else found
 
@@ -59,7 +59,6 @@ def terms(mixer, dtype=torch.float64):
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
 def test_weights_times_values_are_the_output(options, dtype, masked):
-    """Of some queries, too; nothing is overwritten."""
     mixer, mask = build(options, dtype), None
     if masked:
         mask = torch.rand(2, 15) > 0.4
@@ -92,7 +91,7 @@ def test_weights_times_values_are_the_output(options, dtype, masked):
     heads=st.sampled_from([1, 2, 4]),
 )
 def test_a_convolution_as_a_matrix(height, width, prefix, size, heads):
-    """Of each head the mean over its channels; over the map, or the whole sequence; each item with its own kernels."""
+    """Average the channels of each head, over the map or the whole sequence, with kernels of each item."""
     grid = Grid(height, width, prefix)
     kernels = torch.randn(2, 4, *size, dtype=torch.float64)
     v = torch.randn(2, grid.num_tokens, heads, dtype=torch.float64).repeat_interleave(4 // heads, dim=-1)
@@ -135,7 +134,7 @@ class OfContext(Squared):
 
 
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
-def test_a_mixer_of_ones_own(masked):
+def test_a_mixer_of_the_user(masked):
     mixer = Squared(DIM, HEADS)
     mask = torch.arange(15).expand(2, 15) < 9 if masked else None
     q, k, v = tokens(mixer, mask=mask)
@@ -148,12 +147,12 @@ def test_a_mixer_of_ones_own(masked):
 def test_rows_that_are_no_indices_are_refused(rows):
     mixer = build(dict(type='efficient'))
     q, k, _ = tokens(mixer)
-    with pytest.raises(ValueError, match='have to be a sequence of indices of queries in .0, 14.'):
+    with pytest.raises(ValueError, match='expected a sequence of indices of queries in .0, 14.'):
         mixer_weights(mixer, q, k, GRID, GRID, rows=rows)
 
 
 @pytest.mark.parametrize('kind', [WithNeighbours, NotANumber, OfContext])
-def test_what_is_no_map_is_refused(kind):
+def test_mixers_without_a_map_are_refused(kind):
     mixer = kind(DIM, HEADS)
     q, k, _ = tokens(mixer)
     with pytest.raises(NotImplementedError, match=f'^{kind.__name__} has no weights'):
@@ -166,7 +165,7 @@ def test_what_is_no_map_is_refused(kind):
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
 @pytest.mark.parametrize('name', OPTIONS)
 def test_weights_of_linear_attentions_are_combinations_of_the_keys_of_their_states(name, masked):
-    """And of a constant. The keys are the states of values that are one at a single token."""
+    """Find the keys as the states of values with one token each."""
     mixer, count = build(OPTIONS[name]), 12 if masked else 15
     q, k, _ = tokens(mixer)
     shared = dict(mask=torch.arange(15).expand(2, 15) < count if masked else None, **terms(mixer))

@@ -8,46 +8,7 @@ import numpy as np
 import pytest
 from test_polygons import rasterise
 
-from mmlinattn.tooling.datasets import (
-    ADE_CLASSES,
-    COCO_CLASSES,
-    IMAGENET_CLASSES,
-    DatasetSpec,
-    write_dataset,
-)
-from mmlinattn.tooling.datasets.writer import GENERATOR_VERSION
-
-# Of DatasetSpec(form, 4, 2, seed=11, size=(128, 96), size_jitter=0.3), in generator version 7
-SIZES = [(113, 92), (113, 77), (97, 94), (102, 89), (97, 90), (119, 77)]
-# means over the pictures: of red, green and blue, of standard deviations, of steps from pixel to pixel
-PICTURES = dict(
-    coco=(133.69, 144.4, 142.34, 36.33, 4.99),
-    ade=(130.81, 143.87, 143.1, 36.78, 4.96),
-    imagenet=(157.49, 137.79, 103.88, 49.84, 5.75),
-)
-CATEGORIES, AREAS = [2, 5, 2, 2, 2, 3, 4, 5, 6, 5], [361, 578, 814, 310, 498, 85, 199, 313, 204, 1010]
-LABELS = [[3, 6, 7, 10], [2, 7, 8, 10], [2, 9], [1], [0, 3, 9], [4, 7]]
-
-
-@pytest.mark.parametrize('form', PICTURES)
-def test_the_same_arguments_give_the_same_pictures_until_the_version_is_raised(tmp_path, form):
-    """A data set that was written is kept as long as its note says the same: a change of the drawing has to
-    raise ``GENERATOR_VERSION``, and the numbers here with it."""
-    write_dataset(tmp_path, DatasetSpec(form, 4, 2, seed=11, size=(128, 96), size_jitter=0.3))
-    assert GENERATOR_VERSION == 7
-    images = [cv2.imread(str(path))[..., ::-1].astype(float) for path in sorted(tmp_path.rglob('*.[jJ][pP]*'))]
-    assert [image.shape[1::-1] for image in images] == SIZES
-    found = [(*im.mean((0, 1)), im.std(), np.abs(np.diff(im, axis=1)).mean()) for im in images]
-    np.testing.assert_allclose(np.mean(found, axis=0), PICTURES[form], atol=0.1)  # decoders of JPEG differ
-    if form == 'coco':
-        content = json.loads((tmp_path / 'annotations' / 'instances_train2017.json').read_text())
-        assert [a['category_id'] for a in content['annotations']] == CATEGORIES
-        assert [a['area'] for a in content['annotations']] == AREAS
-        assert content['licenses'] == [dict(id=1, name='Apache-2.0', url='')]
-        assert {image['license'] for image in content['images']} == {1}
-    if form == 'ade':
-        maps = [cv2.imread(str(path), cv2.IMREAD_UNCHANGED) for path in sorted(tmp_path.rglob('*.png'))]
-        assert [np.unique(each).tolist() for each in maps] == LABELS
+from mmlinattn.tooling.datasets import ADE_CLASSES, COCO_CLASSES, IMAGENET_CLASSES, DatasetSpec, write_dataset
 
 
 def listed(folder):
@@ -92,7 +53,7 @@ def test_ade_layout(tmp_path):
         assert all(labels.dtype == np.uint8 and labels.ndim == 2 for labels in found.values())
     title, *info = (line.split('\t') for line in (tmp_path / 'objectInfo150.txt').read_text().splitlines())
     assert title == ['Idx', 'Ratio', 'Train', 'Val', 'Stuff', 'Name']
-    assert info[0][4:] == ['1', 'wall, gradient'] and info[7][4:] == ['0', 'bed, star']  # backgrounds are stuff
+    assert info[0][4:] == ['1', 'wall, gradient'] and info[7][4:] == ['0', 'bed, star']
     trained = np.concatenate([labels.ravel() for labels in maps['training'].values()])
     for value, (number, ratio, *pictures, _, _) in enumerate(info, 1):  # of the pixels in training; images of both
         assert number == str(value) and float(ratio) == pytest.approx(np.mean(trained == value), abs=6e-5)

@@ -15,7 +15,6 @@ SMALL = DatasetSpec('coco', 3, 2, size=(64, 64))
 
 
 def digest(folder):
-    """Content of every file, by path."""
     files = sorted(path for path in Path(folder).rglob('*') if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha1(path.read_bytes()).hexdigest() for path in files}
 
@@ -32,7 +31,7 @@ def test_an_image_depends_on_its_number_split_and_seed_alone(tmp_path):
 
 
 @pytest.mark.parametrize('content', ['train2017/mine.jpg', 'somebody.txt', NOTE])
-def test_what_is_there_stays(tmp_path, content):
+def test_existing_files_stay(tmp_path, content):
     (tmp_path / content).parent.mkdir(exist_ok=True)
     (tmp_path / content).write_text('{"content": "precious"}')
     before = digest(tmp_path)
@@ -56,13 +55,6 @@ def test_a_run_that_fails_leaves_nothing(tmp_path, is_there):
     assert seen == [STAGING] and out.exists() == is_there and not digest(tmp_path)
 
 
-def test_a_run_that_was_killed_is_begun_anew(tmp_path):
-    (tmp_path / STAGING / 'val2017').mkdir(parents=True)
-    (tmp_path / STAGING / 'val2017' / 'half.jpg').touch()
-    assert write_dataset(tmp_path, SMALL) is True
-    assert not (tmp_path / STAGING).exists() and len(list(tmp_path.rglob('*.jpg'))) == 5
-
-
 @pytest.mark.parametrize(
     ('name', 'value'),
     [
@@ -70,7 +62,7 @@ def test_a_run_that_was_killed_is_begun_anew(tmp_path):
         *(('size_jitter', 0.51), ('size_jitter', -0.1)),
     ],
 )
-def test_what_a_data_set_may_be(name, value):
+def test_refused_settings_of_a_data_set(name, value):
     allowed = dict(format='coco', num_train=1, num_val=1, seed=0, size=(64, 8192), size_jitter=0.5)
     DatasetSpec(**allowed)
     with pytest.raises(ValueError, match=f'^{name} must be .*, got '):

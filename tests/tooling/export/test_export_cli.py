@@ -44,7 +44,6 @@ def options(config, out, *more, checkpoint='none'):
 
 
 def test_a_dynamic_graph_is_written_checked_and_described(config, tmp_path, capsys):
-    """With the weights of a checkpoint and its names of the classes."""
     model = build_model(Config.fromfile(config)).eval()
     checkpoint, out = tmp_path / 'weights.pth', tmp_path / 'graph.pt'
     meta = dict(dataset_meta=dict(classes=('one', 'two', 'three')))
@@ -66,7 +65,6 @@ def test_a_dynamic_graph_is_written_checked_and_described(config, tmp_path, caps
 
 
 def test_a_static_graph_names_the_size_it_was_traced_for(config, tmp_path, capsys):
-    """Names of the classes are those of the data set."""
     out = tmp_path / 'graph.pt'
     main(options(config, out))
     assert 'serves image (1, 3, 64, 80), no other size' in capsys.readouterr().out

@@ -3,6 +3,7 @@
 
 import json
 import types
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -39,18 +40,9 @@ def test_metadata(given, said):
     meta = dict(dataset_meta=dict(classes=('a', 'b')))
     found = models.metadata(cfg, 'detector', Sizes(1, 64, 80), meta, ['feat0', 'feat1'])
     unsaid = dict(channel_order='BGR', mean=[0.0] * 3, std=[1.0] * 3, pad_size_divisor=1, pad_value=0)
-    assert json.loads(json.dumps(found)) == dict(
-        mmlinattn=mmlinattn.__version__,
-        task='detector',
-        serves='image (1, 3, 64, 80), no other size',
-        outputs=['feat0', 'feat1'],
-        input_range=[0, 255],
-        classes=['a', 'b'],
-        windows=None,
-        resize=None,
-        crop=None,
-        **{**unsaid, **said},
-    )
+    unsaid.update(mmlinattn=mmlinattn.__version__, task='detector', serves='image (1, 3, 64, 80), no other size')
+    unsaid.update(outputs=['feat0', 'feat1'], input_range=[0, 255], classes=['a', 'b'])
+    assert json.loads(json.dumps(found)) == {**unsaid, **dict.fromkeys(('windows', 'resize', 'crop')), **said}
 
 
 def test_a_test_pipeline_that_normalises():
@@ -67,13 +59,8 @@ def test_a_test_pipeline_that_normalises():
     neutral = dict(mean=[0, 0, 0], std=[1, 1, 1], to_rgb=False)
     assert said(step, **neutral) == said(step) == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], 'RGB']
     assert said(dict(step, to_rgb=False))[2] == 'BGR'
-    of_torchvision = dict(step, type='torchvision/Normalize')
-    for steps, given in (
-        ([step], dict(to_rgb=True)),
-        ([step, step], {}),
-        ([of_torchvision], {}),
-        ([step], dict(std=2)),
-    ):
+    other = dict(step, type='torchvision/Normalize')
+    for steps, given in (([step], dict(to_rgb=True)), ([step, step], {}), ([other], {}), ([step], dict(std=2))):
         with pytest.raises(RunError, match='the file cannot say how to normalise. Write mean and std'):
             said(*steps, **given)
 
@@ -88,16 +75,12 @@ def test_windows_of_segmentors():
 def test_decision_rules_of_heads():
     """mmseg's heads of one output channel, several heads in a row, and mmpretrain's of several labels."""
     heads = pytest.importorskip('mmpretrain.models.heads')
-    binary = SimpleNamespace(out_channels=1, num_classes=2, threshold=0.3)
-    labels = [
-        heads.MultiLabelLinearClsHead(num_classes=3, in_channels=4, **options)
-        for options in (dict(thr=0.6), dict(topk=2))
-    ]
+    several = partial(heads.MultiLabelLinearClsHead, num_classes=3, in_channels=4)
     for head, expected in (
-        (binary, ('sigmoid', 0.3)),
+        (SimpleNamespace(out_channels=1, num_classes=2, threshold=0.3), ('sigmoid', 0.3)),
         (SimpleNamespace(out_channels=2, threshold=None), ('softmax', None)),
-        (labels[0], ('sigmoid', 0.6)),
-        (labels[1], ('sigmoid', None, 2)),
+        (several(thr=0.6), ('sigmoid', 0.6)),
+        (several(topk=2), ('sigmoid', None, 2)),
         (heads.LinearClsHead(num_classes=3, in_channels=4), ('softmax', None)),
     ):
         assert models.decision(head) == dict(zip(('activation', 'threshold', 'topk'), expected))
@@ -155,7 +138,7 @@ class Classifier(Toy):
         return super().forward(x, mode).mean((2, 3))
 
 
-def test_models_are_told_apart_and_made_ready():
+def test_models_are_recognised_and_prepared():
     for model, task in ((Toy(), 'detector'), (Segmentor(), 'segmentor'), (Classifier(), 'classifier')):
         model.train()
         found = ExportableModel(model)
@@ -197,27 +180,19 @@ def test_segmentors_of_one_output_channel_decide_by_a_threshold():
     assert torch.equal(ExportableModel(model)(image), (logits.sigmoid() > 0.3).long())
 
 
-class MultiLabelHead(nn.Identity):
-    thr = 0.5
-
-
 def test_classifiers_give_probabilities():
     model, image = Classifier(), torch.randn(2, 3, 33, 50)
     model.eval()
     logits = model(image, 'tensor')
     torch.testing.assert_close(ExportableModel(model)(image), logits.softmax(1))
-    model.head = MultiLabelHead()
+    model.head.thr = 0.5  # of several labels
     torch.testing.assert_close(ExportableModel(model)(image), logits.sigmoid())
-
-
-class DAHead(nn.Module):
-    pass
 
 
 def test_heads_of_several_results(fake):
     """DAHead and EncHead of MMSegmentation predict by the first, also in a cascade; others are refused."""
     model, image = Segmentor(), torch.randn(2, 3, 33, 50)
-    model.decode_head = nn.ModuleList([nn.Identity(), DAHead()])
+    model.decode_head = nn.ModuleList([nn.Identity(), type('DAHead', (nn.Module,), {})()])
     expected = ExportableModel(model)(image)
     forward = model.forward
     model.forward = lambda x, mode: (forward(x, mode), x, x)
@@ -252,7 +227,7 @@ def fake(tmp_path, monkeypatch):
     return form
 
 
-def test_files_take_their_places_and_deviations_are_told(fake, tmp_path):
+def test_files_are_written_with_their_deviations(fake, tmp_path):
     (tmp_path / 'graph.x').write_text('older')
     found = fake.export(Toy(), Sizes(2, 64, 80))
     assert (fake.shape, fake.smallest) == ((2, 3, 64, 80), None)
@@ -272,8 +247,8 @@ def test_folding_that_changes_the_numbers_is_found(fake):
     assert fake.export(model, Sizes(1, 64, 64)).errors == {(1, 3, 64, 64): 0.0}
 
 
-def test_from_which_size_on_a_dynamic_graph_serves(fake):
-    """Classifiers from 32, others from where the format can."""
+def test_sizes_and_parts_that_are_exported(fake):
+    """Classifiers serve sizes from 32, other models from the smallest of the format."""
     for model, smallest in ((Toy(), 65), (Segmentor(), 65), (Classifier(), 32)):
         found = fake.export(model, Sizes(1, 96, 96, dynamic=True))
         assert fake.smallest == smallest and f'height and width >= {smallest}' in found.metadata['serves']
@@ -283,6 +258,8 @@ def test_from_which_size_on_a_dynamic_graph_serves(fake):
     for sizes, said in ((Sizes(1, 64, 96, True), '64 96: a side has 65'), (Sizes(1, 96, 31), '96 31: a side has 32')):
         with pytest.raises(RunError, match=f'^--shape {said} pixels at least.$'):
             fake.export(Toy(), sizes)
+    with pytest.raises(RunError, match='^--neck is for detectors; the config builds a classifier.$'):
+        export_model(Classifier(), Config(dict(model={})), fake.target, 'fake', Sizes(1, 64, 64), neck=True)
 
 
 @pytest.mark.parametrize('place', ['write', 'load'])
@@ -301,22 +278,12 @@ def test_deviation_is_that_of_the_worst_output_in_its_standard_deviations():
     for outs in ([x[:2]], [x * float('nan')], [x * INF]):
         assert models.deviation(outs, [x]) == models.deviation([x, *outs], [x, x]) == INF
     assert models.deviation([x], [x, x]) == INF
-    for value in (0.0, -4.0):  # of outputs that are all alike, one logit of one image say, in units of their size
+    for value in (0.0, -4.0):  # constant outputs, such as one logit of one image, in units of their size
         alike = torch.full((1, 1), value)
         assert models.deviation(alike, alike) == 0
         assert models.deviation(alike + 0.5, alike) == pytest.approx(0.5 / (abs(value) or 1))
-
-
-def test_labels_deviate_by_the_share_that_differs():
-    labels = torch.arange(100)
-    other = labels.clone()
-    other[:3] = 7
-    assert models.deviation(other, labels) == pytest.approx(0.03)
-
-
-def test_neck_option_is_for_detectors(fake):
-    with pytest.raises(RunError, match='^--neck is for detectors; the config builds a classifier.$'):
-        export_model(Classifier(), Config(dict(model={})), fake.target, 'fake', Sizes(1, 64, 64), neck=True)
+    labels = torch.arange(100)  # by the share that differs
+    assert models.deviation(labels.where(labels > 2, 7), labels) == pytest.approx(0.03)
 
 
 def test_deviating_graphs_are_not_written(fake, tmp_path, monkeypatch):
@@ -328,7 +295,7 @@ def test_deviating_graphs_are_not_written(fake, tmp_path, monkeypatch):
 
 
 class Pyramid(nn.Module):
-    """FPN whose extra levels are pooled from the last one."""
+    """FPN with extra levels pooled from the last one."""
 
     def __init__(self):
         super().__init__()
@@ -340,7 +307,7 @@ class Pyramid(nn.Module):
 
 
 @pytest.mark.skipif(not private_apis.CAN_BE_SIZE_OBLIVIOUS, reason='since torch 2.6')
-def test_a_graph_of_a_detector_serves_sizes_whose_last_levels_are_odd(tmp_path):
+def test_a_graph_of_a_detector_serves_odd_last_levels(tmp_path):
     pytest.importorskip('mmdet.models')
     sizes = Sizes(1, 96, 160, dynamic=True)
     export = export_model(Pyramid(), Config(dict(model=dict())), tmp_path / 'graph.pt2', 'torch-export', sizes)

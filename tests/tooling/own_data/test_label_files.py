@@ -41,12 +41,10 @@ def annotations_of(data, *splits):
     return found
 
 
-def labelme(root, objects=OBJECTS, **more):
+def labelme(root, objects=OBJECTS, shape_type='rectangle', **more):
     for name, items in objects.items():
-        shapes = [
-            dict(dict(label=label, points=np.reshape(box, (-1, 2)).tolist(), shape_type='rectangle'), **more)
-            for label, box in items
-        ]
+        points = [(label, np.reshape(box, (-1, 2)).tolist()) for label, box in items]
+        shapes = [dict(label=label, points=each, shape_type=shape_type, **more) for label, each in points]
         content = dict(version='5.5', flags={}, shapes=shapes, imagePath=f'{name}.jpg', imageHeight=HEIGHT)
         text(root / 'images' / f'{name}.json', dict(content, imageWidth=WIDTH, imageData=None))
 
@@ -71,18 +69,10 @@ def studio_value(box, **more):
 
 
 def label_studio(root, objects=OBJECTS, value=None, **more):
-    tasks = []
+    tasks, size = [], dict(original_width=WIDTH, original_height=HEIGHT)
     for number, (name, items) in enumerate(objects.items()):
-        results = [
-            dict(
-                type='rectanglelabels',
-                original_width=WIDTH,
-                original_height=HEIGHT,
-                value={**studio_value(box, rectanglelabels=[label]), **(value or {})},
-                **more,
-            )
-            for label, box in items
-        ]
+        values = [{**studio_value(box, rectanglelabels=[label]), **(value or {})} for label, box in items]
+        results = [dict(type='rectanglelabels', value=each, **size, **more) for each in values]
         address = f'/data/upload/1/0a1b2c3d-{name}.jpg'
         tasks.append(dict(id=number, data=dict(image=address), annotations=[dict(id=number, result=results)]))
     text(root / 'project-1.json', tasks)
@@ -99,63 +89,64 @@ def label_studio_min(root, objects=OBJECTS):
     text(root / 'min.json', tasks)
 
 
-def table(root, header, row, objects=OBJECTS, delimiter=','):
-    rows = [row(name, *item) for name, items in objects.items() for item in items]
-    lines = [delimiter.join(map(str, cells)) for cells in [header, *rows] if cells]
-    text(root / 'labels.csv', '\n'.join(lines))
+# header and row of an object
+CSV = {
+    'TensorFlow': (
+        'filename,width,height,class,xmin,ymin,xmax,ymax',
+        lambda name, label, box: (f'{name}.jpg', WIDTH, HEIGHT, label, *box),
+    ),
+    'RetinaNet': ('', lambda name, label, box: (f'images/{name}.jpg', *box, label)),
+    'sides': ('image_id;label;x;y;w;h;split', lambda name, label, box: (name, label, *sides(box), '')),
+    'Kaggle': (
+        'image_id,width,height,bbox,class',
+        lambda name, label, box: (name, WIDTH, HEIGHT, '"[{}, {}, {}, {}]"'.format(*sides(box)), label),
+    ),
+    'Open Images': (
+        'ImageID,LabelName,Confidence,XMin,XMax,YMin,YMax,IsGroupOf',
+        lambda name, label, b: (name, label, 1, b[0] / WIDTH, b[2] / WIDTH, b[1] / HEIGHT, b[3] / HEIGHT, 0),
+    ),
+}
 
 
-def csv_tensorflow(root):
-    header = 'filename,width,height,class,xmin,ymin,xmax,ymax'.split(',')
-    table(root, header, lambda name, label, box: (f'{name}.jpg', WIDTH, HEIGHT, label, *box))
+def sides(box):
+    return box[0], box[1], box[2] - box[0], box[3] - box[1]
 
 
-def csv_retinanet(root):
-    table(root, (), lambda name, label, box: (f'images/{name}.jpg', *box, label))
+def table(kind):
+    header, row = CSV[kind]
+
+    def write(root, objects=OBJECTS):
+        rows = [map(str, row(name, *item)) for name, items in objects.items() for item in items]
+        delimiter = ';' if ';' in header else ','
+        text(root / 'labels.csv', '\n'.join([*[header] * bool(header), *map(delimiter.join, rows)]))
+
+    return write
 
 
-def csv_sides(root):
-    header = 'image_id;label;x;y;w;h;split'.split(';')
-    table(root, header, lambda name, label, b: (name, label, *b[:2], b[2] - b[0], b[3] - b[1], ''), delimiter=';')
-
-
-def csv_kaggle(root):
-    header = ('image_id', 'width', 'height', 'bbox', 'class')
-    row = lambda name, label, b: (name, WIDTH, HEIGHT, f'"[{b[0]}, {b[1]}, {b[2] - b[0]}, {b[3] - b[1]}]"', label)  # noqa: E731
-    table(root, header, row)
-
-
-def csv_open_images(root):
-    header = 'ImageID,LabelName,Confidence,XMin,XMax,YMin,YMax,IsGroupOf'.split(',')
-    shares = lambda b: (b[0] / WIDTH, b[2] / WIDTH, b[1] / HEIGHT, b[3] / HEIGHT)  # noqa: E731
-    table(root, header, lambda name, label, box: (name, label, 1, *shares(box), 0))
-
-
-def kitti(root, objects=OBJECTS, **more):
+def kitti(root, objects=OBJECTS):
     (root / 'images').rename(root / 'image_2')
     for name, items in objects.items():
         lines = [f'{label} 0.00 0 -1.58 {" ".join(map(str, box))} 1.6 1.6 3.7 1 1.5 8.2 -1.5' for label, box in items]
         text(root / 'label_2' / f'{name}.txt', '\n'.join(lines))
 
 
-FORMATS = [labelme, cvat, label_studio, label_studio_min, csv_tensorflow, csv_retinanet, csv_sides, csv_kaggle]
-FORMATS += [csv_open_images, kitti]
+FORMATS = {write.__name__: write for write in (labelme, cvat, label_studio, label_studio_min, kitti)}
+FORMATS.update({f'CSV of {kind}': table(kind) for kind in CSV})
 
 
-@pytest.mark.parametrize('write', FORMATS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize('write', FORMATS.values(), ids=FORMATS)
 def test_boxes_of_each_format(tmp_path, write):
     images(tmp_path)
     write(tmp_path)
     data = read_boxes(tmp_path)
-    found = {(f'{name}.jpg', label, *map(float, box)) for name, items in OBJECTS.items() for label, box in items}
-    assert set(annotations_of(data)) == found
+    expected = {(f'{name}.jpg', label, *map(float, box)) for name, items in OBJECTS.items() for label, box in items}
+    assert set(annotations_of(data)) == expected
     assert data.classes == ['bus', 'car'] and not data.masks and data.densest == 2
     assert {split: len(paths) for split, paths in data.images.items()} == dict(train=5, val=1)
     assert not [note for note in data.notes if 'not used' in note or 'left out' in note], data.notes
 
 
 def drawn(points):
-    """The pixels of a polygon."""
     mask = coco_masks.frPyObjects([np.ravel(points).tolist()], HEIGHT, WIDTH)
     return coco_masks.decode(mask)[..., 0]
 
@@ -203,11 +194,13 @@ def yolo_outlines(root):
     text(root / 'data.yaml', 'names: [car]')
 
 
+VOC_BOX = '<bndbox><xmin>4</xmin><ymin>8</ymin><xmax>24</xmax><ymax>38</ymax></bndbox>'
+
+
 def voc_outlines(root):
     tags = ''.join(f'<x{i}>{x}</x{i}><y{i}>{y}</y{i}>' for i, (x, y) in enumerate(TRIANGLE, 1))
-    box = '<bndbox><xmin>4</xmin><ymin>8</ymin><xmax>24</xmax><ymax>38</ymax></bndbox>'
     for name in OBJECTS:
-        item = f'<object><name>car</name>{box}<polygon>{tags}</polygon></object>'
+        item = f'<object><name>car</name>{VOC_BOX}<polygon>{tags}</polygon></object>'
         text(root / 'images' / f'{name}.xml', f'<annotation>{item}</annotation>')
 
 
@@ -265,15 +258,11 @@ def test_turned_rectangles(tmp_path, write):
 
 def voc_marks(**marks):
     tags = ''.join(f'<{key}>{value}</{key}>' for key, value in marks.items())
-    box = '<bndbox><xmin>4</xmin><ymin>8</ymin><xmax>24</xmax><ymax>38</ymax></bndbox>'
 
     def write(root):
         for name in OBJECTS:
-            one = f'<object><name>car</name>{box}</object>'
-            text(
-                root / 'images' / f'{name}.xml',
-                f'<annotation>{one}{one.replace("</name>", f"</name>{tags}")}</annotation>',
-            )
+            items = f'<object><name>car</name>{VOC_BOX}</object><object><name>car</name>{tags}{VOC_BOX}</object>'
+            text(root / 'images' / f'{name}.xml', f'<annotation>{items}</annotation>')
 
     return write
 
@@ -311,10 +300,9 @@ def test_every_statement_about_an_object_is_used_or_named(tmp_path, write, said)
     assert any(said in note for note in data.notes), data.notes
     is_ignored = 'ignored' in said
     assert data.ignores == is_ignored and data.densest == (1 if is_ignored else 2)
-    crowds = [
-        entry['iscrowd'] for split in data.annotations for entry in json.loads(data.annotations[split])['annotations']
-    ]
-    assert sorted(set(crowds)) == ([0, 1] if is_ignored else [0]) and 'ignore' not in data.annotations['train']
+    entries = [entry for content in data.annotations.values() for entry in json.loads(content)['annotations']]
+    assert {entry['iscrowd'] for entry in entries} == ({0, 1} if is_ignored else {0})
+    assert 'ignore' not in data.annotations['train']
 
 
 def test_shapes_of_a_group_are_parts_of_one_object(tmp_path):
@@ -384,20 +372,13 @@ def test_names_of_classes_are_texts(tmp_path):
     assert read_boxes(tmp_path).classes == ['yes', 'off', '1.0', 'null']
 
 
-@pytest.mark.parametrize('write', [labelme, cvat, csv_retinanet, kitti], ids=lambda write: write.__name__)
+@pytest.mark.parametrize('write', [labelme, cvat, table('RetinaNet'), kitti])
 def test_the_last_images_of_a_class_stay_in_train(tmp_path, write):
     """Two images of a class of 25: one trains, one validates; with one alone, it trains."""
     names = [f'{i:02}' for i in range(25)]
     images(tmp_path, names)
-    write_it = (
-        write
-        if write in (labelme, cvat, kitti)
-        else lambda root, objects: table(
-            root, (), lambda name, label, box: (f'images/{name}.jpg', *box, label), objects
-        )
-    )
     rare = {'07': [CAR, BUS], '19': [BUS], '11': [CAR, ('van', (1, 1, 9, 9))]}
-    write_it(tmp_path, {name: rare.get(name, [CAR]) for name in names})
+    write(tmp_path, {name: rare.get(name, [CAR]) for name in names})
     data = read_boxes(tmp_path)
     seen = {split: [key[1] for key in annotations_of(data, split)] for split in ('train', 'val')}
     assert seen['train'].count('bus') == seen['val'].count('bus') == 1 and 'van' in seen['train']
@@ -460,6 +441,11 @@ def test_files_of_labelling_tools_that_are_refused(tmp_path, write, said):
 # -- a class an image -------------------------------------------------------------------------------------------------
 
 
+def flat_images(root):
+    for name in OBJECTS:
+        picture(root / f'{name}.jpg')
+
+
 @pytest.mark.parametrize(
     'rows',
     [
@@ -498,21 +484,15 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
     ],
 )
 def test_tables_of_classes_that_are_refused(tmp_path, rows, said):
-    images(tmp_path)
-    (tmp_path / 'images').rename(tmp_path / 'flat')
-    for path in (tmp_path / 'flat').iterdir():
-        path.rename(tmp_path / path.name)
+    flat_images(tmp_path)
     text(tmp_path / 'labels.csv', '\n'.join(rows))
     with pytest.raises(RunError, match='.') as error:
         folders.read_classes(tmp_path)
     assert said in str(error.value)
 
 
-def test_boxes_where_classes_were_asked_for(tmp_path):
-    images(tmp_path)
-    for path in sorted((tmp_path / 'images').iterdir()):
-        path.rename(tmp_path / path.name)
-    (tmp_path / 'images').rmdir()
+def test_boxes_in_place_of_classes_are_refused(tmp_path):
+    flat_images(tmp_path)
     cvat(tmp_path)
     with pytest.raises(RunError, match='annotations.xml is CVAT XML, which this task does not take'):
         folders.read_classes(tmp_path)

@@ -12,8 +12,7 @@ from helpers.own_files import picture, text
 from helpers.tool_runs import in_this_process
 from mmengine.config import Config
 
-from mmlinattn.tooling.own_data import finding, making
-from mmlinattn.tooling.swapping import smoke
+from mmlinattn.tooling.own_data import making
 from mmlinattn.utils.errors import RunError
 
 
@@ -45,7 +44,6 @@ def made(root, task, backbone, **more):
 
 
 def heads(cfg):
-    """``num_classes`` of every part of its model."""
     return re.findall(r"'num_classes': (\d+)", str(cfg.model.to_dict()))
 
 
@@ -75,7 +73,6 @@ def test_detectors(tmp_path, untried, backbone, outline, kind, count):
 
 @pytest.mark.parametrize('shape, dtype', [((96, 128, 4), np.uint8), ((96, 128), np.uint16)])
 def test_other_channels_start_from_none_and_are_tried(tmp_path, shape, dtype):
-    """Built, trained for a step and asked for a prediction on the images themselves."""
     cfg, lines = made(boxes(tmp_path / 'data', shape=shape, dtype=dtype), 'detection', 'flatten_pvt_v2_b1')
     assert cfg.model.backbone.in_channels == (shape[2] if len(shape) > 2 else 1)
     assert cfg.load_from is None and cfg.model.backbone.get('init_cfg') is None
@@ -109,18 +106,6 @@ def test_dense_images_and_ignored_objects_widen_the_limits(tmp_path, untried):
     assert cfg.model.train_cfg.rpn_proposal.max_per_img >= 1200
     assert cfg.val_evaluator.use_mp_eval and cfg.val_evaluator.proposal_nums == (100, 300, 1000)
     assert cfg.model.train_cfg.rpn.assigner.ignore_iof_thr == cfg.model.train_cfg.rcnn.assigner.ignore_iof_thr == 0.5
-
-
-def test_durations_of_a_step_and_of_the_training(tmp_path):
-    trial = smoke.Trial(1.0, (), (), seconds=3.0, size=(288, 384))
-    data = finding.OwnData('', [], dict(train=[tmp_path] * 40), {}, {}, [])
-    args = making.ConfigArgs(tmp_path, 'detection', 'ravlt_t', tmp_path / 'mine.py')
-    values = dict(train_dataloader=dict(batch_size=4), max_epochs=20, train_pipeline=[{}, {}, dict(scale=(768, 576))])
-    (line,) = making._durations(args, values, data, trial)
-    assert line == (
-        'a step of 2 images of 384x288 took 3.0 s on the CPU; the whole, 20 epochs, takes about 1.3 h on it, '
-        'validation aside'
-    )
 
 
 def test_segmentation_of_small_images(tmp_path, untried):
@@ -167,9 +152,7 @@ def test_the_length_of_a_training_follows_the_data(task, steps, length, warm, ev
 
 def test_refused_arguments(tmp_path, untried, capsys):
     root = boxes(tmp_path / 'data')
-    with pytest.raises(
-        RunError, match="--backbone 'flatten_swin_b' has no config for detection; these have: .*ravlt_t"
-    ):
+    with pytest.raises(RunError, match="'flatten_swin_b' has no config for detection; these have: .*ravlt_t"):
         made(root, 'detection', 'flatten_swin_b')
     with pytest.raises(RunError, match='is inside of DATA'):
         making.make_config(making.ConfigArgs(root, 'detection', 'ravlt_t', root / 'mine.py'))

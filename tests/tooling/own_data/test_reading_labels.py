@@ -32,7 +32,7 @@ def masks(root, values, names=None, suffix='.png', dtype=np.uint8, shape=(HEIGHT
     ],
 )
 def test_values_of_label_images(values, names, classes, table):
-    assert label_values.meaning(values, names) == (classes, table)
+    assert label_values.interpret_values(values, names) == (classes, table)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_values_of_label_images(values, names, classes, table):
 )
 def test_values_that_are_refused(values, names, said):
     with pytest.raises(RunError, match=said):
-        label_values.meaning(values, names)
+        label_values.interpret_values(values, names)
 
 
 def test_masks_of_0_and_255_are_copied_as_labels(tmp_path):
@@ -72,7 +72,6 @@ def test_masks_divided_by_the_lists_of_voc(tmp_path):
 
 
 def test_masks_as_mmsegmentation_reads_them_stay(tmp_path):
-    """A folder a split, or one below another; those without a label image are left out."""
     for split, count in (('train', 3), ('val', 1)):
         for i in range(count):
             picture(tmp_path / split / 'images' / f'{i}.png')
@@ -200,7 +199,6 @@ def test_colours_that_the_list_lacks(tmp_path):
 
 
 def test_colours_without_a_list(tmp_path):
-    """Cityscapes' colours are known, two are background and foreground, others are refused."""
     data = layout(tmp_path / 'a', 'CamVid of Kaggle', lambda number: halves(ROAD, (0, 0, 142), VOID))
     assert (data.classes[0], data.classes[13]) == ('road', 'car') and 'those of cityscapes' in ' '.join(data.notes)
     with pytest.raises(RunError, match=re.escape('(0, 0, 0), (9, 8, 7), (200, 3, 4): write label_colors.txt')):
@@ -210,7 +208,7 @@ def test_colours_without_a_list(tmp_path):
 
 
 def test_palettes_that_differ_are_colours(tmp_path):
-    """Editors sort the palette of each file anew: the number 1 is another class in each."""
+    """Editors sort the palette of each file again: the number 1 is another class in each."""
     root = tmp_path / 'data'
     text(root / 'label_colors.txt', COLOUR_FILES['label_colors.txt'])
     for number in range(4):
@@ -235,7 +233,7 @@ def test_values_and_classes_of_a_table(tmp_path):
     for split in ('train', 'val'):
         text(tmp_path / f'data/{split}/_classes.csv', 'Pixel Value, Class\n0, background\n90, leaf\n170, root')
     layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 170))
-    assert np.unique(Image.open(tmp_path / 'copies/train/0.png')).tolist() == [0, 2]  # by its value, not its place
+    assert np.unique(Image.open(tmp_path / 'copies/train/0.png')).tolist() == [0, 2]  # by its value, not its index
 
 
 LINEAR, CUBIC = cv2.INTER_LINEAR, cv2.INTER_CUBIC
@@ -278,7 +276,6 @@ def test_cityscapes_as_it_is_unpacked(tmp_path):
 
 
 def test_classes_of_label_images_stay_in_train(tmp_path):
-    """Two of 20 images have the class 2, one the class 3."""
     extra = {3: 2, 11: 2, 7: 3}
     for number in range(20):
         picture(tmp_path / f'data/images/{number:02}.jpg')
@@ -379,7 +376,7 @@ def test_channels(tmp_path, pixels, channels, expected):
     assert any('grey images are read as three' in note for note in form.notes) == (is_plain and pixels.ndim == 2)
 
 
-def test_images_whose_values_are_no_numbers(tmp_path):
+def test_images_with_nan(tmp_path):
     with pytest.raises(RunError, match='have values that are NaN or infinite'):
         finding.image_format([picture(tmp_path / 'a.tif', np.full((8, 9), np.nan, np.float32))])
 
@@ -404,19 +401,3 @@ def test_folders_beside_train(tmp_path, other):
     data = folders.read_classes(sorted_images(tmp_path, ('train/cat', 3), ('train/dog', 3), (other, 3)))
     assert data.classes == ['cat', 'dog'] and sum(map(len, data.images.values())) == 6
     assert any('beside train: left out' in note for note in data.notes) is (other != '__MACOSX')
-
-
-def test_masks_packed_on_a_mac(tmp_path):
-    for name in ('images/._0.jpg', 'masks/._0.png'):
-        text(tmp_path / 'data/__MACOSX/data' / name, 'no image')
-    data = masks(tmp_path / 'data', [0, 1, 2], ['sky', 'road', 'car'])
-    assert sum(map(len, data.images.values())) == 4
-    assert 'label 0 is sky, 1 is road, 2 is car' in data.notes
-
-
-def test_folders_of_masks_with_capitals(tmp_path):
-    masks(tmp_path, [0, 1])
-    for kind in ('images', 'masks'):
-        (tmp_path / kind).rename(tmp_path / kind.capitalize())
-    data = label_images.read_masks(tmp_path, None, tmp_path / 'copies')
-    assert data.settings['train']['data_prefix']['seg_map_path'] == 'Masks/'
