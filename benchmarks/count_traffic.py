@@ -204,9 +204,9 @@ def main(argv=None) -> None:
     parser.add_argument('--only', nargs='+', choices=PARTS, default=list(PARTS), help='tables to print [all]')
     parser.add_argument('--sides', type=int, nargs='+', default=[224, 640], help='image sizes of backbones, pixels')
     parser.add_argument('--batch', type=int, default=2)
-    parser.add_argument('--heads', type=int, default=4, help='of attentions')
-    parser.add_argument('--tokens', type=int, default=4096, help='of attentions')
-    parser.add_argument('--head-dim', type=int, default=64, help='of attentions')
+    parser.add_argument('--heads', type=int, default=4, help='size of the attentions')
+    parser.add_argument('--tokens', type=int, default=4096, help='size of the attentions')
+    parser.add_argument('--head-dim', type=int, default=64, help='size of the attentions')
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     for part in args.only:

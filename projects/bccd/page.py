@@ -33,7 +33,7 @@ python -m projects.bccd BCCD_Dataset/BCCD --out work_dirs/bccd
 
 {table}
 
-AP is the mean of the seeds (each in brackets), memory the peak resident memory of the training process.{missing}
+Columns: AP, the mean of the seeds (each in brackets); AP50 of all and of each class; peak resident memory.{missing}
 
 ![Ground truth beside the predictions of RAVLT-T](images/real_images.png)
 
@@ -59,9 +59,8 @@ def row_of(backbone: str, size: str, runs: list[dict]) -> str:
     """Return a line of the table."""
     both = ', '.join(f'{100 * run["AP"]:.1f}' for run in runs)
     each = f' ({both})' if len(runs) > 1 else ''
-    scores = [mean(run[key] for run in runs) for key in ('AP50', 'AP75')]
-    scores += [mean(run['by_class'][name] for run in runs) for name in CLASSES]
-    cells = [size, NAMES[backbone], f'{parameters(backbone):.1f}', str(len(runs))]
+    scores = [mean(run['AP50'] for run in runs), *(mean(run['by_class'][name] for run in runs) for name in CLASSES)]
+    cells = [size, NAMES[backbone], f'{parameters(backbone):.1f}']
     cells += [f'{100 * mean(run["AP"] for run in runs):.1f}{each}', *(f'{100 * score:.1f}' for score in scores)]
     return f'| {" | ".join(cells)} | {max(run["train_MiB"] for run in runs) / 1024:.1f} |'
 
@@ -69,8 +68,7 @@ def row_of(backbone: str, size: str, runs: list[dict]) -> str:
 def page_of(rows: list[dict]) -> str:
     """Return the page; it names missing runs."""
     init_default_scope('mmdet')
-    head = ['image size', 'backbone', 'parameters, M', 'seeds', 'AP', 'AP50', 'AP75']
-    head += [*(f'AP50, {name}' for name in CLASSES.values()), 'memory, GiB']
+    head = ['image size', 'backbone', 'params M', 'AP', 'AP50', *CLASSES.values(), 'GiB']
     lines: list[str] = [f'| {" | ".join(head)} |', '| --- ' * len(head) + '|']
     missing: dict[str, list[str]] = {}
     for size in SIZES:

@@ -139,7 +139,7 @@ def test_runs_of_the_page_are_continued(trained, tmp_path):
 @pytest.mark.parametrize('text', ['{', '[]', '{"study": "rala"}', json.dumps(dict(study='rala', settings={}, runs=[]))])
 def test_results_of_something_else_are_not_overwritten(tmp_path, text):
     (tmp_path / 'results.json').write_text(text)
-    with pytest.raises(RunError, match='results.json is (no results file|of study)'):
+    with pytest.raises(RunError, match='results.json: (not a results file|study)'):
         run_study('rala', tmp_path, 1, SMALL)
     assert (tmp_path / 'results.json').read_text() == text
 
