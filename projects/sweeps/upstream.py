@@ -53,16 +53,14 @@ def sample() -> list[str]:
 def attempt(name: str, backbone: str, send) -> None:
     """Swap in this process and send ``(outcome, why)``."""
     sys.stdout = sys.stderr = open(os.devnull, 'w')
-    from mmlinattn.tooling.swapping import NoModel, NoPlace, swap_backbone
+    from mmlinattn.tooling.swapping import NoModel, Unsupported, swap_backbone
 
     try:
         with tempfile.TemporaryDirectory() as folder:
             swapped = swap_backbone(name, backbone, Path(folder, 'swapped.py'))
-        send.send(
-            ('works', '; '.join(remark for remark in swapped.remarks if 'MapAdapter' in remark or 'goes' in remark))
-        )
-    except NoPlace as error:
-        send.send(('no place', str(error)))
+        send.send(('works', '; '.join(remark for remark in swapped.remarks if 'MapAdapter' in remark)))
+    except Unsupported as error:
+        send.send(('unsupported', str(error)))
     except NoModel as error:
         send.send(('no model', str(error)))
     except RunError as error:
@@ -87,7 +85,7 @@ def outcome(name: str, backbone: str, seconds: float) -> tuple:
 
 # repeats the outcome
 OUTCOME_PREFIXES = (
-    'it has no place for a pyramid: ',
+    'it: no other backbone fits: ',
     'it does not run here with its own backbone either: ',
     'it has no model: ',
 )
@@ -113,8 +111,8 @@ def page(results: list[dict], backbone: str, total: int) -> str:
         f'Tried: {len(results)} configs of {len(folders)} of the {total} folders; '
         + ', '.join(f'{kind}: {number}' for kind, number in counted.most_common())
         + '.',
-        'Folders that are not listed work. Upstream fails too: it does not run here with its own backbone either. No '
-        'place: none for a pyramid.',
+        'Folders that are not listed work. Upstream fails too: it does not run here with its own backbone either. '
+        'Unsupported: it can use no other backbone.',
         '',
     ]
     tried = Counter((result['config'].partition('::')[0], family_of(result)) for result in results)

@@ -68,6 +68,7 @@ INSPECT = 'analysis_tools/inspect_attention.py {mmpretrain}'
 LOOK = f'{INSPECT} none photo.png --out out --what locality --num-queries 4'
 SHEET = 'analysis_tools/contact_sheet.py'
 FLOPS = 'analysis_tools/get_flops.py {mmdet}'
+MINE = 'make_config.py empty --task detection --backbone ravlt_t --out mine.'
 SHAPES = 'make_shapes_dataset.py out --format coco --num-train 3 --num-val 2'
 
 
@@ -101,7 +102,7 @@ ROWS = [
     bad('export.py {mmdet} empty.pth --format torchscript --out empty.pth', "--out 'empty.pth' is 'empty.pth'"),
     bad('demo.py photo.png {mmdet} empty.pth --out photo.png', "--out 'photo.png' is 'photo.png', which is read"),
     bad('demo.py pictures {mmdet} empty.pth --out pictures', "--out 'pictures/a.png' is 'pictures/a.png'"),
-    bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM is 'nowhere.py': no such file"),
+    bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM='nowhere.py': no such file"),
     bad(SHAPES.replace('out', 'file', 1), "OUT 'file' cannot be written: "),
     # checkpoints
     bad('test.py {mmdet} no.pth', "checkpoint 'no.pth': no such file."),
@@ -123,6 +124,11 @@ ROWS = [
     bad('demo.py notes.png {mmdet} empty.pth --out o.jpg', "image 'notes.png' cannot be read as an image."),
     bad('demo.py photo.png {mmdet} empty.pth --out found.gif', "--out 'found.gif' has to end in one of .jpg .jpeg"),
     bad('demo.py pictures {mmdet} empty.pth --out file', "--out 'file' is a file; for a folder of images it has to be"),
+    bad('demo.py gone.mp4 {mmdet} empty.pth --out o.mp4', "video 'gone.mp4': no such file."),
+    bad('demo.py 99 {mmdet} empty.pth --out o.jpg', "--out 'o.jpg' has to end in one of .mp4 .avi"),
+    bad('demo.py 99 {mmdet} empty.pth --out o.mp4 --max-frames 0', '--max-frames=0: expected at least 1.'),
+    bad('demo.py 99 {mmdet} empty.pth', '--out is missing: name the file or folder to write.'),
+    bad('demo.py http://127.0.0.1:9/a.jpg {mmdet} empty.pth --out o.jpg', "a.jpg' cannot be downloaded: URLErr"),
     bad(f'{DEMO} empty.pth --out o.jpg --classes one two', '2 names given, the model has 12 classes'),
     bad(f'{LOOK} --num-queries 1', '--num-queries 1 has to be at least 2'),
     bad(f'{LOOK} --shape 16 64', '--shape 16 64: height and width have to be at least 32'),
@@ -133,6 +139,10 @@ ROWS = [
     bad(f'{SHEET} pictures sheet.jpg', "'sheet.jpg' has to end with .png"),
     bad(f'{SHEET} pictures sheet.png --num 0', '--num 0 has to be at least 1'),
     bad(f'{SHAPES} --size-jitter 0.9', '--size-jitter must be from 0 to 0.5, got 0.9'),
+    bad(f'{MINE}yaml', 'expected a name that ends with .py'),
+    bad(f'{MINE}py --batch 0', '--batch=0: expected at least 1'),
+    bad(f'{MINE}py --classes a', '--classes is for label images'),
+    bad(MINE.replace('empty', 'nowhere') + 'py', 'no such folder'),
     bad('analysis_tools/ablation_study.py --study rala --out out --arms fulll', "--arms ['fulll']: study 'rala' has"),
 ]
 

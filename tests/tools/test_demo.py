@@ -212,27 +212,10 @@ def test_a_webcam_or_stream(run, video, tmp_path, monkeypatch, source):
     assert len(mmcv.VideoReader(str(tmp_path / 'out.avi'))) == 3
 
 
-@pytest.mark.parametrize(
-    ('source', 'words', 'line'),
-    [
-        ('gone.mp4', ['--out', 'o.mp4'], "video 'gone.mp4': no such file."),
-        ('text.mp4', ['--out', 'o.mp4'], "video '.*text.mp4' cannot be opened."),
-        ('99', ['--out', 'o.mp4'], "webcam '99' cannot be opened."),
-        ('99', ['--out', 'o.jpg'], "--out 'o.jpg' has to end in one of .mp4 .avi"),
-        ('99', ['--out', 'o.mp4', '--max-frames', 0], '--max-frames=0: expected at least 1.'),
-        ('99', [], '--out is missing: name the file or folder to write.'),
-        (
-            'http://127.0.0.1:9/a.jpg',
-            ['--out', 'o.jpg'],
-            "image 'http://127.0.0.1:9/a.jpg' cannot be downloaded: URLErr",
-        ),
-    ],
-)
-def test_sources_that_cannot_be_read(run, tmp_path, monkeypatch, capsys, source, words, line):
+@pytest.mark.parametrize('source', ['text.mp4', '99'])
+def test_videos_that_cannot_be_opened(run, tmp_path, monkeypatch, capsys, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'text.mp4').write_text('no video')
     with pytest.raises(SystemExit, match='1'):
-        run('mmpretrain', source, None, *words)
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert re.match(f'error: {line}', last), last
-    assert not [*tmp_path.glob('o.*')]
+        run('mmpretrain', source, 'o.mp4')
+    assert f"'{source}' cannot be opened." in capsys.readouterr().err and not (tmp_path / 'o.mp4').exists()

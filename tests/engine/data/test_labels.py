@@ -8,6 +8,8 @@ from helpers.data_checks import CLASSIFIER, DETECTOR, Data, build, model
 from PIL import Image
 from torch import nn
 
+from mmlinattn.engine.data import checks
+
 TWO = SimpleNamespace(num_classes=2)
 
 
@@ -129,6 +131,16 @@ def test_joined_data_sets_with_other_classes(look):
         joined = Data(0, datasets=sets)
         joined.metainfo = [one.metainfo for one in sets]
         assert bool(look(nn.Module(), train=[joined])[0]) == is_wrong
+
+
+def test_classes_that_a_sample_may_miss(look, monkeypatch):
+    monkeypatch.setattr(checks, '_NUM_READ', 2)
+    empty, found = dict(instances=[]), dict(instances=[dict(bbox_label=0)])
+    assert look(DETECTOR, train=[named('abc', empty, found, empty, found)])[0] == ''
+    assert look(DETECTOR, train=[named('abc', {}, {})])[0] == ''  # samples without objects
+    assert (
+        "none of its 2 images has an object of ('b', 'c')" in look(DETECTOR, train=[named('abc', found, found)])[1][0]
+    )
 
 
 @pytest.mark.parametrize(

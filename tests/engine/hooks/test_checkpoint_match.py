@@ -6,12 +6,13 @@ import re
 import pytest
 import torch
 from helpers.engine_toys import LOADER, Count, ToyModel, make_runner
+from mmengine.model import BaseTTAModel
 from mmengine.registry import MODELS
 from torch import nn
 
 from mmlinattn.backbones import RAVLT
 from mmlinattn.checkpoints.loading import check_trained
-from mmlinattn.engine import RunError
+from mmlinattn.engine import CPUDistributedDataParallel, RunError
 
 
 @MODELS.register_module(force=True)
@@ -190,6 +191,14 @@ def test_weights_of_a_compiled_model(tmp_path):
     assert load(tmp_path, 'test', dict(state_dict=state)) == load(tmp_path, 'train', state) == []
     check_trained(model := ToyClassifier(), dict(state_dict=state))
     assert all(parameter.unique().tolist() == [0.5] for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    'wrapper', [CPUDistributedDataParallel, type('Augmented', (BaseTTAModel,), dict(merge_preds=0))]
+)
+def test_models_in_wrappers(tmp_path, one_process, wrapper):
+    with pytest.raises(RunError, match='1 parameters not in the file: layer.bias'):
+        load(tmp_path, 'test', state_of(without=['layer.bias']), wrapper)
 
 
 def resume(folder, before=None, after=None, optimizer=None, change=lambda checkpoint: None):

@@ -42,7 +42,7 @@ def known(monkeypatch, weights, with_local=None):
     """Whatever an attention is, its weights (n, M) are these."""
     maps = {False: weights, True: with_local}
     monkeypatch.setattr(Window, 'weights', lambda self, rows, local=False: maps[local][None, rows])
-    monkeypatch.setattr(Window, 'local_kernels', lambda self: [] if with_local is None else ['one'])
+    monkeypatch.setattr(Window, 'convolutions', lambda self: [] if with_local is None else ['one'])
 
 
 def test_every_number_of_a_block(monkeypatch):

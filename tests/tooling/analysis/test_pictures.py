@@ -50,3 +50,13 @@ def test_plots_of_the_measures_of_a_block(tmp_path):
     for _, places in pictures.PLOTS.values():
         assert all(np.isfinite(pictures.numbers_at(entry, place)).all() for place in places)
     assert pictures.plot_measures([dict(block='a', mixer='rala', ccs=None)], ['ccs'], tmp_path, 'mine') == []
+
+
+def test_numbers_of_lines():
+    maps = pictures.QueryMaps('a', 'softmax', np.array([[[0.5, np.nan, np.nan]], [[0.25, 0.5, np.nan]]]), (1, 3))
+    np.testing.assert_array_equal(maps.mean, [[0.375, 0.25, np.nan]])
+    entry = dict(sharpness=dict(entropy=[1, 3], log=4, zero=0), rank=dict(state=None), ccs=0.5)
+    places = {'sharpness.entropy / log': [0.25, 0.75], 'sharpness.entropy / zero': [np.nan], 'ccs': [0.5]}
+    for place, expected in {**places, 'rank.state.effective / at_most': [np.nan]}.items():
+        np.testing.assert_array_equal(pictures.numbers_at(entry, place), expected)
+    assert pictures.picked(3, 8) == [0, 1, 2] and pictures.picked(9, 3) == [0, 4, 8]

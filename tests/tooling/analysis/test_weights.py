@@ -12,7 +12,7 @@ from mmlinattn.attention import Grid, LocalMixer, TokenMixer, get_mixer
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops.grid import on_grid
 from mmlinattn.ops.heads import merge_heads, split_heads
-from mmlinattn.tooling.analysis.weights import convolved, local_weights, mixer_state, mixer_weights
+from mmlinattn.tooling.analysis.weights import has_unit_output, local_weights, mixer_state, mixer_weights
 
 DIM, HEADS, GRID = 16, 2, Grid(3, 5)
 OPTIONS = {
@@ -39,7 +39,7 @@ def tokens(mixer, num_queries=15, num_keys=15, mask=None, dtype=torch.float64):
 
 def by_head(mixer, weights, v):
     mixed = weights @ split_heads(v, weights.shape[1]).to(weights.dtype)
-    return merge_heads(nn.functional.normalize(mixed, dim=-1) if mixer.unit_output else mixed)
+    return merge_heads(nn.functional.normalize(mixed, dim=-1) if has_unit_output(mixer) else mixed)
 
 
 def attend(mixer, q, k, v, mask=None, **terms):
@@ -92,20 +92,20 @@ def test_weights_times_values_are_the_output(options, dtype, masked):
 )
 def test_a_convolution_as_a_matrix(height, width, prefix, size, heads):
     """Average the channels of each head, over the map or the whole sequence, with kernels of each item."""
-    grid = Grid(height, width, prefix)
-    kernels = torch.randn(2, 4, *size, dtype=torch.float64)
-    v = torch.randn(2, grid.num_tokens, heads, dtype=torch.float64).repeat_interleave(4 // heads, dim=-1)
-    mixed = local_weights(kernels, grid, heads) @ split_heads(v, heads)
-    for item in range(2):
-        conv = nn.Conv2d(4, 4, size, padding=(size[0] // 2, size[1] // 2), groups=4, bias=False).double()
-        conv.weight.data = kernels[item][:, None]
-        along = Grid(grid.num_tokens, 1) if size == (9, 1) else grid
-        alone = on_grid(conv, v[item : item + 1], along)
-        expected = split_heads(alone, heads).mean(dim=-1)
-        torch.testing.assert_close(mixed[item].mean(dim=-1), expected[0])
-        torch.testing.assert_close(convolved(v, kernels, grid)[item], alone[0])
-    few = local_weights(kernels, grid, heads, rows=[grid.num_tokens - 1])
-    torch.testing.assert_close(few, local_weights(kernels, grid, heads)[:, :, -1:])
+    grid, v = Grid(height, width, prefix), torch.randn(2, prefix + height * width, heads, dtype=torch.float64)
+    v = v.repeat_interleave(4 // heads, dim=-1)
+    conv = nn.Conv2d(4, 4, size, padding=(size[0] // 2, size[1] // 2), groups=4).double()
+    along = Grid(grid.num_tokens, 1) if size == (9, 1) else grid
+
+    def convolve(x):
+        return on_grid(conv, x, along)
+
+    bias = convolve(torch.zeros_like(v))
+    expected = split_heads(convolve(v) - bias, heads).mean(dim=-1)
+    matrix = local_weights(convolve, v, heads)
+    torch.testing.assert_close((matrix @ split_heads(v, heads)).mean(dim=-1), expected)
+    torch.testing.assert_close(local_weights(convolve, v, heads, rows=[grid.num_tokens - 1]), matrix[:, :, -1:])
+    assert local_weights(convolve, v, heads, rows=[]).shape == (2, heads, 0, grid.num_tokens)
 
 
 class Squared(TokenMixer):
