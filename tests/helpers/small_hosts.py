@@ -36,7 +36,7 @@ PYRAMIDS = [host for host in ARCHS if host != 'LinearDeiT']
 
 
 def config(host, attn=None, **options):
-    """A small model, ``attn`` in all stages."""
+    """Return the config of a small model with ``attn`` in all stages."""
     options = {'arch': copy.deepcopy(ARCHS[host]), **options}
     if attn is not None:
         options.setdefault('stage_attns', (attn,) * len(ARCHS[host]['depths']))
@@ -46,7 +46,7 @@ def config(host, attn=None, **options):
 
 
 def mixes(host):
-    """``stage_attns`` that have all attentions between them."""
+    """Return ``stage_attns`` with all attentions between them."""
     return PLAIN_MIXES if host == 'LinearDeiT' else MIXES
 
 
