@@ -9,8 +9,8 @@ detectors: whole Mask R-CNN steps, with one optimizer group a parameter (MMEngin
 layouts: backbones with the weights of convolutions in both memory formats.
 
 Each part is a process, so a part that fails or hangs leaves the others alone. DIR gets ``report.md`` and
-``report.json``; the last lines name the form to take. Needs mmengine and mmcv-lite; without MMDetection its parts are
-skipped.
+``report.json``; the last lines name the options to choose. Needs mmengine and mmcv-lite; without MMDetection
+its parts are skipped.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def machine():
 
 
 def values(name: str):
-    """Relative errors of outputs and gradients beside float64: this package, and its plain equations."""
+    """Yield relative errors of outputs and gradients against float64: this package, and its plain equations."""
     import launches
 
     from mmlinattn import ops
@@ -156,7 +156,7 @@ def values(name: str):
 
 
 def steps(name: str, form: str):
-    """Times and memory of a backbone."""
+    """Yield times and memory of a backbone."""
     if name == PEER:
         require('mmdet.models', 'MMDetection')
     import launches
@@ -175,7 +175,7 @@ def steps(name: str, form: str):
 
 
 def step_of(model: Any, call: Callable, x: torch.Tensor, trains: bool) -> None:
-    """A forward pass, or a training step without optimizer."""
+    """Run a forward pass, or a training step without optimizer."""
     with torch.autocast(setup.device, half()), torch.set_grad_enabled(trains):
         outs = call(x)
     if trains:
@@ -193,7 +193,7 @@ def guarded(step: Callable, images: int, mode: str) -> dict:
 
 
 def detectors(name: str, form: str, groups: str):
-    """Times of a whole Mask R-CNN step, and of its optimizer alone."""
+    """Yield times of a whole Mask R-CNN step and of its optimizer."""
     require('mmdet.models', 'MMDetection')
     import count_traffic
     from mmdet.testing import demo_mm_inputs
@@ -226,7 +226,7 @@ def detectors(name: str, form: str, groups: str):
 
 
 def layouts(name: str):
-    """Times and memory of a backbone with the weights of convolutions in both memory formats."""
+    """Yield times and memory of a backbone with convolution weights in both memory formats."""
     if name == PEER:
         require('mmdet.models', 'MMDetection')
     import launches
@@ -242,7 +242,7 @@ def layouts(name: str):
 
 
 def measured(call: Callable[[], Any]) -> dict:
-    """Milliseconds (median) and MiB of a call, and seconds of the first, with its compilation."""
+    """Return milliseconds (median) and MiB of a call, and seconds of the first one, which compiles."""
     seconds = []
     cuda.synchronize()
     for i in range(setup.repeats + 2):
@@ -320,7 +320,7 @@ def values_right(parts: dict) -> Optional[bool]:
 
 
 def advice(parts: dict) -> list[str]:
-    """Name the form to take for each step, and the gain of merged groups."""
+    """Name the fastest option for each step, and the gain of merged groups."""
     lines = []
     cases = [(f'steps, {name}', '') for name in TIMED if name != PEER]
     cases += [(f'detectors, {name}', ', merged') for name in DETECTORS if name != PEER]
@@ -415,7 +415,7 @@ def main(argv=None) -> int:
     parts: dict = {}
     for name in PARTS:
         left = end - time.monotonic()
-        # a part that hangs leaves time to others
+        # a hanging part leaves time to the others
         parts[name] = run_part(name, args.rehearse, min(left, 1200)) if left > 0 else dict(status='no time left')
         print(f'{name}: {parts[name]["status"]}', flush=True)
         (args.out / 'report.json').write_text(json.dumps(dict(parts=parts, take=advice(parts)), indent=1))

@@ -40,6 +40,7 @@ from launches import (  # noqa: E402
 )
 
 from mmlinattn import ops  # noqa: E402
+from mmlinattn.attention import TOKEN_MIXERS, Grid, LocalMixer  # noqa: E402
 
 PATHS = ('reference', 'CPU', 'GPU')
 CONFIGS = Path(__file__).resolve().parents[1] / 'configs' / 'mmdet'
@@ -90,19 +91,19 @@ def head(*titles: str) -> None:
 
 
 def attentions(tokens: int, width: int, heads: int) -> tuple[dict, list[Tensor]]:
-    """Return the ops by name, and their tables."""
-    rotary = ops.rotary_table(1, tokens, width // heads)
-    scale, offset = torch.rand(width) + 0.5, torch.randn(1, tokens, width)
-    calls = {
-        'RALA': partial(ops.rala, num_heads=heads, rotary=rotary),
-        'InLine': partial(ops.inline_attention, num_heads=heads, scale=0.125),
-        'focused': partial(ops.focused_attention, num_heads=heads, inverse_scale=scale, power=3, offset=offset),
-        'linear, ELU': partial(ops.linear_attention, num_heads=heads, kernel='elu'),
-        'angular': partial(ops.angular_attention, num_heads=heads),
-        'efficient': partial(ops.efficient_attention, num_heads=heads),
-        'Hydra': lambda q, k, v: ops.hydra_attention(q, k, v),
-    }
-    return calls, [rotary, scale, offset]
+    """Return the registered linear attentions by name, without the convolutions of the values, and their tables."""
+    calls, grid, rotary = {}, Grid(1, tokens), ops.rotary_table(1, tokens, width // heads)
+    tables = [rotary]
+    for name, kind in sorted(TOKEN_MIXERS.module_dict.items()):
+        if kind.quadratic:
+            continue
+        mixer = kind(width, heads, grid=grid[:2])
+        tables += [*mixer.parameters(), *mixer.buffers()]
+        if isinstance(mixer, LocalMixer):
+            calls[name] = partial(mixer.attend, key_grid=grid)
+        else:
+            calls[name] = partial(mixer, grid=grid, key_grid=grid, rotary=rotary)
+    return calls, tables
 
 
 def count_attentions(args) -> None:
@@ -203,9 +204,9 @@ def main(argv=None) -> None:
     parser.add_argument('--only', nargs='+', choices=PARTS, default=list(PARTS), help='tables to print [all]')
     parser.add_argument('--sides', type=int, nargs='+', default=[224, 640], help='image sizes of backbones, pixels')
     parser.add_argument('--batch', type=int, default=2)
-    parser.add_argument('--heads', type=int, default=4, help='of attentions')
-    parser.add_argument('--tokens', type=int, default=4096, help='of attentions')
-    parser.add_argument('--head-dim', type=int, default=64, help='of attentions')
+    parser.add_argument('--heads', type=int, default=4, help='size of the attentions')
+    parser.add_argument('--tokens', type=int, default=4096, help='size of the attentions')
+    parser.add_argument('--head-dim', type=int, default=64, help='size of the attentions')
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     for part in args.only:

@@ -4,9 +4,8 @@
     python benchmarks/run_attentions.py --out attentions_cpu.md --plot attentions_cpu.png
     python benchmarks/run_attentions.py --only softmax rala --sides 14 56
 
-The mixers alone, from projected queries, keys and values to mixed values, with their convolutions.
-The projections and gates of hosts are left out. Cases that would take longer than ``--max-seconds`` by
-the growth of the sizes before are left out and shown as a dash.
+Mixers with their convolutions, from projected queries, keys and values to mixed values; without projections and gates.
+Cases that would take longer than ``--max-seconds`` by the growth so far are shown as a dash.
 """
 
 import argparse
@@ -29,12 +28,12 @@ SIDES = (14, 28, 56, 112, 256)  # N = 196, 784, 3136, 12544, 65536
 
 
 def names() -> list[str]:
-    """Every registered attention, the baseline first."""
+    """Return every registered attention, the baseline first."""
     return sorted(TOKEN_MIXERS.module_dict, key=lambda name: (name != BASELINE, name))
 
 
 def calls(name: str, mode: str, side: int, dim: int, heads: int) -> tuple[Callable, Callable]:
-    """A function that makes inputs, and the call on them: mixers may overwrite their queries and keys."""
+    """Return a function that makes inputs, and the call on them; mixers may overwrite queries and keys."""
     torch.manual_seed(0)
     grid = Grid(side, side)
     mixer = TOKEN_MIXERS.module_dict[name](dim, heads, grid=grid[:2])
@@ -57,7 +56,7 @@ def calls(name: str, mode: str, side: int, dim: int, heads: int) -> tuple[Callab
 
 
 def at_once(name: str, mode: str, sides: tuple[int, int], dim: int, heads: int) -> tuple[Callable, Callable]:
-    """The call at two sizes, with inputs that are there before: for the memory."""
+    """Return the calls at two sizes with inputs made before, to measure memory."""
     runs = []
     for side in sides:
         prepare, call = calls(name, mode, side, dim, heads)
@@ -66,7 +65,7 @@ def at_once(name: str, mode: str, sides: tuple[int, int], dim: int, heads: int) 
 
 
 def run_times(args, mode: str) -> dict[tuple[str, int], float]:
-    """Seconds by attention and side; the attentions take turns at each side."""
+    """Measure seconds by attention and side; the attentions take turns at each side."""
     seconds: dict[tuple[str, int], float] = {}
     for i, side in enumerate(args.sides):
         pairs = {}
@@ -81,7 +80,7 @@ def run_times(args, mode: str) -> dict[tuple[str, int], float]:
 
 
 def run_memory(args, mode: str, seconds: dict) -> dict[tuple[str, int], int]:
-    """Peak growth of the process in bytes, at the two largest sizes that were timed."""
+    """Measure the peak growth of the process in bytes at the two largest timed sizes."""
     found = {}
     for name in args.only:
         for side in [side for side in args.sides if (name, side) in seconds][-2:]:
@@ -91,7 +90,7 @@ def run_memory(args, mode: str, seconds: dict) -> dict[tuple[str, int], int]:
 
 
 def growth(values: dict, name: str, sides) -> Optional[float]:
-    """The cost of one more token between the two largest sizes that were measured."""
+    """Return the cost of one more token between the two largest measured sizes."""
     measured = [side for side in sides if (name, side) in values][-2:]
     if len(measured) < 2:
         return None
@@ -118,7 +117,7 @@ def report_times(report, args, mode: str, seconds: dict, memory: dict) -> None:
 
 
 def draw(path: Path, args, seconds: dict) -> None:
-    """Time by N of every attention, both axes logarithmic; a panel a mode."""
+    """Plot time by N of every attention with logarithmic axes, a panel a mode."""
     import matplotlib
 
     matplotlib.use('Agg')
@@ -150,16 +149,16 @@ def parse(argv=None):
         '--threads',
         type=int,
         default=1,
-        help='CPU threads of torch; more than one wait for each other on a busy machine',
+        help='CPU threads of PyTorch; use one on a busy machine',
     )
     parser.add_argument('--repeats', type=int, default=7, help='timed rounds; the fastest counts')
-    parser.add_argument('--max-seconds', type=float, default=20, help='longest call, and longest time for a size')
+    parser.add_argument('--max-seconds', type=float, default=20, help='limit of a call and of a size')
     parser.add_argument('--no-memory', action='store_true', help='times only')
     parser.add_argument('--out', type=Path, help='write the tables to this markdown file as well')
     parser.add_argument('--plot', type=Path, help='draw the times into this image')
     args = parser.parse_args(argv)
     if sorted(set(args.sides)) != args.sides or args.sides[0] < 1:
-        parser.error(f'--sides {args.sides} have to be ascending and at least 1')
+        parser.error(f'--sides={args.sides}: expected ascending numbers of at least 1')
     return args
 
 

@@ -97,7 +97,7 @@ def table(results: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--results', type=Path, required=True, help='measurements, a line each; is added to')
+    parser.add_argument('--results', type=Path, required=True, help='file of measurements; run again to resume')
     parser.add_argument('--out', type=Path, help='table to write')
     parser.add_argument('--backbones', nargs='+', choices=list(BACKBONES), default=list(BACKBONES), metavar='NAME')
     parser.add_argument('--sizes', nargs='+', default=SIZES, metavar='HxW')

@@ -26,8 +26,6 @@ from helpers import goldens, graphs
 from mmlinattn.tooling.export import FORMATS, ExportableModel
 from mmlinattn.tooling.export.models import deviation
 
-MIXES = (('rala', 'inline', 'focused', 'softmax'), ('hallucinated', 'hydra', 'angular', 'enhanced'))
-MIXES += (('efficient', 'softmax', 'rala', 'focused'),)
 SHAPES = [(batch, 3, height, width) for batch, height, width in graphs.SHAPES]
 ONE_PIXEL = (1, 3, 32, 32)  # of the last map
 
@@ -97,11 +95,12 @@ def table(results: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--results', type=Path, required=True, help='measurements, a line each; is added to')
+    parser.add_argument('--results', type=Path, required=True, help='file of measurements; run again to resume')
     parser.add_argument('--out', type=Path, help='table to write')
     parser.add_argument('--hosts', nargs='+', choices=graphs.HOSTS, default=graphs.HOSTS, metavar='HOST')
     parser.add_argument('--formats', nargs='+', choices=list(FORMATS), default=list(FORMATS), metavar='FORMAT')
-    parser.add_argument('--mixes', nargs='+', type=int, default=range(len(MIXES)), metavar='N', help='of MIXES')
+    mixes = graphs.one_a_stage()
+    parser.add_argument('--mixes', nargs='+', type=int, default=range(len(mixes)), metavar='N', help='models to export')
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = options.results.read_text().splitlines() if options.results.exists() else []
@@ -111,12 +110,12 @@ def main() -> None:
     for number in options.mixes:
         for form in options.formats:
             for host in options.hosts:
-                case = dict(zip(keys, (host, form, '-'.join(MIXES[number]))))
+                case = dict(zip(keys, (host, form, '-'.join(mixes[number]))))
                 if tuple(case.values()) in done:
                     continue
                 with TemporaryDirectory() as folder:
                     try:
-                        case.update(measure(host, form, MIXES[number], Path(folder)))
+                        case.update(measure(host, form, mixes[number], Path(folder)))
                     except Exception as error:  # goes into the table
                         case['error'] = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
                 results.append(case)

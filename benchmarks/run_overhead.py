@@ -60,7 +60,7 @@ def config_of(path: Path, data_root: Path, work_dir: Path, with_hooks: bool, bat
 
 
 def begin(cfg: Config) -> Runner:
-    """A runner that has done all that comes before the first iteration."""
+    """Return a runner that is ready for the first iteration."""
     runner = Runner.from_cfg(cfg)
     loop = runner._train_loop = runner.build_train_loop(runner._train_loop)
 
@@ -75,7 +75,7 @@ def begin(cfg: Config) -> Runner:
 
 
 def stepper(runner: Runner) -> Callable[[], None]:
-    """A call that trains one iteration, without end."""
+    """Return a call that trains one iteration; epochs repeat."""
     loop = runner.train_loop
     if isinstance(loop, IterBasedTrainLoop):
         return lambda: loop.run_iter(next(loop.dataloader_iterator))
@@ -85,7 +85,7 @@ def stepper(runner: Runner) -> Callable[[], None]:
 
 
 def clock_hooks(runner: Runner) -> list[float]:
-    """A list that gets, for each call of one of our hooks around an iteration, the seconds it takes."""
+    """Return a list that collects the seconds of each call of our hooks around an iteration."""
     spent = []
 
     def clocked(method):
@@ -139,7 +139,7 @@ def parse(argv=None):
     args = parser.parse_args(argv)
     args.device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if args.iters < 1:
-        parser.error(f'--iters {args.iters} has to be at least 1')
+        parser.error(f'--iters={args.iters}: expected at least 1')
     return args
 
 

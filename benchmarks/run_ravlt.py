@@ -31,7 +31,7 @@ WARM_UP = (64, 64)
 
 
 class Case(NamedTuple):
-    """One thing to run.
+    """Measured case.
 
     Attributes:
         attns: ``hybrid`` (the released model), ``linear`` or ``softmax`` in all stages.
@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 def calls(case: Case) -> tuple[Callable, Callable]:
-    """The case at the warm-up size and at its own."""
+    """Return the calls of a case at the warm-up size and at its own."""
     torch.manual_seed(0)
     model = RAVLT(case.arch, stage_attns=ATTNS[case.attns], drop_path_rate=0.0)
     model.train(case.mode == 'train').to(case.device)
@@ -98,7 +98,7 @@ def memory(case: Case, threads: int) -> int:
 
 
 class Target(NamedTuple):
-    """A ratio that is asked for: ``at least`` it, or ``at most``."""
+    """Goal of a ratio: ``at least`` or ``at most``."""
 
     value: float
     least: bool
@@ -110,7 +110,7 @@ class Target(NamedTuple):
 
 
 class Report:
-    """Markdown, printed as it grows."""
+    """Markdown report, printed line by line."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -138,7 +138,7 @@ def mib(size: float) -> str:
 
 
 def compare(report, title, ours, reference, unit, target) -> None:
-    """A row; speed as reference / ours (more is better), memory as ours / reference."""
+    """Add a row: speed as reference / ours (more is better), memory as ours / reference."""
     part, whole = (reference, ours) if target.least else (ours, reference)
     ratio = part / whole if whole else math.inf  # small images fit in memory that the process had
     report.row(title, unit(ours), unit(reference), f'{ratio:.2f}', target.judge(ratio))
@@ -293,11 +293,11 @@ def parse(argv=None):
         '--dtypes', nargs='+', choices=('bfloat16', 'float16', 'float32'),
         default=['bfloat16', 'float16'], help='CUDA: autocast types; the first is compiled as well',
     )  # fmt: skip
-    parser.add_argument('--max-minutes', type=float, default=4, help='CUDA: compile nothing new after this time')
+    parser.add_argument('--max-minutes', type=float, default=4, help='CUDA: compile no new case after this time')
     parser.add_argument('--out', type=Path, help='write the tables to this markdown file as well')
     args = parser.parse_args(argv)
     if args.device == 'cuda' and not torch.cuda.is_available():
-        parser.error('--device cuda: this torch sees no GPU')
+        parser.error('--device=cuda: PyTorch finds no GPU')
     cuda = args.device == 'cuda'
     args.batch = args.batch or (8 if cuda else 1)
     args.repeats = args.repeats or (20 if cuda else 5)

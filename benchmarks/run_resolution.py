@@ -43,12 +43,12 @@ def resnet50():
 
 
 class Model(NamedTuple):
-    """A backbone, and how its curve is drawn.
+    """Backbone and style of its curve.
 
     Attributes:
-        build: Makes it.
+        build: Constructor.
         colour: One for a host.
-        line: Solid for linear attention, dashed for softmax over whole maps, dotted for what softmax models do instead.
+        line: Solid for linear attention, dashed for softmax over whole maps, dotted for other softmax models.
     """
 
     build: Callable
@@ -88,7 +88,7 @@ class Point(NamedTuple):
 
 
 def calls(name: str, side: int):
-    """The model on a small image, and on the one to measure."""
+    """Return the calls of the model on a small image and on the measured one."""
     torch.manual_seed(0)
     model = MODELS[name].build().eval()
 
@@ -116,7 +116,7 @@ def seconds_of(name: str, side: int, repeats: int) -> float:
 
 
 def bytes_of(name: str, side: int) -> tuple[int, float]:
-    """Growth of the resident memory during a pass, and the CPU seconds of that pass."""
+    """Return the growth of the resident memory during a pass, and its CPU seconds."""
     spent = []
 
     def prepare(*case):
@@ -133,7 +133,7 @@ def bytes_of(name: str, side: int) -> tuple[int, float]:
 
 
 def available_gib() -> float:
-    """Memory that is free for new programs (Linux); empty on other systems."""
+    """Return the memory available to new programs; infinite on systems other than Linux."""
     info = Path('/proc/meminfo')
     if not info.exists():
         return float('inf')
@@ -309,19 +309,19 @@ def main(argv=None) -> None:
     parser.add_argument('--repeats', type=int, default=5, help='timed passes; fewer if a pass is slow [5]')
     parser.add_argument('--max-gib', type=float, default=16, help='limit of the expected memory of a size [16]')
     parser.add_argument('--max-seconds', type=float, default=120, help='limit of its expected time [120]')
-    parser.add_argument('--results', type=Path, help='JSON file to keep every point in, and to go on from')
-    parser.add_argument('--draw', action='store_true', help='measure nothing: table and plot of what --results holds')
+    parser.add_argument('--results', type=Path, help='JSON file of all points; run again to resume')
+    parser.add_argument('--draw', action='store_true', help='only write table and plot of --results')
     parser.add_argument('--out', type=Path, help='write the table to this markdown file as well')
     parser.add_argument('--plot', type=Path, help='draw the curves into this image')
     args = parser.parse_args(argv)
     if min(args.sides) < 32:
-        parser.error(f'--sides {min(args.sides)}: images have to be 32 pixels at least')
+        parser.error(f'--sides={min(args.sides)}: expected at least 32 pixels')
     if args.draw and not (args.results and args.results.exists()):
-        parser.error(f'--draw: --results {args.results} is no file; it has to hold the points to draw')
+        parser.error(f'--draw: --results={args.results}: expected a file with points')
     if args.draw:
         kept = [point for name, points in load(args.results).items() if name in args.models for point in points]
         if not any(point.side in args.sides for point in kept):
-            parser.error(f'--draw: --results {args.results} has no point of these --models and --sides')
+            parser.error(f'--draw: --results={args.results}: no point of these --models and --sides')
     torch.set_num_threads(1)
     with measure.fresh_process(measure.RETURN_MEMORY) as in_process:
         found, ends = run(args, in_process)

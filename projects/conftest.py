@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Tests of projects: ``python -m pytest projects``. They are no part of ``.ci/run``."""
+"""Tests of projects: ``python -m pytest projects``. ``.ci/run`` leaves them out."""
 
 import random
 import sys
@@ -12,7 +12,7 @@ from mmengine.utils import ManagerMixin
 
 @pytest.fixture(autouse=True)
 def independent():
-    """Each test draws the same random numbers and starts without a default scope."""
+    """Reset random numbers and the default scope for each test."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -30,7 +30,7 @@ if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--report', action='store_true', help='print the system and versions too')
     args = parser.parse_args()
-    # without the checkout: mmlinattn has to be installed
+    # without the checkout: mmlinattn must be installed
     sys.path = [folder for folder in sys.path if Path(folder or '.').resolve() not in (ROOT, ROOT / 'tools')]
     if args.report:
         print(*environment['report'](), sep='\n')

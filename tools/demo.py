@@ -106,41 +106,31 @@ def download(url: str, folder: str) -> str:
     return str(path)
 
 
-def open_video(source: str) -> mmcv.VideoReader:
+def open_video(source: str) -> cv2.VideoCapture:
     """Open a video file, a stream or a webcam.
 
     Raises:
-        RunError: It cannot be opened, or has no frame.
+        RunError: It cannot be opened.
     """
-    if '://' not in source and osp.isfile(source):
-        video = mmcv.VideoReader(source)
-        if video.opened and video.frame_cnt:
-            return video
-    elif '://' in source or source.isdecimal():
-        capture = cv2.VideoCapture(int(source) if source.isdecimal() else source)
-        if capture.isOpened():
-            return capture
-    kind = 'webcam' if source.isdecimal() else 'video'
-    raise RunError(f'{kind} {source!r} cannot be opened.')
+    video = cv2.VideoCapture(int(source) if source.isdecimal() else source)
+    if not video.isOpened():
+        raise RunError(f'{"webcam" if source.isdecimal() else "video"} {source!r} cannot be opened.')
+    return video
 
 
-def frames_of(video) -> Iterator[np.ndarray]:
+def frames_of(video: cv2.VideoCapture) -> Iterator[np.ndarray]:
     """Iterate over the frames (H, W, 3) of a video, uint8 BGR."""
-    if isinstance(video, mmcv.VideoReader):
-        yield from itertools.takewhile(lambda frame: frame is not None, video)
-        return
-    while True:
-        is_read, frame = video.read()
-        if not is_read:
-            return
+    is_read, frame = video.read()
+    while is_read:
         yield frame
+        is_read, frame = video.read()
 
 
 def check_out(args: argparse.Namespace, pictures: list) -> None:
     """Check that --out can be written and is no input.
 
     Raises:
-        RunError: It cannot, or nothing is to be written or shown.
+        RunError: It cannot be written, is an input, or there is no output at all.
     """
     if not args.out:
         if not (args.show or args.save_json or args.save_txt or args.save_labels):
@@ -338,16 +328,16 @@ def run_images(predictor: Predictor, pictures: list) -> None:
                 break
     predictor.finish()
     print_outputs(args, f'{count} image(s)')
-    for picture, why in list(refused.items())[:1]:
+    for picture, reason in list(refused.items())[:1]:
         more = f' and {len(refused) - 1} more' * (len(refused) > 1)
-        raise RunError(f'image {picture!r}{more}: the model refuses it: {why} (MMLINATTN_TRACEBACK=1 shows where)')
+        raise RunError(f'image {picture!r}{more}: the model refuses it: {reason} (MMLINATTN_TRACEBACK=1 shows where)')
 
 
 def run_video(predictor: Predictor, source: str) -> None:
     """Predict the frames of a video, stream or webcam until it ends, or until q or Ctrl-C; the video is kept."""
     args, writer, count = predictor.args, None, 0
     video = open_video(source)
-    fps = video.fps if isinstance(video, mmcv.VideoReader) else video.get(cv2.CAP_PROP_FPS)
+    fps = video.get(cv2.CAP_PROP_FPS)
     stem = 'webcam' if source.isdecimal() else Path(urlsplit(source).path).stem
     try:
         for frame in itertools.islice(frames_of(video), args.max_frames):
@@ -375,9 +365,9 @@ def run_video(predictor: Predictor, source: str) -> None:
     print_outputs(args, f'{count} frame(s)')
 
 
-def print_outputs(args: argparse.Namespace, what: str) -> None:
+def print_outputs(args: argparse.Namespace, count: str) -> None:
     for path in filter(None, (args.out, args.save_json, args.save_txt, args.save_labels)):
-        notice(f'{what} in {osp.abspath(path)}')
+        notice(f'{count} in {osp.abspath(path)}')
 
 
 def main() -> None:

@@ -43,10 +43,11 @@ def main() -> None:
             print(f'  {line}')
         for remark in swapped.remarks:
             print(f'note: {remark}')
-        predicted = '' if swapped.trial.stops else ' and predicted'
+        result = swapped.result
+        predicted = '' if result.failure else ' and predicted'
         print(
-            f'{args.out}: trained one step (loss {swapped.trial.loss:.4g}){predicted}; every parameter of the backbone '
-            'has a gradient'
+            f'{args.out}: trained one step (loss {result.loss:.4g}){predicted}; every parameter of the backbone has a '
+            'gradient'
         )
 
 

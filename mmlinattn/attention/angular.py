@@ -45,19 +45,15 @@ class AngularMixer(LocalMixer):
         if conv not in CONVS:
             raise ValueError(f'conv={conv!r}: expected one of {CONVS}')
         self.form, self.conv, self.sequential = form, conv, conv == 'sequence'
-        self.unit_output = form == 'released'  # each token's output has length 1 within the head
         self.dconv: Any = None
         if conv is not None:
             kernel = dict(grid=(3, 3), sequence=(9, 1))[conv]
             self.dconv = RepeatedConv2d(num_heads, self.head_dim, kernel, interleaved=True, bias=False)
 
     def attend(self, q, k, v, key_grid, mask=None) -> Tensor:
-        return ops.angular_attention(q, k, v, self.num_heads, mask, self.form == 'released', self.unit_output)
+        return ops.angular_attention(q, k, v, self.num_heads, mask, self.form == 'released')
 
     def convolve(self, v, key_grid, context=None):
         if self.conv == 'grid':
             return on_grid(self.dconv, v, key_grid)
         return None if self.conv is None else self.dconv(v.transpose(1, 2).unsqueeze(-1))[..., 0].transpose(1, 2)
-
-    def local_kernels(self, context=None):
-        return None if self.dconv is None else self.dconv.repeated(self.dconv.weight).squeeze(1)[None]

@@ -54,6 +54,3 @@ class FocusedMixer(LocalMixer):
 
     def convolve(self, v, key_grid, context=None):
         return None if self.local is None else on_grid(self.local, v, key_grid)
-
-    def local_kernels(self, context=None):
-        return None if self.local is None else self.local.repeated(self.local.weight).squeeze(1)[None]

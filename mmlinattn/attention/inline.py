@@ -80,6 +80,3 @@ class InLineMixer(LocalMixer):
     def convolve(self, v, key_grid, context=None):
         residual = self.residual
         return None if residual is None else on_grid(lambda image: residual(image, context), v, key_grid)
-
-    def local_kernels(self, context=None):
-        return None if self.residual is None else self.residual.kernels(context)

@@ -37,8 +37,6 @@ class TokenMixer(BaseModule):
     - ``sequential``: reads the tokens in their order; not for windows and stripes.
     - ``context``: wants the mean input token.
     - ``position_table``: needs ``grid`` at construction.
-    - ``unit_output``: divides the output of each token by its norm within the head. The weights that the analysis
-      shows leave that out: it calls :meth:`forward` with this attribute set to False.
     """
 
     quadratic = False
@@ -49,7 +47,6 @@ class TokenMixer(BaseModule):
     sequential = False
     context = False
     position_table = False
-    unit_output = False
 
     def __init__(self, dim: int, num_heads: int, grid: Optional[tuple[int, int]] = None, init_cfg=None) -> None:
         super().__init__(init_cfg)
@@ -95,11 +92,6 @@ class TokenMixer(BaseModule):
             Tensor: (B, N, widths[2]).
         """
         raise NotImplementedError
-
-    def local_kernels(self, context: Optional[Tensor] = None) -> Optional[Tensor]:
-        """Kernels (B or 1, widths[2], k, k) of the depth-wise convolution of the values that the mixer adds, None if it
-        adds none; (B or 1, widths[2], k, 1) goes over the sequence of all tokens. ``context``: see :meth:`forward`."""
-        return None
 
 
 class LocalMixer(TokenMixer):

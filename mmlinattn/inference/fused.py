@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
+from mmengine.model import ModuleList, Sequential
 from torch import Tensor, nn
 
 from ..layers import (
@@ -66,13 +67,15 @@ class Twin:
 
 
 TWINS: dict[type, Any] = {}
+CONTAINERS = (nn.Sequential, nn.ModuleList, Sequential, ModuleList)
 
 
 def twin_of(*kinds: type) -> Callable:
     """Register the twin of classes; it overrides methods of each."""
 
     def register(steps: type) -> type:
-        TWINS.update({kind: type(f'Fused{kind.__name__}', (steps, kind), {}) for kind in kinds})
+        own = {'__module__': steps.__module__}
+        TWINS.update({kind: type(f'Fused{kind.__name__}', (steps, kind), own) for kind in kinds})
         return steps
 
     return register
@@ -91,7 +94,7 @@ def fuse(module: Any, precision: Precision) -> Any:
     Modules of other packages, and those with hooks, adapters or methods of their own are returned themselves.
     """
     kind = type(module)
-    is_container = kind in (nn.Sequential, nn.ModuleList) or kind.__module__.startswith('mmlinattn.')
+    is_container = kind in CONTAINERS or kind.__module__.startswith('mmlinattn.')
     # the norm of a patch embedding gives the residual stream, in its precision
     if not is_container and kind not in TWINS or issubclass(kind, PatchEmbed) or is_altered(module):
         return module

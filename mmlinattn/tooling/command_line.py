@@ -115,14 +115,14 @@ def check_out_file(out, *sources, name: str = '--out') -> None:
             pass
 
 
-def check_display(flag: str = '--show') -> None:
+def check_display() -> None:
     """Check that a window can be opened: OpenCV aborts without a display.
 
     Raises:
         RunError: There is no display.
     """
     if sys.platform == 'linux' and not (os.environ.get('DISPLAY') or os.environ.get('WAYLAND_DISPLAY')):
-        raise RunError(f'{flag}: there is no display (DISPLAY is not set).')
+        raise RunError('--show: there is no display (DISPLAY is not set).')
 
 
 def notice(message: str) -> None:

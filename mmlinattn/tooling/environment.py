@@ -57,9 +57,9 @@ REPORTED = (
 )
 
 
-def missing(modules=BASE) -> str:
+def missing() -> str:
     """Return the line for the first module that is not installed, or ''. Nothing is imported."""
-    names = [name for name in modules if find_spec(name) is None]
+    names = [name for name in BASE if find_spec(name) is None]
     return f'{names[0]} is not installed in {sys.executable}: pip install {PIP[names[0]]}' if names else ''
 
 

@@ -4,7 +4,6 @@
 import inspect
 import os
 import os.path as osp
-from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -85,11 +84,11 @@ class ToolRunner(SafeRunner):
                 )
 
 
-def add_checks(cfg: Config, hooks: Sequence[type] = TOOL_HOOKS) -> None:
+def add_checks(cfg: Config) -> None:
     """Add the hooks that compare data, weights and schedule with the config, and show the course of a run."""
     given = cfg.get('custom_hooks') or []
     names = [bare_name(hook.get('type')) for hook in given]
-    cfg.custom_hooks = [*given, *(dict(type=kind.__name__) for kind in hooks if kind.__name__ not in names)]
+    cfg.custom_hooks = [*given, *(dict(type=kind.__name__) for kind in TOOL_HOOKS if kind.__name__ not in names)]
 
 
 def was_restarted(work_dir: str) -> bool:

@@ -1,10 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""A page to click on: drop an image, click a pixel, see where that token looks, block by block and head by head.
+"""Serve a page that shows the attention maps of a clicked pixel, block by block and head by head.
 
     pip install "mmlinattn[app]"
     python -m projects.attention_viewer CONFIG CHECKPOINT
 
-CHECKPOINT may be none: weights at random. The page is served to this machine only, unless --host says otherwise.
+CHECKPOINT may be none for random weights. Only this machine can open the page, unless --host is given.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def build_page(looker: Looker, title: str):
-    """The page, as gradio blocks."""
+    """Build the page as gradio blocks."""
     import gradio as gr
 
     def show(image, click, local):

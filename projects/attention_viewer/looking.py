@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the page shows, without the page."""
+"""Attention maps of the page."""
 
 import functools
 from typing import NamedTuple
@@ -18,20 +18,20 @@ LONGEST, THUMB = 1024, 132
 
 
 class Seen(NamedTuple):
-    """An image and what the model's attentions saw of it."""
+    """Image and attention calls of a forward pass."""
 
-    picture: loading.Picture  # as the network sees it
-    scale: tuple[float, float]  # from pixels as uploaded to those as prepared, across and down
+    picture: loading.Picture  # input of the network
+    scale: tuple[float, float]  # prepared over uploaded pixels: width, height
     blocks: list[BlockCall]
 
 
 class Looker:
-    """A model to ask where it looks.
+    """Attention maps of a model.
 
     Args:
-        cfg (Config): Of a detector, segmentor or classifier.
+        cfg (Config): Detector, segmentor or classifier.
         checkpoint (str): As in :func:`~mmlinattn.tooling.analysis.loading.load_model`.
-        device (str): Where it runs.
+        device (str): Device of the model.
     """
 
     def __init__(self, cfg: Config, checkpoint: str, device: str = 'cpu') -> None:
@@ -46,22 +46,22 @@ class Looker:
             RunError: The image is too small or too narrow.
         """
         if image.ndim != 3 or image.shape[2] != 3 or min(image.shape[:2]) < 8:
-            raise RunError('the image has to be in colour and at least 8 pixels wide and high.')
+            raise RunError(f'image of shape {image.shape}: expected (H, W, 3) with at least 8 pixels a side')
         return self._look(image.tobytes(), image.shape)
 
     def _seen(self, pixels: bytes, shape: tuple) -> Seen:
         small = resized(np.frombuffer(pixels, np.uint8).reshape(shape), LONGEST)
         if min(small.shape[:2]) < 2:
-            raise RunError(f'the image is too narrow: of {LONGEST} pixels by one, nothing is to be seen.')
+            raise RunError(f'image of {shape[1]}x{shape[0]} pixels: too narrow for {LONGEST} pixels on the longer side')
         picture = loading.prepare(self.cfg, self.model, np.ascontiguousarray(small[..., ::-1]), 'picture')
         blocks: list[BlockCall] = []
         with watched(self.model, blocks.append):
             self.model.backbone(picture.inputs.to(self.device))
-        scale = small.shape[1] / shape[1], small.shape[0] / shape[0]  # each side is rounded by itself
+        scale = small.shape[1] / shape[1], small.shape[0] / shape[0]  # sides are rounded separately
         return Seen(picture, scale, blocks)
 
     def maps(self, seen: Seen, x: float, y: float, local: bool = False) -> np.ndarray:
-        """Where the token at a pixel of the image as uploaded looks: a row a block, a column a head, as one image.
+        """Return the attention maps of the token at an uploaded pixel as one image: a row a block, a column a head.
 
         Raises:
             RunError: The pipeline crops that pixel away.
@@ -70,22 +70,22 @@ class Looker:
         with torch.no_grad():
             found = [collect_query(block, seen.picture, column, row, local) for block in seen.blocks if block.ratio]
         if not found:
-            raise RunError('the keys of this model lie on no map.')
+            raise RunError('the keys of this model have no grid')
         return mosaic(found, seen.picture, column, row)
 
 
 def resized(image: np.ndarray, longest: int) -> np.ndarray:
-    """An image whose longer side is at most ``longest``; of a narrow one, a pixel of the other is left."""
+    """Shrink an image so that its longer side is at most ``longest``; the other keeps at least a pixel."""
     scale = longest / max(image.shape[:2])
     height, width = (max(1, round(side * scale)) for side in image.shape[:2])
     return image if scale >= 1 else cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
 
 
 def mosaic(found: list, picture: loading.Picture, x: int, y: int) -> np.ndarray:
-    """Maps of all blocks and heads side by side, (h, w, 3) uint8 RGB. OpenCV: a page waits for it."""
+    """Draw the maps of all blocks and heads, (h, w, 3) uint8 RGB; with OpenCV, which is fast."""
     columns = 1 + max(min(len(maps.maps), MAX_HEADS) for maps in found)
     height = max(24, round(THUMB * picture.shown.shape[0] / picture.shown.shape[1]))
-    label, head_line, gap, above = 150, 16, 4, 40  # the page writes its title over the top
+    label, head_line, gap, above = 150, 16, 4, 40  # space for the title of the page
     rows = above + len(found) * (height + head_line + gap)
     canvas = np.full((rows, label + columns * (THUMB + gap), 3), 255, np.uint8)
 

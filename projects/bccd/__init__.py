@@ -1,2 +1,2 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Detectors learnt from scratch on 292 photographs of blood cells: ours beside MMDetection's."""
+"""Train detectors from scratch on 292 photographs of blood cells, with our backbones and MMDetection's."""

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Train and test one (size, seed, backbone) after another on BCCD; run again, it goes on where it stopped."""
+"""Train and test each size, seed and backbone on BCCD; run again to resume."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ BACKBONES = {
 
 
 def convert(data: Path, out: Path) -> None:
-    """BCCD's XML as two COCO files."""
+    """Convert BCCD's XML into two COCO files."""
     mkdir_or_exist(out)
     classes = Config.fromfile(HERE / 'retinanet.py').metainfo.classes
     for split, listed in SPLITS.items():
@@ -55,7 +55,7 @@ def convert(data: Path, out: Path) -> None:
 
 
 def make_config(data: Path, out: Path, backbone: str, size: tuple, seed: int) -> Config:
-    """The shared recipe with one of the backbones in it."""
+    """Return the shared recipe with a backbone."""
     text = (HERE / 'retinanet.py').read_text().replace('size = (256, 192)', f'size = {size}')
     text = text.replace('../../', f'{HERE.parents[1]}/')
     cfg = Config.fromstring(text, '.py')
@@ -70,7 +70,7 @@ def make_config(data: Path, out: Path, backbone: str, size: tuple, seed: int) ->
 
 
 def run(tool: str, *args: str, log: Path) -> float:
-    """One of the tools in a process of its own; returns its peak resident memory in MiB."""
+    """Run a tool in a new process and return its peak resident memory in MiB."""
     with log.open('ab') as file:
         command = [sys.executable, str(HERE.parents[1] / 'tools' / tool), *args]
         process = subprocess.Popen(command, stdout=file, stderr=file)
@@ -81,7 +81,7 @@ def run(tool: str, *args: str, log: Path) -> float:
 
 
 def score(truth: Path, found: Path) -> dict:
-    """Box AP, AP50, AP75, and AP50 of each class."""
+    """Return box AP, AP50, AP75, and AP50 of each class."""
     coco = COCO(str(truth))
     results = COCOeval(coco, coco.loadRes(str(found)), 'bbox')
     results.evaluate()
@@ -96,8 +96,8 @@ def score(truth: Path, found: Path) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(prog='python -m projects.bccd', description=__doc__)
     parser.add_argument('data', type=Path, help='BCCD: Annotations/ ImageSets/ JPEGImages/')
-    parser.add_argument('--out', type=Path, required=True, help='results.json, configs, checkpoints and logs go here')
-    parser.add_argument('--sizes', nargs='+', default=['256x192', '512x384'], help='of the images [256x192 512x384]')
+    parser.add_argument('--out', type=Path, required=True, help='folder of results.json, configs, checkpoints, logs')
+    parser.add_argument('--sizes', nargs='+', default=['256x192', '512x384'], help='image sizes [256x192 512x384]')
     parser.add_argument('--seeds', nargs='+', type=int, default=[0, 1])
     parser.add_argument('--backbones', nargs='+', choices=BACKBONES, default=list(BACKBONES), metavar='NAME')
     args = parser.parse_args()

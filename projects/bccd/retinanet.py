@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-# The recipe that all backbones share. projects.bccd puts backbone, size, seed and paths into it.
+# Recipe of all backbones. projects.bccd sets backbone, size, seed and paths.
 _base_ = [
     'mmdet::_base_/models/retinanet_r50_fpn.py',
     'mmdet::_base_/datasets/coco_detection.py',
@@ -10,17 +10,17 @@ _base_ = [
 size = (256, 192)  # width, height; the photographs have 640x480
 metainfo = dict(classes=('RBC', 'WBC', 'Platelets'))
 
-width = 128  # of pyramid and heads: half of COCO's recipe, and half as many convolutions, as two cores train it
+width = 128  # width of pyramid and heads: half of COCO's recipe, for two cores; also half as many convolutions
 
 model = dict(
-    # the backbones give the maps of strides 8, 16 and 32 alone
+    # maps of strides 8, 16 and 32
     neck=dict(start_level=0, out_channels=width),
     bbox_head=dict(
         num_classes=3,
         in_channels=width,
         feat_channels=width,
         stacked_convs=2,
-        # a platelet has 13 pixels at 256x192; the finest anchors of COCO's recipe have 32
+        # platelets have 13 pixels at 256x192, the smallest anchors of COCO's recipe 32
         anchor_generator=dict(octave_base_scale=2),
     ),
 )

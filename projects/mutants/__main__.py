@@ -1,12 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Put small defects into a copy of the package, one at a time, and see whether a fast test fails.
+"""Insert small defects into a copy of the package, one at a time, and count those that a fast test notices.
 
     python -m projects.mutants mmlinattn/ops mmlinattn/attention/rala.py --sample 40 --seed 1 --out work_dirs/mutants
 
-A defect is a swapped operator or comparison, a negated condition, a changed number or constant, or a statement left
-out; each place of the files is as likely as any other. Against each run the tests of the folder that mirrors the file's
-(``--tests`` names others) until one fails. ``results.json`` in ``--out`` has every mutant; the diffs of those that no
-test noticed are printed. Started again with the same ``--out``, it goes on.
+A defect is a swapped operator or comparison, a negated condition, a changed number or constant, or a removed statement;
+all places of the files are equally likely. Each mutant runs the tests of the mirroring folder (or of ``--tests``) until
+one fails. The diffs of unnoticed mutants are printed; ``results.json`` in ``--out`` has all. Run again to resume.
 """
 
 import argparse
@@ -30,7 +29,7 @@ SWAPS = {
 
 
 def changes(node: ast.AST, text) -> Iterator[tuple[ast.AST, str]]:
-    """The mutations of a node: (the part that is replaced, its new text). ``text`` gives the source of a node."""
+    """Yield the mutations of a node: (replaced node, new text). ``text`` returns the source of a node."""
     if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
         yield node, f'({text(node.left)} {SWAPS[type(node.op)]} {text(node.right)})'
     elif isinstance(node, ast.Compare) and len(node.ops) == 1:
@@ -50,7 +49,7 @@ def changes(node: ast.AST, text) -> Iterator[tuple[ast.AST, str]]:
 
 
 def mutants(path: Path) -> list[tuple[int, str]]:
-    """(line, whole new text) of every defect inside the functions of a file."""
+    """Return (line, new text of the file) of every defect inside its functions."""
     source = path.read_text(encoding='utf-8')
     lines = source.encode().splitlines(keepends=True)
     starts = [sum(map(len, lines[:i])) for i in range(len(lines))]
@@ -74,7 +73,7 @@ def mutants(path: Path) -> list[tuple[int, str]]:
 
 
 def tests_of(path: Path, copy: Path) -> str:
-    """The folder of tests that mirrors a file's folder; all tests where there is none."""
+    """Return the folder of tests that mirrors a file's folder, or that of all tests."""
     folder = Path('tests', *path.parent.parts[1:])
     return str(folder if (copy / folder).is_dir() else 'tests')
 
@@ -82,9 +81,9 @@ def tests_of(path: Path, copy: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('paths', nargs='+', help='files or folders of the package')
-    parser.add_argument('--sample', type=int, default=20, help='how many defects [%(default)s]')
+    parser.add_argument('--sample', type=int, default=20, help='number of defects [%(default)s]')
     parser.add_argument('--seed', type=int, default=0)
-    parser.add_argument('--tests', nargs='+', help='tests to run, in place of those of the mirroring folder')
+    parser.add_argument('--tests', nargs='+', help='tests to run [those of the mirroring folder]')
     parser.add_argument('--seconds', type=float, default=600, help='time limit of a run, which counts as noticed')
     parser.add_argument('--out', type=Path, default=Path('work_dirs/mutants'))
     args = parser.parse_args()
@@ -106,7 +105,7 @@ def main() -> None:
         tests = args.tests or [tests_of(file, copy)]
         command = [sys.executable, '-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider', '-m', 'not slow', *tests]
         if tests not in passing:
-            subprocess.run(command, cwd=copy, env=env, check=True)  # else every defect would seem to be noticed
+            subprocess.run(command, cwd=copy, env=env, check=True)  # otherwise every defect would count as noticed
             passing.append(tests)
         try:
             (copy / file).write_text(changed, encoding='utf-8')

@@ -1,2 +1,2 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Writers of the pages and files that are made from configs, tables and code."""
+"""Writers of the generated pages and metafiles."""

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Write ``model-index.yml`` and ``configs/FAMILY/metafile.yml`` from the configs, the papers' tables and the list of
-released checkpoints. Run it after adding a config.
+"""Write the model index from the configs, the papers' tables and the list of released checkpoints.
+
+Files: ``model-index.yml`` and ``configs/FAMILY/metafile.yml``. Run it after adding a config:
 
     python -m projects.pages.metafiles
 """
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from mmlinattn.attention import TOKEN_MIXERS
 from mmlinattn.checkpoints.released import find_released
 
 from .published import Row, read_rows
@@ -40,24 +42,38 @@ PAPERS = {
         None,
     ),
 }
-# first word of a config's name -> folder of its metafile, collection
+# first word of a config's name: folder of its metafile, collection; any other attention is COMPARED
 FAMILIES = {
     'ravlt': ('ravlt', 'RALA'),
     'rala': ('ravlt', 'RALA'),
     'inline': ('inline', 'InLine'),
     'flatten': ('flatten', 'FLatten'),
     'hmhsa': ('hmhsa', 'hMHSA'),
-    **{name: ('compared', COMPARED) for name in ('hydra', 'efficient', 'angular', 'enhanced')},
 }
 
 
+def family_of(stem: str) -> tuple[str, str]:
+    """Return the folder of a config's metafile and its collection.
+
+    Raises:
+        SystemExit: If ``stem`` begins with neither a family nor a registered attention.
+    """
+    family = stem.split('_')[0]
+    if family in FAMILIES:
+        return FAMILIES[family]
+    if family in TOKEN_MIXERS.module_dict:
+        return 'compared', COMPARED
+    known = ', '.join([*FAMILIES, *sorted(TOKEN_MIXERS.module_dict)])
+    raise SystemExit(f'error: config {stem!r} begins with {family!r}: expected one of ({known})')
+
+
 def find_configs(root: Path) -> list:
-    """Every config as ``task/stem``."""
+    """Return every config as ``task/stem``."""
     return [f'{task}/{path.stem}' for task in TASKS for path in sorted((root / 'configs' / task).glob('*.py'))]
 
 
 def results(row: Row) -> list:
-    """The published metrics, by task as upstream metafiles have them."""
+    """Return the published metrics by task, as in upstream's metafiles."""
     dataset = TASKS[row.task]
     if row.task != 'mmdet':
         task = 'Semantic Segmentation' if row.task == 'mmseg' else 'Image Classification'
@@ -71,7 +87,7 @@ def results(row: Row) -> list:
 
 
 def entry(name: str, collection: str, row: Row = None) -> dict:
-    """The entry of a config under ``Models``; without a row, the config is no published model."""
+    """Return the entry of a config under ``Models``; ``row`` is None for unpublished models."""
     task, stem = name.split('/')
     model = {'Name': stem, 'In Collection': collection, 'Config': f'configs/{name}.py'}
     if row is None:
@@ -87,8 +103,8 @@ def entry(name: str, collection: str, row: Row = None) -> dict:
     if results(row):
         model['Results'] = results(row)
     if row.link:
-        # a link, as `mim download` knows no other scheme; mmlinattn.checkpoints.schemes knows it, and converts. What is
-        # behind the last slash names the file: links like `.../?dl=1` get a fragment, which no server is sent
+        # `mim download` takes links only; mmlinattn.checkpoints.schemes recognises and converts them. The part after
+        # the last slash names the file: links like `.../?dl=1` get a fragment, never sent to a server
         link, file_name = row.link, find_released(stem).file_name
         model['Weights'] = link if link.endswith(f'/{file_name}') else f'{link}#/{file_name}'
         model['Converted From'] = {'Weights': row.link}
@@ -109,19 +125,16 @@ def collection_entry(collection: str) -> dict:
 
 
 def make_files(root: Path = ROOT) -> dict:
-    """Text of every file by its path relative to ``root``."""
+    """Return the text of every file by its path relative to ``root``."""
     rows = {row.name: row for task in TASKS for row in read_rows(task)}
     models, collections = {}, {}
     for name in find_configs(root):
-        family = name.split('/')[1].split('_')[0]
-        if family not in FAMILIES:
-            raise SystemExit(f'error: config {name!r} begins with {family!r}; known families: {", ".join(FAMILIES)}')
-        folder, collection = FAMILIES[family]
+        folder, collection = family_of(name.split('/')[1])
         collections[folder] = collection
         models.setdefault(folder, []).append(entry(name, collection, rows.get(name)))
     number = Counter(model['Name'] for entries in models.values() for model in entries)
     for model in (model for entries in models.values() for model in entries):
-        if number[model['Name']] > 1:  # the same config for several tasks
+        if number[model['Name']] > 1:  # one name for several tasks
             model['Name'] += '_' + model['Config'].split('/')[1]
     head = '# Written by python -m projects.pages.metafiles\n'
     paths = {folder: f'configs/{folder}/metafile.yml' for folder in models}

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The papers' tables, row by row, with the name of the config that each row has here."""
+"""Rows of the papers' tables and the names of their configs."""
 
 import csv
 from pathlib import Path
@@ -31,18 +31,18 @@ _METRICS = {
 
 
 class Row(NamedTuple):
-    """One row of a paper's table.
+    """Row of a paper's table.
 
     Attributes:
         task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
-        model: the backbone as the paper calls it.
+        model: name of the backbone in the paper.
         recipe: method and schedule, or the resolution of a classifier.
         source: paper and table.
-        params: millions of parameters as printed, '' where the table has none.
-        released_params: the same of the released code, to 0.01 M, or ''.
-        flops: G of the paper's operations as printed, or ''.
-        metrics: metric -> figure, of those printed.
-        resolution: side of the classifier's image, else None.
+        params: millions of parameters as printed, or ''.
+        released_params: those of the released code, to 0.01 M, or ''.
+        flops: the paper's operations in G as printed, or ''.
+        metrics: printed figures by metric.
+        resolution: side of a classifier's image, else None.
     """
 
     task: str
@@ -71,18 +71,18 @@ class Row(NamedTuple):
 
     @property
     def paper(self) -> str:
-        """First word of the source: the paper that has the row."""
+        """Name of the paper, the first word of the source."""
         return self.source.split()[0]
 
     @property
     def link(self) -> Optional[str]:
-        """The authors' checkpoint of the whole model."""
+        """Link of the authors' checkpoint of the whole model."""
         released = released_checkpoints().get(self.stem)
         return released and released.link
 
 
 def read_rows(task: str) -> list[Row]:
-    """The rows of a task's table, in its order.
+    """Return the rows of a task's table in their order.
 
     Args:
         task: ``mmdet``, ``mmseg`` or ``mmpretrain``.

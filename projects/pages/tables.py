@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The papers' size and cost columns beside what is counted here, as Markdown.
+"""Write docs/tables.md: the papers' metrics with counted parameters and operations.
 
 python -m projects.pages.tables --out docs/tables.md
 """
@@ -26,18 +26,18 @@ TITLES = {
     'mmdet': 'COCO detection, 1280x800',
     'mmseg': 'ADE20K segmentation, 512x2048',
 }
-MERGED = 'hMHSA/cFFN'  # the paper that prints sizes of merged models
-# task -> the metrics that the page has; metafile.yml has all
+MERGED = 'hMHSA/cFFN'  # prints sizes of merged models
+# metrics of the page by task; metafile.yml has all
 METRICS = {
     'mmpretrain': ('Top 1 Accuracy',),
     'mmdet': ('box AP', 'mask AP'),
     'mmseg': ('mIoU', 'mAcc'),
 }
-HEADER = ('model', 'recipe', 'params M, published', 'counted', 'FLOPs G, published', 'counted')
+HEADER = ('model', 'recipe', 'params M', 'FLOPs G')
 
 
 def measure(row: Row) -> Cost:
-    """Count the model of a row. Those of the hMHSA paper are counted as they are deployed, compact FFNs merged."""
+    """Count the model of a row; of the hMHSA paper the deployed one, with compact FFNs merged."""
     cfg = Config.fromfile(CONFIGS / f'{row.name}.py')
     if row.paper == MERGED:
         cfg.model.backbone.deploy = True
@@ -45,13 +45,19 @@ def measure(row: Row) -> Cost:
     return count_model(cfg, shape)
 
 
+def beside(counted: float, published: str) -> str:
+    """Return a counted number, with the published one in brackets if the first does not round to it."""
+    digits = len(published.partition('.')[2])
+    agrees = not published or f'{counted:.{digits}f}' == f'{float(published):.{digits}f}'
+    return f'{counted:.2f}' if agrees else f'{counted:.2f} ({published})'
+
+
 def cells(row: Row, cost: Cost) -> list:
-    """A table line: numbers as the paper prints them beside those that are counted."""
+    """Return a line of the table."""
     macs = cost.layer_macs if row.paper == 'RALA' else cost.total_macs()
-    params, flops = f'{cost.total_params / 1e6:.2f}', f'{macs / 1e9:.2f}'
     metrics = [f'{row.metrics[name]:g}' if name in row.metrics else '' for name in METRICS[row.task]]
-    published = row.released_params or row.params
-    return [row.model, row.recipe, published, params, row.flops, flops, *metrics]
+    params = beside(cost.total_params / 1e6, row.released_params or row.params)
+    return [row.model, row.recipe, params, beside(macs / 1e9, row.flops), *metrics]
 
 
 def markdown_table(header, lines) -> str:
@@ -60,17 +66,16 @@ def markdown_table(header, lines) -> str:
 
 
 def page(measured: list) -> str:
-    """The Markdown page of (row, cost) pairs as :func:`measure` gives."""
+    """Return the Markdown page of pairs of a row and its :func:`measure`."""
     text = [
         "# The papers' tables",
-        'Written by `python -m projects.pages.tables --out docs/tables.md`. '
-        "Metrics are the papers' own: none of these models was retrained here; `configs/*/metafile.yml` has all of "
-        'them. Parameters and operations are counted on the configs of this repository, a multiply-add as one '
-        "operation. Where a paper and its released code differ in parameters, the code's are printed.",
-        'Operations are those of convolutions, linear layers and, but for rows of the RALA paper, the products inside '
-        'attentions. Detectors: 1000 proposals through the box heads, 100 through the mask heads, each stage of a '
-        "cascade. Segmentors: without the auxiliary head. The hMHSA paper's: merged for deployment, and as if the maps "
-        'of their attention were built.',
+        "Metrics are the papers' own: nothing was retrained here; `configs/*/metafile.yml` has all of them. Parameters "
+        "and multiply-adds are counted on our configs. In brackets: the paper's number (parameters: that of its "
+        'released code, if they differ), if ours does not round to it.',
+        'Multiply-adds are those of convolutions, linear layers and products in attentions (not for rows of the RALA '
+        'paper). Detectors: 1000 proposals through the box heads, 100 through the mask heads, each stage of a cascade. '
+        "Segmentors: without the auxiliary head. The hMHSA paper's: merged for deployment, attention maps built. "
+        'Written by `python -m projects.pages.tables --out docs/tables.md`.',
     ]
     for task, title in TITLES.items():
         rows = [cells(row, cost) for row, cost in measured if row.task == task]
@@ -83,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=Path, help='Markdown file to write [print]')
     args = parser.parse_args()
-    warnings.simplefilter('ignore')  # of model constructors, once a row
+    warnings.simplefilter('ignore')  # model constructors warn for each row
     MMLogger.get_instance('mmengine', log_level='ERROR')
     with one_line_errors():
         if args.out:

@@ -1,2 +1,2 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Do the papers' orderings hold when their ablations are retrained small? See docs/studies.md."""
+"""The papers' ablations as small models; see docs/studies.md."""

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The papers' ablations as small models: the arms of each study, and how a paper orders them."""
+"""Arms of the studies and their order in the papers."""
 
 from typing import Callable, NamedTuple
 
@@ -15,7 +15,7 @@ class Arm(NamedTuple):
 
     Attributes:
         backbone (dict): Config of the backbone.
-        paper (dict): What the papers print for it, by data set.
+        paper (dict): Printed accuracy by data set.
     """
 
     backbone: dict
@@ -23,12 +23,12 @@ class Arm(NamedTuple):
 
 
 class Study(NamedTuple):
-    """Arms, and the pairs of them that a paper orders.
+    """Arms of a study and the pairs ordered by its paper.
 
     Attributes:
         source (str): The paper's tables.
         arms (dict[str, Arm]): By name.
-        pairs (list): (better, worse, metric of the paper); better as in the paper.
+        pairs (list): (better in the paper, worse, metric of the paper).
     """
 
     source: str
@@ -37,8 +37,10 @@ class Study(NamedTuple):
 
 
 class ConfusedSoftmaxMixer(SoftmaxMixer):
-    """Softmax attention with ``q := ReLU(q) / |ReLU(q)|`` by head: queries of one direction become one (InLine Tab. 1).
-    Only for the study."""
+    """Softmax attention with ``q := ReLU(q) / |ReLU(q)|`` by head (InLine Tab. 1).
+
+    Queries of the same direction become equal. For the study only.
+    """
 
     def _confuse(self, q: Tensor) -> Tensor:
         return merge_heads(F.normalize(F.relu(split_heads(q, self.num_heads)), dim=-1))
@@ -48,7 +50,7 @@ class ConfusedSoftmaxMixer(SoftmaxMixer):
 
 
 def _ravlt(mixer='rala', mlp_ratio: float = 2.0, **options) -> dict:
-    """RAVLT in the paper's form, without the release's 5x5 term and rotary encoding, all stages alike."""
+    """Return RAVLT as in the paper, without the release's 5x5 term and rotary encoding; one mixer in all stages."""
     arch = dict(embed_dims=(32, 64, 96), depths=(1, 2, 2), num_heads=(1, 2, 3), mlp_ratios=mlp_ratio)
     arch['drop_path_rate'] = 0.0
     plain = dict(rotary=False, local_kernel=None, out_indices=(2,))
@@ -56,7 +58,7 @@ def _ravlt(mixer='rala', mlp_ratio: float = 2.0, **options) -> dict:
 
 
 def _pvt(mixer, **changed) -> dict:
-    """PVT of two stages, whole maps: nothing but the attention mixes tokens."""
+    """Return PVT with two stages of whole maps; only the attention mixes tokens."""
     arch = dict(embed_dims=(48, 96), depths=(2, 3), num_heads=(3, 6), mlp_ratios=(2, 2), sr_ratios=1, grids=(16, 8))
     arch = {**arch, 'drop_path_rate': 0.0, **changed}
     return dict(type='LinearPVT', arch=arch, stage_attns=(mixer,) * 2, out_indices=(1,))
@@ -82,7 +84,7 @@ def _rala_study() -> Study:
     arms = {
         'full': Arm(_ravlt(), _on_imagenet(82.8)),
         'without KV augmentation': Arm(_ravlt(_rala(augment_kv=False)), _on_imagenet(82.1)),
-        # the FFN is widened by what the gate's projection takes, as in the paper
+        # the FFN gets the parameters of the gate's projection, as in the paper
         'without output gate': Arm(_ravlt(_rala(output_gate=None), mlp_ratio=2.5), _on_imagenet(82.5)),
         'without CPE': Arm(_ravlt(cpe=False), _on_imagenet(82.7)),
         'gate: identity': Arm(_ravlt(_rala(output_gate='identity'), mlp_ratio=2.5), _on_imagenet(82.8)),
@@ -107,7 +109,7 @@ def _inline_study() -> Study:
     }
     pairs = [
         ('softmax', 'softmax, confused', 'ImageNet'),
-        # Tab. 3 prints the gain, not the two ends
+        # Tab. 3 prints the gain only
         ('relu, injective', 'relu, linear', 2.5),
         ('exp, injective', 'exp, linear', None),
         ('identity, injective, local residual', 'identity, injective', None),
@@ -152,7 +154,7 @@ def _hallucinated_study() -> Study:
     pairs = [('IHH, CHH', arm, 'Tiny-ImageNet') for arm in arms if arm != 'IHH, CHH']
     arms.update(
         {
-            # M2 factorised leaves (1 + t) / 2 of the two matrices: so does a ratio of 2 (1 + t) / 2 = 5/3
+            # factorised M2 leaves (1 + t) / 2 of the two matrices, as a ratio of 2 (1 + t) / 2 = 5/3 does
             'smaller FFN ratio': Arm(_pvt('hallucinated', mlp_ratios=(5 / 3, 5 / 3)), printed(68.8)),
             'cFFN, r = 1': Arm(compact(r=1), printed(69.1)),
             'cFFN, r = 2': Arm(compact(), printed(70.2)),  # of M2, as released

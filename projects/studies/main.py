@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Train the arms of a paper's ablation, small, on images drawn in memory, and put the papers' differences beside
-those found. Results are kept after each run; run again, the study continues.
+"""Train the arms of a paper's ablation, small, on images drawn in memory, and compare with the paper's differences.
+Results are saved after each run; run again to resume.
 
     python tools/analysis_tools/ablation_study.py --study rala --out work_dirs/study_rala --max-minutes 25
 """
@@ -40,7 +40,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--study', required=True, choices=list(names), help=text)
     parser.add_argument('--out', type=Path, required=True, help='folder for results.json, table.md and the plots')
     parser.add_argument('--seeds', type=int, default=3, help='runs of each arm [3]')
-    parser.add_argument('--max-minutes', type=float, help='begin no further run that would end later [no limit]')
+    parser.add_argument('--max-minutes', type=float, help='start no run that would end later [no limit]')
     parser.add_argument('--arms', nargs='+', metavar='NAME', help='only these arms [all of the study]')
     for name, value in Settings()._asdict().items():
         parser.add_argument('--' + name.replace('_', '-'), type=type(value), help=f'{SETTINGS[name]} [{value}]')
@@ -54,18 +54,18 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     least = dict(iterations=1, batch=2, num_train=settings.batch, num_val=4, size=64)
     for name, value in least.items():
         if getattr(settings, name) < value:
-            raise RunError(f'--{name.replace("_", "-")} {getattr(settings, name)} has to be at least {value}.')
+            raise RunError(f'--{name.replace("_", "-")}={getattr(settings, name)}: expected at least {value}')
     if args.seeds < 1:
-        raise RunError(f'--seeds {args.seeds} has to be at least 1.')
+        raise RunError(f'--seeds={args.seeds}: expected at least 1')
     if not 0 <= settings.tinted <= 1:
-        raise RunError(f'--tinted {settings.tinted} has to lie in [0, 1].')
+        raise RunError(f'--tinted={settings.tinted}: expected a value in [0, 1]')
     for name, value in (('lr', settings.lr), ('max-minutes', args.max_minutes)):
         if value is not None and value <= 0:
-            raise RunError(f'--{name} {value} has to be above 0.')
+            raise RunError(f'--{name}={value}: expected a value above 0')
     try:
         torch.empty(0, device=args.device)
     except RuntimeError as error:
-        raise RunError(f'--device {args.device}: {str(error).splitlines()[0]}') from error
+        raise RunError(f'--device={args.device}: {str(error).splitlines()[0]}') from error
     with writing(args.out):
         args.out.mkdir(parents=True, exist_ok=True)
     return settings
@@ -73,7 +73,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
 
 def main() -> None:
     args = parse_args()
-    MMLogger.get_instance('mmengine', log_level='ERROR')  # a line for each parameter that is initialised
+    MMLogger.get_instance('mmengine', log_level='ERROR')  # MMEngine logs a line for each initialised parameter
     with one_line_errors():
         settings = checked_settings(args)
         with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:

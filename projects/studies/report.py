@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Tables and plots of a study: what was found beside what a paper prints. Numbers that were not run are left out."""
+"""Tables and plots of a study beside the paper's numbers; missing runs are left out."""
 
 import statistics
 from pathlib import Path
@@ -13,7 +13,7 @@ from .task import CHANCE, QUESTION
 
 
 def by_arm(results: dict) -> dict[str, list[dict]]:
-    """Runs of each arm, seeds ascending; arms in the order of the study."""
+    """Return the runs of each arm by ascending seed, arms in the order of the study."""
     runs: dict[str, list[dict]] = {arm: [] for arm in STUDIES[results['study']]().arms}
     for run in sorted(results['runs'], key=lambda run: run['seed']):
         runs.setdefault(run['arm'], []).append(run)
@@ -21,14 +21,16 @@ def by_arm(results: dict) -> dict[str, list[dict]]:
 
 
 def spread(values: list[float]) -> str:
-    """Mean and standard deviation over seeds."""
+    """Format mean and standard deviation over seeds."""
     mean = statistics.fmean(values)
     return f'{mean:.1f} ± {statistics.stdev(values):.1f}' if len(values) > 1 else f'{mean:.1f}'
 
 
 def verdict(better: list[float], worse: list[float]) -> str:
-    """Whether an ordering was found: ``holds`` or ``reversed`` where the ranges of the seeds do not touch, ``within the
-    spread`` otherwise, ``one seed`` where there is no spread to speak of."""
+    """Return ``holds`` or ``reversed`` if the ranges of the seeds do not touch, else ``within the spread``.
+
+    With a single seed, return ``one seed``.
+    """
     if min(len(better), len(worse)) < 2:
         return 'one seed'
     if min(better) > max(worse):
@@ -37,7 +39,7 @@ def verdict(better: list[float], worse: list[float]) -> str:
 
 
 def attention_of(run: dict) -> dict[str, float]:
-    """Means over the blocks of a run of what was measured of its trained attention, where they have it."""
+    """Average the attention measures of a run over its blocks; blocks may lack a measure."""
     blocks = run['attention']
 
     def mean(*keys):
@@ -78,7 +80,7 @@ def _paper_difference(study: Study, better: str, worse: str, metric) -> str:
 
 
 def table(results: dict) -> str:
-    """The study as markdown."""
+    """Return the study as Markdown."""
     study, runs = STUDIES[results['study']](), by_arm(results)
     settings = results['settings']
     lines = [
@@ -120,7 +122,7 @@ def table(results: dict) -> str:
 
 
 def plot(results: dict, path: Path) -> None:
-    """Score of each run by arm, and the mean curve of each arm."""
+    """Plot the score of each run by arm, and the mean curve of each arm."""
     runs = by_arm(results)
     figure = Figure(figsize=(12, 0.42 * len(runs) + 2.6), layout='constrained')
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -145,7 +147,7 @@ def plot(results: dict, path: Path) -> None:
 
 
 def write(results: dict, out: Path) -> list[Path]:
-    """``table.md`` and ``plot.png`` beside ``results.json``; all paths, none without runs."""
+    """Write ``table.md`` and ``plot.png`` beside ``results.json`` and return all paths; none without runs."""
     paths = [out / 'results.json', out / 'table.md', out / 'plot.png']
     if not results['runs']:
         return []

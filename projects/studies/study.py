@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Small studies: arms that differ in one thing, trained on the same images for the same time, and their results."""
+"""Train the arms of a study on the same images for the same time, and keep their results."""
 
 import json
 import time
@@ -19,10 +19,10 @@ from .training import train_arm
 
 
 def load_results(path: Path, name: str, settings: Settings) -> dict:
-    """Results so far, or none.
+    """Load the results so far.
 
     Raises:
-        RunError: The file is not of this study, or was made with other settings.
+        RunError: The file is of another study or other settings.
     """
     if not path.exists():
         return dict(study=name, version=__version__, settings=settings._asdict(), runs=[])
@@ -32,11 +32,11 @@ def load_results(path: Path, name: str, settings: Settings) -> dict:
         if any({'arm', 'seed'} - run.keys() for run in results['runs']):
             raise KeyError('arm and seed of each run')
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f'{path} is no results file of a study: {type(error).__name__} {error}') from error
+        raise RunError(f'{path}: not a results file of a study ({type(error).__name__} {error})') from error
     if found != (name, settings._asdict()):
         raise RunError(
-            f'{path} is of study {found[0]!r} with {found[1]}, not of {name!r} with {settings._asdict()}, which needs '
-            'another --out.'
+            f'{path}: study {found[0]!r} with {found[1]}, expected {name!r} with {settings._asdict()}. Choose another '
+            '--out.'
         )
     return results
 
@@ -52,26 +52,26 @@ def run_study(
     progress: Callable = lambda message: None,
     on_step: Callable = lambda: None,
 ) -> dict:
-    """Run what is missing of a study: every arm with seed 0, then with seed 1, and so on.
+    """Run the missing runs of a study: every arm with seed 0, then with seed 1, and so on.
 
-    Each result is in ``results.json`` before the next arm begins. With ``max_minutes`` no arm is begun that would, by
-    the slowest so far, end later; the first one that is missing always runs, so that every call gets further.
+    Each result is saved before the next run. With ``max_minutes``, no run starts that would end later if it took as
+    long as the slowest one; the first missing run always starts.
 
     Returns:
-        dict: The results, those of earlier calls included.
+        dict: The results, with those of earlier calls.
 
     Raises:
-        RunError: For unknown arms, results of other settings in ``out``, or another process that works there.
+        RunError: For unknown arms, results of other settings in ``out``, or another process running there.
     """
     study = STUDIES[name]()
     unknown = sorted(set(arms or ()) - set(study.arms))
     if unknown:
-        raise RunError(f'--arms {unknown}: study {name!r} has {list(study.arms)}.')
+        raise RunError(f'--arms={unknown}: expected some of {list(study.arms)}')
     path, lock = out / 'results.json', FileLock(out / 'results.json.lock')
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise RunError(f'--out {str(out)!r}: another process runs a study there.') from None
+        raise RunError(f'--out={str(out)!r}: another process runs a study there') from None
     with lock:
         results = load_results(path, name, settings)
         done = {(run['arm'], run['seed']) for run in results['runs']}

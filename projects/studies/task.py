@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the small models of a study learn: images drawn in memory, a head and a score."""
+"""Task of the studies: images drawn in memory, a classifier, its score."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from mmlinattn.tooling.datasets.shapes import SHAPES, draw_scene
 
 
 class Settings(NamedTuple):
-    """What all arms of a study share; ``ablation_study.py --help`` explains each."""
+    """Settings of all arms of a study, explained by ``ablation_study.py --help``."""
 
     iterations: int = 300
     batch: int = 32
@@ -28,8 +28,10 @@ CHANCE = 100 / len(SHAPES)  # accuracy of a guess, in percent
 
 
 def draw(number: int, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
-    """Images (number, 3, size, size) uint8, and the form of the largest shape of each, (number,): forms have to be told
-    apart, and places compared. The largest covers at least 1.3 times the pixels of the next."""
+    """Draw images (number, 3, size, size) uint8 and the form of the largest shape of each, (number,).
+
+    The largest shape covers at least 1.3 times the pixels of the next, so models compare sizes at distant places.
+    """
     rng, size = np.random.default_rng(seed), settings.size
     images = np.empty((number, size, size, 3), np.uint8)
     labels = np.empty(number, np.int64)
@@ -47,7 +49,7 @@ def draw(number: int, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Classifier(nn.Module):
-    """A backbone and a linear layer of the mean of its last map: uint8 images -> logits of the forms."""
+    """Classify uint8 images by a linear layer on the mean of the backbone's last map."""
 
     def __init__(self, backbone: dict) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class Classifier(nn.Module):
 
 @torch.no_grad()
 def score(model: nn.Module, images: Tensor, labels: Tensor, batch: int = 128) -> float:
-    """Top-1 accuracy in percent."""
+    """Return the top-1 accuracy in percent."""
     device = next(model.parameters()).device
     parts = zip(images.split(batch), labels.split(batch))
     return 100 * float(sum((model(x.to(device)).argmax(1).cpu() == y).sum() for x, y in parts)) / len(labels)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Train one arm of a study, and measure what it attends to."""
+"""Train an arm of a study and measure its attention."""
 
 import copy
 import math
@@ -27,11 +27,10 @@ def train_arm(
     device: str = 'cpu',
     on_step=lambda: None,
 ) -> dict:
-    """Train one arm with one seed; the seed decides weights, order of images and mirroring, alike for every arm.
+    """Train an arm with a seed, which sets weights, order of images and mirroring for every arm alike.
 
     Returns:
-        dict: ``accuracy`` in percent, ``curve`` of it, ``loss``, ``params``, ``seconds``, and measures of the trained
-        attention.
+        dict: ``accuracy`` in percent, its ``curve``, ``loss``, ``params``, ``seconds``, and ``attention`` measures.
 
     Raises:
         RunError: The loss is not finite.
@@ -78,7 +77,7 @@ def train_arm(
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Number of parameters; of compact feed-forward networks with their parallel branches merged, as papers count."""
+    """Count parameters, with parallel branches of compact networks merged as in the papers."""
     model = copy.deepcopy(model)
     for module in model.modules():
         if isinstance(module, FactorisedLinear):
@@ -87,7 +86,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def attention_measures(model: nn.Module, images: Tensor) -> list[dict]:
-    """Rank, confusion, locality and sharpness of each block, mean over images and heads."""
+    """Measure rank, confusion, locality and sharpness of each block, means over images and heads."""
     found: dict[str, list] = {}
     for image in images.split(1):
 

@@ -1,2 +1,2 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Sweeps that take hours: upstream configs."""
+"""Sweeps over upstream configs, for hours."""

@@ -1,10 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Swap a backbone into one config of every folder of the installed upstream projects, and write what came of it.
+"""Swap a backbone into one config of every folder of the installed upstream projects, and write the outcomes.
 
     python -m projects.sweeps.upstream --out docs/upstream.md
 
-Each config is tried in a process of its own, with a time limit. Results of a backbone are kept (``--results``, JSON
-lines) and not tried again. It takes an hour or two on one core.
+Each config runs in a new process with a time limit. Results are kept (``--results``, JSON lines); run again to resume.
+The sweep takes an hour or two on one core.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from mmlinattn.tooling.command_line import check_out_file, one_line_errors
 from mmlinattn.utils.errors import RunError
 
 PROJECTS = ('mmdet', 'mmseg', 'mmpretrain')
-# which config of a folder is tried: the first name with the first of these words in it
+# a folder is tried by the first config with the first possible of these words in its name
 USUAL = ('r50', 'resnet50', 'small', 'tiny', '_s_', 'base', 'b0', '')
 
 
 def pick(folder: Path) -> list[Path]:
-    """The config of a folder that is tried; none where it holds no config of a model."""
+    """Return the config that stands for a folder, if it has one."""
     files = sorted(path for path in folder.glob('[!_]*.py') if '_base_' not in path.parts)
     for word in USUAL:
         found = [path for path in files if word in path.stem]
@@ -40,7 +40,7 @@ def pick(folder: Path) -> list[Path]:
 
 
 def sample() -> list[str]:
-    """``mmdet::FOLDER/CONFIG.py`` of every folder."""
+    """Return ``mmdet::FOLDER/CONFIG.py`` of every folder."""
     names = []
     for project in PROJECTS:
         root = Path(get_installed_path(project), '.mim', 'configs')
@@ -51,18 +51,16 @@ def sample() -> list[str]:
 
 
 def attempt(name: str, backbone: str, send) -> None:
-    """In a process of its own: swap, and send ``(outcome, why)``."""
+    """Swap in this process and send ``(outcome, why)``."""
     sys.stdout = sys.stderr = open(os.devnull, 'w')
-    from mmlinattn.tooling.swapping import NoModel, NoPlace, swap_backbone
+    from mmlinattn.tooling.swapping import NoModel, Unsupported, swap_backbone
 
     try:
         with tempfile.TemporaryDirectory() as folder:
             swapped = swap_backbone(name, backbone, Path(folder, 'swapped.py'))
-        send.send(
-            ('works', '; '.join(remark for remark in swapped.remarks if 'MapAdapter' in remark or 'goes' in remark))
-        )
-    except NoPlace as error:
-        send.send(('no place', str(error)))
+        send.send(('works', '; '.join(remark for remark in swapped.remarks if 'MapAdapter' in remark)))
+    except Unsupported as error:
+        send.send(('unsupported', str(error)))
     except NoModel as error:
         send.send(('no model', str(error)))
     except RunError as error:
@@ -85,17 +83,17 @@ def outcome(name: str, backbone: str, seconds: float) -> tuple:
     return found
 
 
-# what outcomes say already
-TOLD = ('it has no place for a pyramid: ', 'it does not run here with its own backbone either: ', 'it has no model: ')
+# repeats the outcome
+TOLD = ('it: no other backbone fits: ', 'it does not run here with its own backbone either: ', 'it has no model: ')
 
 
 def family_of(result: dict) -> str:
-    """The folder of a config, within its project."""
+    """Return the folder of a config within its project."""
     return result['config'].partition('::')[2].partition('/')[0]
 
 
 def page(results: list[dict], backbone: str, total: int) -> str:
-    """The Markdown page."""
+    """Return the Markdown page."""
     counted = Counter(result['outcome'] for result in results)
     folders = {result['config'].rpartition('/')[0] for result in results}
     lines = [
@@ -109,8 +107,8 @@ def page(results: list[dict], backbone: str, total: int) -> str:
         f'Tried: {len(results)} configs of {len(folders)} of the {total} folders; '
         + ', '.join(f'{kind}: {number}' for kind, number in counted.most_common())
         + '.',
-        'Folders that are not listed work. Upstream fails too: it does not run here with its own backbone either. No '
-        'place: none for a pyramid.',
+        'Folders that are not listed work. Upstream fails too: it does not run here with its own backbone either. '
+        'Unsupported: it can use no other backbone.',
         '',
     ]
     tried = Counter((result['config'].partition('::')[0], family_of(result)) for result in results)
@@ -122,7 +120,7 @@ def page(results: list[dict], backbone: str, total: int) -> str:
                 why = why.replace('|', '/').replace('<', '&lt;')
                 for told in TOLD:
                     why = why.removeprefix(told)
-                why = re.sub(r'^[A-Z]\w+(?= )|(?<= from )\w+$', 'it', why)  # a class, so that reasons are alike
+                why = re.sub(r'^[A-Z]\w+(?= )|(?<= from )\w+$', 'it', why)  # a class name; groups equal reasons
                 groups.setdefault((row['outcome'], textwrap.shorten(why, 100, placeholder=' ...')), []).append(row)
         if groups:
             lines += [f'## {project}', '', '| outcome | why | folder, or config of a folder |']
@@ -143,9 +141,9 @@ def page(results: list[dict], backbone: str, total: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', help='Markdown page to write')
-    parser.add_argument('--results', default='work_dirs/upstream.jsonl', help='where results are kept [%(default)s]')
+    parser.add_argument('--results', default='work_dirs/upstream.jsonl', help='file of the results [%(default)s]')
     parser.add_argument('--backbone', default='ravlt_t')
-    parser.add_argument('--configs', nargs='+', help='these configs in place of one a folder')
+    parser.add_argument('--configs', nargs='+', help='configs to try [one a folder]')
     parser.add_argument('--seconds', type=float, default=180, help='time limit of a config [%(default)s]')
     args = parser.parse_args()
     if args.out:

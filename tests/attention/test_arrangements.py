@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.twins import ATTENTIONS, DIM, HEADS, assert_same, attend, filled
+from helpers.twins import ATTENTIONS, DIM, FIRST, HEADS, assert_same, attend, build, filled
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import interpolate, pad
@@ -25,8 +25,9 @@ from mmlinattn.attention import (
 from mmlinattn.layers import RelativePositionBias
 from mmlinattn.ops.windows import Axis
 
-MIXERS = ['softmax', 'rala', 'inline', 'focused', 'hallucinated ihh-chh', 'angular']
-LINEAR = ['rala', 'rala, tanh', 'inline', 'inline, division', 'focused', 'angular', 'efficient', 'hydra']
+MIXERS = list(FIRST.values())
+SEQUENTIAL = [name for name in ATTENTIONS if build(name).mixer.sequential]
+LINEAR = [name for name in (*MIXERS, 'rala, tanh', 'inline, division') if not build(name).mixer.quadratic]
 few = settings(deadline=None, derandomize=True, max_examples=8)
 sizes = st.integers(1, 9)
 
@@ -48,7 +49,7 @@ def parts(size, rows, columns):
 # --- whole maps and reduced keys ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize('name', ['angular, sequence', *MIXERS])
+@pytest.mark.parametrize('name', [*SEQUENTIAL, *MIXERS])
 def test_the_whole_map_is_its_tokens_row_by_row(name):
     """Also as one window."""
     x = feature_map(3, 5)

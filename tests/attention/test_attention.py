@@ -1,12 +1,28 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Every attention beside its equation with N x N maps (:mod:`twins`)."""
+"""Every attention against its twin, the equation with N x N maps (:mod:`helpers.twins`)."""
 
+from pathlib import Path
 from unittest import mock
 
+import count_traffic
 import pytest
+import run_attentions
 import torch
-from helpers import twins
-from helpers.twins import ATTENTIONS, DIM, FORMS, HEAD_DIM, HEADS, assert_same, attend, build, form, tokens
+from helpers import graphs, small_hosts, twins
+from helpers.twins import (
+    ATTENTIONS,
+    DIM,
+    FORMS,
+    HEAD_DIM,
+    HEADS,
+    OVERFLOWING,
+    OWN_VALUE,
+    assert_same,
+    attend,
+    build,
+    form,
+    tokens,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -14,13 +30,9 @@ from torch import nn
 from mmlinattn import ops
 from mmlinattn.attention import (
     TOKEN_MIXERS,
-    AngularMixer,
     Attention,
-    FocusedMixer,
     Grid,
-    HallucinatedMixer,
-    InLineMixer,
-    RALAMixer,
+    LocalMixer,
     SoftmaxMixer,
     StageContext,
     StripeAttention,
@@ -29,6 +41,7 @@ from mmlinattn.attention import (
     get_mixer,
 )
 from mmlinattn.layers import rotary_table
+from projects.pages import metafiles
 
 every_attention = pytest.mark.parametrize('name', ATTENTIONS)
 few = settings(deadline=None, derandomize=True, max_examples=8)
@@ -97,12 +110,14 @@ def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_ke
 def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     """PVT's reduced keys. Kernels that are predicted come from the queries' tokens."""
     attention, spec = build(name, grid=(3, 4)), ATTENTIONS[name]
-    if spec['type'] == 'angular' and spec.get('form') != 'paper':
+    if name in OWN_VALUE:
         with pytest.raises(ValueError, match=r'as many keys as queries \(6\), not 4; released=False takes any'):
             attend(attention, tokens(2, 6), Grid(2, 3), tokens(2, 4), Grid(2, 2))
         return
     torch.manual_seed(0)
-    if spec['type'] == 'rala' or attention.mixer.local_kernels(tokens(1, 1)[:, 0]) is not None:  # as many keys
+    mixer, one = attention.mixer, tokens(1, 1)
+    convolves = isinstance(mixer, LocalMixer) and mixer.convolve(one, Grid(1, 1), one[:, 0]) is not None
+    if spec['type'] == 'rala' or convolves:  # as many keys
         rows, columns = height, width
     grid, key_grid = Grid(height, width), Grid(rows, columns)
     x, kv = tokens(2, grid.num_tokens), tokens(2, key_grid.num_tokens)
@@ -128,12 +143,11 @@ def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
 )
 def test_padding_changes_nothing_for_the_real_tokens(name, height, width, around, held, backend, local):
     """A map within a larger one, whatever the rest holds: sums, means, N, convolutions and their gradients."""
-    if ATTENTIONS[name].get('conv') == 'sequence':
-        return  # not in windows
-    if ATTENTIONS[name].get('kernel') == 'exp' or ATTENTIONS[name]['type'] == 'efficient':
-        held = min(held, 30.0)  # exp overflows
     torch.manual_seed(0)
     attention = build(name, local_kernel=3 if local else None)
+    if attention.mixer.sequential:
+        return  # not in windows
+    held = min(held, 30.0) if name in OVERFLOWING else held
     top, bottom, left, right = around
     whole = Grid(height + top + bottom, width + left + right)
     mask = torch.zeros(whole[:2], dtype=torch.bool)
@@ -218,8 +232,32 @@ def test_a_new_attention_is_one_class(gate, local_kernel):
             torch.testing.assert_close(attention(x, StageContext(Grid(3, 5))), out)
 
 
+def test_every_registered_attention_has_a_twin_and_a_row_in_the_documentation():
+    ours = {name for name, kind in TOKEN_MIXERS.module_dict.items() if kind.__module__.startswith('mmlinattn.')}
+    assert set(twins.FIRST) == ours
+    page = (Path(__file__).parents[2] / 'docs' / 'attentions.md').read_text(encoding='utf-8')
+    assert {line.split('`')[1] for line in page.splitlines() if line.startswith('| `')} == ours
+
+
+def test_a_registered_attention_joins_benchmarks_models_and_the_model_index(monkeypatch):
+    class Mean(TokenMixer):
+        def forward(self, q, k, v, grid, key_grid, mask=None, **_):
+            return v.mean(dim=1, keepdim=True) + 0 * q
+
+    monkeypatch.setitem(TOKEN_MIXERS._module_dict, 'mean', Mean)
+    assert 'mean' in count_traffic.attentions(tokens=6, width=8, heads=2)[0]
+    assert 'mean' in run_attentions.names()
+    for mixes in (small_hosts.mixes('RAVLT'), small_hosts.mixes('LinearDeiT'), graphs.one_a_stage()):
+        named = [attn for mix in mixes for stage in mix for attn in ([stage] if isinstance(stage, str) else stage)]
+        assert set(named) == set(TOKEN_MIXERS.module_dict)
+    for host in ('LinearNextViT', 'LinearSwin'):
+        models = [small_hosts.build(host, stage_attns=mix) for mix in small_hosts.mixes(host)]
+        assert [m for model in models for m in model.modules() if isinstance(m, Mean)], host
+    assert metafiles.family_of('mean_swin_t_in1k') == ('compared', metafiles.COMPARED)
+
+
 GATES = ["gate='{}'", "None, 'projection', 'identity' or 'tanh'"]
-SEQUENCE = dict(type='angular', conv='sequence')
+SEQUENTIAL = [spec for name, spec in ATTENTIONS.items() if build(name).mixer.sequential]
 REFUSED = [  # class, its arguments, words of the error: argument, value, allowed values
     (get_mixer, ('ralla',), ["'ralla'", "'rala'", "'softmax'"]),
     (get_mixer, (dict(kernel='elu'),), ['stage_attns', 'None', "'rala'"]),
@@ -229,21 +267,12 @@ REFUSED = [  # class, its arguments, words of the error: argument, value, allowe
         (Attention, (DIM, HEADS, 'rala', None, size), [f'local_kernel={size!r}', 'None or an odd int >= 1'])
         for size in (4, 0, -3, 3.0, True)
     ),
-    (FocusedMixer, (DIM, HEADS, None, 3, 4), ['local_kernel=4', 'None or an odd int >= 1']),
-    *((FocusedMixer, (DIM, HEADS, None, p), [f'power={p}', '[1, 32]']) for p in (0.5, 0, -1, 33, None, '3')),
-    *((RALAMixer, (DIM, HEADS, None, True, None, name), [f'kernel={name!r}', 'elu']) for name in ('gelu', '', None)),
-    *((InLineMixer, (DIM, HEADS, None, name), [f'kernel={name!r}', 'leakyrelu']) for name in ('elu', '', None)),
+    *((Attention, (DIM, HEADS, spec), words) for spec, words in twins.REFUSED),
     (Attention, (DIM, HEADS, dict(type='rala', output_gate='')), [GATES[0].format(''), GATES[1]]),
     (Attention, (DIM, HEADS, 'softmax', None, None, 'sigmoid'), [GATES[0].format('sigmoid'), GATES[1]]),
-    *(
-        (HallucinatedMixer, (DIM, HEADS, None, steps), ['steps=', "'ihh' and 'chh'"])
-        for steps in ('ihh', None, ('ihh', 'ihh'), ('dhh',))
-    ),
-    (HallucinatedMixer, (24, 8), ['num_heads=8', 'even']),
-    (AngularMixer, (DIM, HEADS, None, 'release'), ["form='release'", "'released' or 'paper'"]),
-    (AngularMixer, (DIM, HEADS, None, 'paper', '9x1'), ["conv='9x1'", "'grid'", "'sequence'"]),
-    (WindowAttention, (DIM, HEADS, SEQUENCE, (3, 3)), [repr(SEQUENCE), 'windows and stripes']),
-    (StripeAttention, (DIM, HEADS, SEQUENCE, 3), [repr(SEQUENCE), 'windows and stripes']),
+    (Attention, (24, 8, 'hallucinated'), ['num_heads=8', 'even']),
+    *((WindowAttention, (DIM, HEADS, spec, (3, 3)), [repr(spec), 'windows and stripes']) for spec in SEQUENTIAL),
+    *((StripeAttention, (DIM, HEADS, spec, 3), [repr(spec), 'windows and stripes']) for spec in SEQUENTIAL),
     (StripeAttention, (24, 3, 'softmax', 2), ['num_heads=3', 'even']),
     (StripeAttention, (DIM, HEADS, ATTENTIONS['rala, tanh'], 2), ["gate='tanh'", 'stripes']),
     # its index and bias would take a GiB a block
@@ -263,14 +292,19 @@ def test_refusals(build, arguments, words):
     assert all(word in str(error.value) for word in words) and '\n' not in str(error.value)
 
 
-CONVOLUTIONS = [('focused', 'local'), ('angular', 'dconv'), ('inline', 'residual.fc1'), ('inline', 'residual.fc2')]
+CONVOLUTIONS = [
+    (name, path)
+    for name in twins.FIRST.values()
+    for path, module in build(name).mixer.named_modules()
+    if isinstance(module, (nn.Conv1d, nn.Conv2d))
+]
 
 
-@pytest.mark.parametrize(('name', 'place'), CONVOLUTIONS)
-def test_convolutions_of_mixers_are_called(name, place):
-    """Pruned weights and those with a norm are made by hooks before a call; adapters take the module's place."""
+@pytest.mark.parametrize(('name', 'path'), CONVOLUTIONS)
+def test_convolutions_of_mixers_are_called(name, path):
+    """Hooks before a call compute pruned and normalised weights; adapters replace the module."""
     attention, x, grid = build(name), tokens(2, 12, False), Grid(3, 4)
-    owner, _, part = place.rpartition('.')
+    owner, _, part = path.rpartition('.')
     owner = attention.mixer.get_submodule(owner)
     conv = nn.utils.weight_norm(getattr(owner, part))
     before = attend(attention, x, grid)

@@ -35,6 +35,13 @@ def check_tutorial(page: str):
     assert 'href="../configs/"' in page
 
 
+def test_front_page_is_the_readme_with_links_from_docs():
+    text = runpy.run_path(str(ROOT / 'docs' / 'site_pages.py'))['front_page']()
+    links = re.findall(r'(?:\]\(|src=")(?!https?:)([^)"#]+)', text)
+    assert 'get_started.md' in links and '../CONTRIBUTING.md' in links
+    assert [link for link in links if not (ROOT / 'docs' / link).exists()] == []
+
+
 def test_pages_of_backbones_hold_sizes_and_configs():
     pages = runpy.run_path(str(ROOT / 'docs' / 'site_pages.py'))
     text = pages['backbone_page']('LinearSwin', pages['hosts']()['LinearSwin'])

@@ -1,5 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The page on other frameworks, run with those that are installed."""
+"""Run the page on other frameworks with those that are installed."""
+
+import runpy
 
 import pytest
 import torch
@@ -26,13 +28,17 @@ def test_timm():
 
 def test_detr(tmp_path):
     pytest.importorskip('transformers')
-    found = run_block('::test_detr')
-    detr, x = found['detr'], torch.rand(1, 3, 64, 96)
+    from transformers import DetrConfig, DetrForObjectDetection
+
+    example = runpy.run_path(str(ROOT / 'docs' / 'examples' / 'huggingface_detr.py'))
+    options = dict(use_timm_backbone=False, use_pretrained_backbone=False, num_labels=3)
+    detr = DetrForObjectDetection(DetrConfig(backbone_config=example['RAVLTConfig']('tiny'), **options))
+    x = torch.rand(1, 3, 64, 96)
     labels = [dict(class_labels=torch.tensor([1]), boxes=torch.tensor([[0.5, 0.5, 0.4, 0.3]]))]
     detr(pixel_values=x, labels=labels).loss.backward()
     backbone = detr.model.backbone.conv_encoder.model.model
     assert not [name for name, parameter in backbone.named_parameters() if parameter.grad is None]
     detr.save_pretrained(tmp_path)
-    again = found['DetrForObjectDetection'].from_pretrained(tmp_path)
+    again = DetrForObjectDetection.from_pretrained(tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(detr.eval()(x).logits, again.eval()(x).logits)

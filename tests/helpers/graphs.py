@@ -2,6 +2,7 @@
 """Small hosts for the tests of graphs that leave batch, height and width open."""
 
 import copy
+import itertools
 import json
 import warnings
 
@@ -23,6 +24,12 @@ TRACED_AT = (2, 65, 94)
 # A graph with wrong sizes is off by 0.3 and more. Runtimes round differently, and some heads here have two channels
 # with small norms.
 TOLERANCE = 0.01
+
+
+def one_a_stage(stages=4):
+    """All registered attentions, one for each stage of a model; some again in the last model."""
+    names = itertools.cycle(small_hosts.every_attention())
+    return [tuple(itertools.islice(names, stages)) for _ in range(-(-len(small_hosts.every_attention()) // stages))]
 
 
 def build(host, attns):

@@ -1,7 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Small models of all hosts, for the tests of their shared promises."""
+"""Small models of all hosts with all registered attentions."""
 
 import copy
+import itertools
 
 import torch
 from mmengine.registry import MODELS
@@ -10,7 +11,13 @@ import mmlinattn  # noqa: F401  registers the hosts
 from helpers import goldens
 from mmlinattn.attention import TOKEN_MIXERS
 
-EVERY_ATTN = tuple(sorted(TOKEN_MIXERS.module_dict))
+
+def every_attention():
+    """Names of the registered attentions, those of quadratic cost last."""
+    return tuple(sorted(TOKEN_MIXERS.module_dict, key=lambda name: (TOKEN_MIXERS.get(name).quadratic, name)))
+
+
+EVERY_ATTN = every_attention()
 _PYRAMID = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 4))
 ARCHS = {
     'RAVLT': _PYRAMID,
@@ -25,13 +32,6 @@ ARCHS = {
     ),
     'LinearDeiT': dict(embed_dims=(16,), depths=(2,), num_heads=(2,), grid=3),
 }
-# all attentions in two models a host, hallucinated attention in two blocks of a stage for shifted windows
-MIXES = (
-    ('hydra', 'angular', ['hallucinated', 'hallucinated'], 'enhanced'),
-    ('hallucinated', 'efficient', ['enhanced', 'hydra'], 'angular'),
-    ('inline', 'focused', ['softmax', 'rala'], 'softmax'),
-)
-PLAIN_MIXES = (['hallucinated', 'angular'],), (['hydra', 'efficient'],), (['inline', 'focused'],)
 PYRAMIDS = [host for host in ARCHS if host != 'LinearDeiT']
 
 
@@ -46,8 +46,18 @@ def config(host, attn=None, **options):
 
 
 def mixes(host):
-    """Return ``stage_attns`` with all attentions between them."""
-    return PLAIN_MIXES if host == 'LinearDeiT' else MIXES
+    """``stage_attns`` of models that cover all registered attentions, three a pyramid and two a ``LinearDeiT``.
+
+    Quadratic ones come in two blocks of a stage, for shifted windows. No attention comes in the first stage alone:
+    Next-ViT has convolution blocks there.
+    """
+    names = every_attention()
+    if host == 'LinearDeiT':
+        return tuple(([first, second],) for first, second in zip(names[::2], (*names[1::2], names[0])))
+    count = -(-len(names) // 3)
+    twice, others = names[-count:], itertools.cycle(names[:-count])
+    seconds = list(itertools.islice(others, count))
+    return tuple((last, second, [name] * 2, last) for name, second, last in zip(twice, seconds, others))
 
 
 def build(host, attn=None, **options):

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Every attention with its options, and its paper's equation with a literal N x N map A (B, heads, N, N): ``out = A
-v``.
+"""Twins of all attentions: the equation of the paper with its N x N map A, (B, heads, N, N), and ``out = A v``.
 
-Equations take (B, heads, N, d) tensors; use float64.
+A new attention adds rows to :data:`ATTENTIONS` and :data:`REFUSED`, and a function with the name of its type. Equations
+take (B, heads, N, d) tensors; use float64.
 """
 
 import contextlib
@@ -51,6 +51,22 @@ ATTENTIONS = {
     'angular, paper': dict(type='angular', form='paper'),
     'angular, paper, alone': dict(type='angular', form='paper', conv=None),
 }
+OWN_VALUE = {'angular', 'angular, sequence'}  # add the value of each query: keys are the queries' tokens
+OVERFLOWING = {'efficient', *(name for name, spec in ATTENTIONS.items() if spec.get('kernel') == 'exp')}  # exp
+FIRST = {spec['type']: name for name, spec in reversed(ATTENTIONS.items())}  # type: its first row
+_STEPS = "steps={!r}: expected some of 'ihh' and 'chh'"
+REFUSED = [  # options of an attention, words of the error; DIM = 16, HEADS = 2
+    (dict(type='focused', local_kernel=4), ['local_kernel=4', 'None or an odd int >= 1']),
+    *((dict(type='focused', power=p), [f'power={p}', '[1, 32]']) for p in (0.5, 0, -1, 33, None, '3')),
+    *((dict(type='rala', kernel=name), [f'kernel={name!r}', 'elu']) for name in ('gelu', '', None)),
+    *((dict(type='inline', kernel=name), [f'kernel={name!r}', 'leakyrelu']) for name in ('elu', '', None)),
+    *(
+        (dict(type='hallucinated', steps=steps), [_STEPS.format(steps)])
+        for steps in ('ihh', None, ('ihh', 'ihh'), ('dhh',))
+    ),
+    (dict(type='angular', form='release'), ["form='release'", "'released' or 'paper'"]),
+    (dict(type='angular', conv='9x1'), ["conv='9x1'", "'grid'", "'sequence'"]),
+]
 
 
 def filled(module, std=0.4):

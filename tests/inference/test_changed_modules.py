@@ -246,7 +246,7 @@ CHANGES = {
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
-CASES = [(host, mix) for host in ARCHS for mix in range(3)]
+CASES = [(host, mix) for host in ARCHS for mix in range(len(small_hosts.mixes(host)))]
 every_model = pytest.mark.parametrize(('host', 'mix'), CASES)
 every_change = pytest.mark.parametrize('change', CHANGES, ids=[change.__name__ for change in CHANGES])
 
@@ -414,7 +414,7 @@ def test_shared_layers_act_in_every_form(host):
     for path, layer in layers_of(model).items():
         if not list(layer.children()):
             shapes = tuple((name, value.shape) for name, value in layer.state_dict().items())
-            groups[type(layer), shapes, str(layer)].append(path)
+            groups[type(layer), shapes, str(layer), getattr(layer, 'repeats', 1)].append(path)
     twin, pairs = copy.deepcopy(model), [paths[:2] for paths in groups.values() if len(paths) > 1]
     for i, (first, second) in enumerate(pairs):
         twin.get_submodule(second).load_state_dict(twin.get_submodule(first).state_dict())

@@ -102,7 +102,7 @@ ROWS = [
     bad('export.py {mmdet} empty.pth --format torchscript --out empty.pth', "--out 'empty.pth' is 'empty.pth'"),
     bad('demo.py photo.png {mmdet} empty.pth --out photo.png', "--out 'photo.png' is 'photo.png', which is read"),
     bad('demo.py pictures {mmdet} empty.pth --out pictures', "--out 'pictures/a.png' is 'pictures/a.png'"),
-    bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM is 'nowhere.py': no such file"),
+    bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM='nowhere.py': no such file"),
     bad(SHAPES.replace('out', 'file', 1), "OUT 'file' cannot be written: "),
     # checkpoints
     bad('test.py {mmdet} no.pth', "checkpoint 'no.pth': no such file."),

@@ -25,26 +25,25 @@ def objects_of(instances: Sequence[dict]) -> Boxes:
     return Boxes(boxes, labels, np.array([float(not each.get('ignore_flag')) for each in instances]))
 
 
-def count_confusion(
-    matrix: np.ndarray, objects: Boxes, found: Boxes, score_thr: float = 0.3, iou_thr: float = 0.5
-) -> None:
+def count_confusion(matrix: np.ndarray, objects: Boxes, found: Boxes) -> None:
     """Add an image to a confusion matrix of shape (classes + 1, classes + 1), rows true, the last of each background.
 
-    Pairs are matched by falling IoU, of any classes. Detections that match only an ignored object are left out.
+    Pairs of IoU 0.5 or more and of any classes are matched by falling IoU. Detections with a score below 0.3, and those
+    that match only an ignored object, are left out.
     """
     from torchvision.ops import box_iou
 
-    keep = found.scores >= score_thr
+    keep = found.scores >= 0.3
     boxes, labels = found.boxes[keep], found.labels[keep]
     ious = box_iou(torch.as_tensor(objects.boxes).double(), torch.as_tensor(boxes).double()).numpy()
     is_free, is_missed = np.ones(len(labels), dtype=bool), objects.scores > 0
     same_class = objects.labels[:, None] == labels[None]  # first among equal overlaps
-    pairs = zip(*np.nonzero(ious >= iou_thr))
+    pairs = zip(*np.nonzero(ious >= 0.5))
     for row, column in sorted(pairs, key=lambda at: (ious[at], same_class[at]), reverse=True):
         if is_missed[row] and is_free[column]:
             matrix[objects.labels[row], labels[column]] += 1
             is_missed[row] = is_free[column] = False
-    ignored = (ious[objects.scores == 0] >= iou_thr).any(axis=0)
+    ignored = (ious[objects.scores == 0] >= 0.5).any(axis=0)
     np.add.at(matrix[:, -1], objects.labels[is_missed], 1)
     np.add.at(matrix[-1], labels[is_free & ~ignored], 1)
 

@@ -42,7 +42,7 @@ def compile_blocks(model: nn.Module, **options) -> None:
     backbones: list[Any] = [module for module in model.modules() if isinstance(module, Backbone)]
     if not backbones:
         raise RunError('CompileHook (--compile): the model has no backbone of mmlinattn.')
-    # by default, equal sizes share one symbol, and code compiled for a square map serves square maps only
+    # by default, equal sizes share one symbol, and code compiled for a square map fails for others
     if hasattr(shape_config, 'use_duck_shape'):  # since PyTorch 2.5
         shape_config.use_duck_shape = False
     # by default, a function compiled more than 8 times runs eagerly from then on
@@ -85,7 +85,7 @@ class BlockCall:
         takes_one = self.takes_one.setdefault((self.block.training, torch.is_grad_enabled()), has_one)
         if has_one and not takes_one:
             return self.block._call_impl(x, stage)
-        # the first block of a stage may get a view, the others do not; PyTorch compiles anew for views
+        # the first block of a stage may get a view, the others do not; PyTorch recompiles for views
         return self.compiled(self.block, x.clone() if x._is_view() else x, stage)
 
 

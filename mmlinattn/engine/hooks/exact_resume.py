@@ -120,7 +120,7 @@ class ExactResumeHook(Hook):
     store their position as ``stopped``. Losses are equal bit by bit on a CPU, and as equal as those of two runs of one
     program on a GPU (see ``randomness.deterministic`` in MMEngine).
 
-    ``train_dataloader`` has to be a config. A ready-made ``DataLoader`` and train loops other than MMEngine's two keep
+    ``train_dataloader`` is a config. A ready-made ``DataLoader`` and train loops other than MMEngine's two keep
     MMEngine's behaviour, with a warning. A second hook of this class is a no-op.
 
     Raises:

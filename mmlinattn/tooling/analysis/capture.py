@@ -10,11 +10,12 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ...attention import TOKEN_MIXERS, Grid, StripeAttention, TokenMixer, WindowAttention, Windows
+from ...attention import TOKEN_MIXERS, Grid, LocalMixer, StripeAttention, TokenMixer, WindowAttention, Windows
 from ...attention.base import LePEMixer
 from ...ops.dtypes import accumulation_dtype
+from ...ops.grid import on_grid
 from ...ops.heads import split_heads
-from .weights import convolved, local_weights, mixer_state, mixer_weights
+from .weights import has_unit_output, local_weights, mixer_state, mixer_weights
 
 CLASS_TOKEN, PADDING = -1, -2  # positions of tokens outside the map
 
@@ -42,18 +43,24 @@ class Window(NamedTuple):
         """
         inputs = {name: value for name, value in self.inputs.items() if name not in ('v', 'context')}
         weights = mixer_weights(self.mixer, **inputs, rows=rows)[0]
-        if self.mixer.unit_output:
+        if has_unit_output(self.mixer):
             norm = (weights @ self.values).norm(dim=-1, keepdim=True)
             weights = weights / norm.clamp(min=1e-12)
-        for kernels in self.local_kernels() if local else ():
-            weights = weights + local_weights(kernels, self.inputs['grid'], len(weights), rows)[0]
+        for convolve in self.convolutions() if local else ():
+            weights = weights + local_weights(convolve, self.inputs['v'], len(weights), rows)[0].to(weights.dtype)
         return weights
 
-    def local_kernels(self) -> list[Tensor]:
-        """Return kernels (1, E, k, k) of the convolutions of the values: the mixer's own, then :attr:`local`."""
-        around = None if self.local is None else self.local.weight[None, :, 0]  # type: ignore[index]
-        own = self.mixer.local_kernels(self.inputs['context'])
-        return [kernels.detach() for kernels in (own, around) if kernels is not None]
+    def convolutions(self) -> list[Callable[[Tensor], Tensor]]:
+        """Return the convolutions of the values: the mixer's own, then :attr:`local`."""
+        mixer, grid, context, v = self.mixer, self.inputs['key_grid'], self.inputs['context'], self.inputs['v']
+        found: list[Callable[[Tensor], Tensor]] = []
+        if isinstance(mixer, LocalMixer) and mixer.convolve(v, grid, context) is not None:
+            # a tensor of inference mode cannot be saved for a backward pass
+            mean = None if context is None else context.clone
+            found.append(lambda v: mixer.convolve(v, grid, mean and mean()))  # type: ignore[arg-type, return-value]
+        if self.local is not None:
+            found.append(lambda v: on_grid(self.local, v, grid))
+        return found
 
     def state(self) -> Optional[Tensor]:
         """Return the product of keys and values, (heads, d, e), or None for an attention without one."""
@@ -65,10 +72,10 @@ class Window(NamedTuple):
         """Return the relative error of ``weights @ v`` plus the mixer's own convolution, compared with its output."""
         out = self.out[rows].to(weights.dtype)
         rest = out - rearrange(weights @ self.values, 'heads n e -> n (heads e)')
-        own = self.mixer.local_kernels(self.inputs['context'])
-        if own is not None:
-            rest = rest - convolved(self.inputs['v'].to(weights.dtype), own.detach(), self.inputs['grid'])[0, rows]
-            rest = rest - rest.mean(dim=0)  # the bias of a convolution is no weight
+        if isinstance(self.mixer, LocalMixer):
+            local = self.mixer.convolve(self.inputs['v'], self.inputs['key_grid'], self.inputs['context'])
+            if local is not None:
+                rest = rest - local[0, rows].detach().to(weights.dtype)
         return float(rest.norm() / out.norm().clamp(min=1e-30))
 
 

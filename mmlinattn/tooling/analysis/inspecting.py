@@ -62,7 +62,7 @@ def measure_block(
 
 def _measure_window(block: BlockCall, window: Window, rows: Tensor, names) -> dict:
     weights = window.weights(rows)
-    both = window.weights(rows, local=True) if window.local_kernels() else None
+    both = window.weights(rows, local=True) if window.convolutions() else None
     entry: dict = dict(forward_error=window.error(rows, weights))
     if 'rank' in names:
         matrices = dict(weights=weights, weights_with_local=both, state=window.state())

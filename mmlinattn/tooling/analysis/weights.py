@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from typing import Callable, Optional, Union
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ... import ops
-from ...attention import Grid, TokenMixer
+from ...attention import AngularMixer, Grid, LocalMixer, TokenMixer
 from ...ops.dispatch import without_autocast
 from ...ops.dtypes import accumulation_dtype
-from ...ops.grid import to_map, to_tokens
 from ...ops.heads import split_heads
 
 Rows = Optional[Union[Sequence[int], Tensor]]
@@ -33,8 +31,9 @@ def mixer_weights(
 ) -> Tensor:
     """Return the attention map that a mixer is equivalent to, normalisers and signs included. Memory is O(N M).
 
-    ``weights @ v``, head by head, is the output of the mixer without its ``local_kernels``. The map is the derivative
-    of the output by the values. One backward pass gives as many queries as a head has channels.
+    ``weights @ v``, head by head, is the output of the mixer without its convolution of the values (``convolve`` of a
+    ``LocalMixer``). The map is the derivative of the output by the values: one backward pass gives as many queries as
+    a head has channels.
 
     Args:
         mixer (TokenMixer): The attention.
@@ -49,7 +48,7 @@ def mixer_weights(
         NotImplementedError: The output of the mixer is not one matrix a head times the values.
     """
     refusal = f'{type(mixer).__name__} has no weights: its output is not one matrix a head times the values'
-    if mixer.context and mixer.local_kernels(q.new_zeros(len(q), mixer.dim)) is None:
+    if mixer.context and not isinstance(mixer, LocalMixer):
         raise NotImplementedError(refusal)
     mixed = _of_values(mixer, q, k, grid, key_grid, mask, rotary, bias)
     wide = accumulation_dtype(q)
@@ -105,44 +104,48 @@ def _of_values(mixer, q, k, grid, key_grid, mask=None, rotary=None, bias=None) -
     wide = accumulation_dtype(q)
     if any(p.dtype != wide for p in mixer.parameters()):
         mixer = copy.deepcopy(mixer).to(wide)
-    if mixer.unit_output:
-        mixer = copy.copy(mixer)
-        mixer.unit_output = False
     rotary, bias = (None if t is None else t.to(wide) for t in (rotary, bias))
 
     def mixed(v: Tensor) -> Tensor:
         v = v if mask is None else v * mask.unsqueeze(-1).to(wide)
-        context = v.new_zeros(len(v), mixer.dim) if mixer.context else None
         # forward, not __call__, bypasses the hooks; copies, as a mixer may overwrite its queries and keys
         inputs = q.detach().to(wide, copy=True), k.detach().to(wide, copy=True), v
         with without_autocast(q), ops.use('reference'):
-            out = mixer.forward(*inputs, grid, key_grid, mask=mask, rotary=rotary, bias=bias, context=context)
-            own = mixer.local_kernels(context)
-            return out if own is None else out - convolved(v, own, key_grid)
+            if has_unit_output(mixer):
+                return ops.angular_attention(*inputs, mixer.num_heads, mask, released=True, unit_output=False)
+            if isinstance(mixer, LocalMixer):
+                return mixer.attend(*inputs, key_grid, mask)
+            return mixer.forward(*inputs, grid, key_grid, mask=mask, rotary=rotary, bias=bias)
 
     return mixed
 
 
-def local_weights(kernels: Tensor, grid: Grid, heads: int, rows: Rows = None) -> Tensor:
-    """Return a depth-wise convolution of the values as a matrix, averaged over the channels of each head.
+def has_unit_output(mixer: TokenMixer) -> bool:
+    """Return True if a mixer divides the output of each token by its norm within the head, after its weights."""
+    return isinstance(mixer, AngularMixer) and mixer.form == 'released'
 
-    Kernels are (B or 1, C, k, k) with odd k; (B or 1, C, k, 1) convolves the sequence of all tokens. Class tokens have
-    no neighbours. The result is (B or 1, heads, N or len(rows), N).
+
+def local_weights(convolve: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows: Rows = None) -> Tensor:
+    """Return a depth-wise convolution of values as a matrix, averaged over the channels of each head.
+
+    Args:
+        convolve (Callable): Map of values (B, M, E) to (B, N, E), affine, channel by channel.
+        v (Tensor): Values; their numbers have no influence.
+        heads (int): Number of heads.
+        rows (Sequence[int] | Tensor, optional): Indices of some outputs, by default all.
+
+    Returns:
+        Tensor: (B, heads, N or len(rows), M).
     """
-    kernels = kernels.detach().unflatten(1, (heads, -1))
-    kernels = kernels.mean(dim=2, keepdim=True).expand_as(kernels).flatten(1, 2)
-    v = kernels.new_zeros(len(kernels), grid.num_tokens, kernels.shape[1])
-    return matrix_of(lambda v: convolved(v, kernels, grid), v, heads, rows)[0]
-
-
-def convolved(v: Tensor, kernels: Tensor, grid: Grid) -> Tensor:
-    """Convolve values (B, N, C) depth-wise with kernels of :func:`local_weights`; zero at class tokens."""
-    if kernels.shape[-1] < kernels.shape[-2]:
-        grid = Grid(grid.num_tokens, 1)
-    image, (high, wide) = to_map(v, grid), kernels.shape[-2:]
-    weight = kernels.to(v.dtype).expand(len(v), -1, -1, -1).flatten(0, 1).unsqueeze(1)
-    local = F.conv2d(image.flatten(0, 1)[None], weight, padding=(high // 2, wide // 2), groups=len(weight))
-    return F.pad(to_tokens(local.view(image.shape)), (0, 0, grid.prefix, 0))
+    with torch.inference_mode(False), torch.enable_grad():
+        values = v.detach().clone().requires_grad_()
+        out = convolve(values)
+        index = _checked_rows(rows, out.shape[1])
+        matrix = v.new_zeros(len(v), heads, len(index), v.shape[1])
+        for i, row in enumerate(index.tolist()):
+            (gradient,) = torch.autograd.grad(out[:, row].sum(), values, retain_graph=True)
+            matrix[:, :, i] = gradient.unflatten(-1, (heads, -1)).mean(dim=-1).transpose(1, 2)
+    return matrix
 
 
 def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows: Rows) -> tuple[Tensor, float]:

@@ -258,8 +258,8 @@ def deviation(outputs, expected) -> float:
     return max(found) if math.isfinite(sum(found)) else math.inf
 
 
-def detection_deviation(outputs, expected, share: float = 0.9) -> float:
-    """Return the ``share`` quantile of the deviation of expected detections from their nearest output.
+def detection_deviation(outputs, expected) -> float:
+    """Return the 0.9 quantile of the deviation of expected detections from their nearest output.
 
     A deviation is the largest of a corner in image sides, of a score in units of the best one, and of a mask's
     probability. Rounding may exchange or drop detections of nearly equal scores or overlaps, so a few are left out.
@@ -281,7 +281,7 @@ def detection_deviation(outputs, expected, share: float = 0.9) -> float:
             nearest = torch.maximum(nearest, (mask[index].double() - other).abs().amax((1, 2)))
         found.append(nearest)
     rows = torch.cat(found).nan_to_num(math.inf, math.inf).sort().values
-    return rows[math.ceil(share * len(rows)) - 1].item() if len(rows) else 0.0
+    return rows[math.ceil(0.9 * len(rows)) - 1].item() if len(rows) else 0.0
 
 
 class Export(NamedTuple):

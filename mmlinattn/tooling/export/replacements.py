@@ -56,7 +56,7 @@ class BinMeans(nn.Module):
 
 
 def replacement(module: Any) -> Optional[nn.Module]:
-    """Return the module to put in place of ``module``, or None."""
+    """Return the replacement of a module, or None."""
     if type(module) is nn.AdaptiveAvgPool2d:
         size: Any = module.output_size
         bins = (size, size) if isinstance(size, int) else tuple(size)
@@ -69,7 +69,7 @@ def replacement(module: Any) -> Optional[nn.Module]:
 
 
 def replace_modules(model: nn.Module) -> None:
-    """Put :func:`replacement` in place everywhere in ``model``."""
+    """Replace modules of ``model`` by :func:`replacement`, in place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             new = replacement(child)

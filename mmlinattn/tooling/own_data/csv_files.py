@@ -82,7 +82,7 @@ def kind_of_table(path: Path) -> Optional[str]:
 
 
 def read_box_tables(files: list[Path], root: Path, images: list[Path]) -> Found:
-    """Read tables with a box a row: of TensorFlow, keras-retinanet, Kaggle, Open Images and others alike.
+    """Read tables with a box a row: of TensorFlow, keras-retinanet, Kaggle, Open Images and similar ones.
 
     Edges are pixels; all of them from 0 to 1 are shares of the image.
 

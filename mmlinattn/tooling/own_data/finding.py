@@ -98,7 +98,7 @@ def read_lists(
 def divide(items: list) -> tuple[dict[str, list], list[str]]:
     """Sort images by their split.
 
-    Without val, test takes its place. Without both, a fifth of train is drawn for it.
+    Without val, test replaces it. Without both, a fifth of train is drawn.
 
     Args:
         items: Images with the attributes ``split`` (None if unknown) and ``classes``.
@@ -230,7 +230,7 @@ def image_format(paths: list[Path], channels: Optional[int] = None) -> ImageForm
         channels: Channels of 8-bit images; None infers them.
 
     Raises:
-        RunError: One cannot be read, or they are of several forms.
+        RunError: An image cannot be read, or the images differ in channels or dtype.
     """
     found = []
     for path in paths[:: -(-len(paths) // _NUM_READ)]:

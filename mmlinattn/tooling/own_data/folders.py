@@ -13,7 +13,7 @@ from .kinds import kinds_of
 def read_classes(root: Path) -> OwnData:
     """Read images with a class each: of CSV files that name half of the images or more, else of folders.
 
-    Labels are written to lists: data sets would number the folders of each split anew, and one may lack a class.
+    Labels are written to lists: data sets would number the folders of each split, and a split may lack a class.
 
     Raises:
         RunError: There are less than two classes, or one is in val alone.

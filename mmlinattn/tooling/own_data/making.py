@@ -18,7 +18,7 @@ from ...utils.errors import RunError, described, printable
 from ...utils.files import project_files
 from ..command_line import quiet
 from ..configs import read_config
-from ..swapping.smoke import Trial, try_model
+from ..swapping.smoke import SmokeResult, smoke_test
 from ..swapping.upstream import Upstream
 from ..swapping.writing import difference, statement
 from ..swapping.zoo import find_backbone, recipes
@@ -60,7 +60,7 @@ class _Code(str):
 
 
 def _portable(args: ConfigArgs, path: Any) -> str:
-    """Return a path relative to the config if it lies below or beside the folder of the config, else an absolute path.
+    """Return a path relative to the config below or beside the folder of the config, else an absolute path.
 
     MMEngine replaces ``{{ fileDirname }}`` by the folder of the config.
     """
@@ -70,7 +70,7 @@ def _portable(args: ConfigArgs, path: Any) -> str:
     return f'{{{{ fileDirname }}}}/{Path(os.path.relpath(path, here)).as_posix()}' if is_near else path.as_posix()
 
 
-def make_config(args: ConfigArgs) -> tuple[list[str], Trial]:
+def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
     """Read the data, write the config and its annotation files, and train and predict with it once.
 
     Returns:
@@ -262,7 +262,7 @@ def _ignore_regions(node: Any) -> None:
         node['ignore_iof_thr'] = 0.5
 
 
-def _durations(args: ConfigArgs, values: dict, data: OwnData, trial: Optional[Trial]) -> list[str]:
+def _durations(args: ConfigArgs, values: dict, data: OwnData, trial: Optional[SmokeResult]) -> list[str]:
     """Report the time of a step and an estimate for the whole training."""
     if trial is None:
         return []
@@ -343,7 +343,7 @@ def _schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
     )
 
 
-def _try(args: ConfigArgs) -> Trial:
+def _try(args: ConfigArgs) -> SmokeResult:
     """Run a training step and a prediction on images of the data; a detector's are made smaller."""
     cfg, scope = read_config(str(args.out)), TASKS[args.task]
     init_default_scope(scope)
@@ -363,7 +363,7 @@ def _try(args: ConfigArgs) -> Trial:
     except Exception as error:  # data sets and transforms raise errors of any kind
         raise RunError(f'{args.out}: the data cannot be read: {printable(described(error))}') from error
     size = source.image_size or (384, 384)
-    trial = try_model(source.model, source, size, cfg.optim_wrapper.to_dict(), (batches[0], batches[1]))
-    if trial.stops:
-        raise RunError(f'{args.out}: {trial.stops}')
+    trial = smoke_test(source.model, source, size, cfg.optim_wrapper.to_dict(), (batches[0], batches[1]))
+    if trial.failure:
+        raise RunError(f'{args.out}: {trial.failure}')
     return trial

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Another backbone in any config of MMDetection, MMSegmentation and MMPretrain."""
+"""Backbone swaps in configs of MMDetection, MMSegmentation and MMPretrain."""
 
 from .swap import Swapped, swap_backbone
-from .upstream import NoModel, NoPlace
+from .upstream import NoModel, Unsupported
 from .zoo import backbone_names
 
-__all__ = ['NoModel', 'NoPlace', 'Swapped', 'backbone_names', 'swap_backbone']
+__all__ = ['NoModel', 'Unsupported', 'Swapped', 'backbone_names', 'swap_backbone']

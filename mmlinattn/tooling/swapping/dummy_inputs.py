@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Batches of two images with what each task's data sets give, for a step of any upstream model."""
+"""Batches of two images with each task's annotations, for a step of any upstream model."""
 
 from typing import Any
 
@@ -14,29 +14,29 @@ Batch = dict[str, Any]
 Size = tuple[int, int]
 
 
-def _pictures(size: Size, count: int = 2, channels: int = 3) -> list[torch.Tensor]:
+def _images(size: Size, count: int = 2, channels: int = 3) -> list[torch.Tensor]:
     return [torch.randint(0, 255, (channels, *size), dtype=torch.uint8) for _ in range(count)]
 
 
-def _facts(size: Size) -> dict:
+def _metainfo(size: Size) -> dict:
     return dict(img_shape=size, ori_shape=size, pad_shape=size, scale_factor=(1.0, 1.0))
 
 
 def detection_batch(size: Size, masks: bool = True, proposals: bool = False) -> Batch:
-    """Boxes, masks, a semantic map, perhaps proposals: two objects an image, of the first class."""
+    """Two objects an image, of the first class, with a semantic map and perhaps masks and proposals."""
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
 
     height, width = size
-    meta = dict(_facts(size), batch_input_shape=size, flip=False, flip_direction=None)
-    meta.update(border=np.array([0, height, 0, width], np.float32))  # of CenterNet's padding: none
-    meta.update(text='thing .', custom_entities=False)  # of detectors that read
+    meta = dict(_metainfo(size), batch_input_shape=size, flip=False, flip_direction=None)
+    meta.update(border=np.array([0, height, 0, width], np.float32))  # CenterNet's padding: none
+    meta.update(text='thing .', custom_entities=False)  # of detectors with a language model
     boxes = torch.tensor([(0.1, 0.1, 0.6, 0.7), (0.4, 0.3, 0.9, 0.95)]) * torch.tensor([width, height] * 2)
     samples = []
     for number in range(2):
         sample = DetDataSample(metainfo=dict(meta, img_id=number, img_path=f'{number}.jpg'))
         sample.gt_instances = InstanceData(bboxes=boxes.clone(), labels=torch.zeros(2, dtype=torch.long))
-        if masks:  # the assigner of RTMDet takes them into account where there are any
+        if masks:  # the assigner of RTMDet reads them if there are any
             bitmaps = np.zeros((2, height, width), np.uint8)
             for bitmap, (left, top, right, bottom) in zip(bitmaps, boxes.int().tolist()):
                 bitmap[top:bottom, left:right] = 1
@@ -47,11 +47,11 @@ def detection_batch(size: Size, masks: bool = True, proposals: bool = False) -> 
         # panoptic heads count things from 0 and stuff after them
         sample.gt_sem_seg = PixelData(sem_seg=torch.zeros(1, height, width, dtype=torch.long))
         samples.append(sample)
-    return dict(inputs=_pictures(size), data_samples=samples)
+    return dict(inputs=_images(size), data_samples=samples)
 
 
-def video_batch(size: Size, masks: bool = True) -> Batch:
-    """One video of two frames, the same two objects in both, perhaps with masks."""
+def _video_batch(size: Size, masks: bool) -> Batch:
+    """One video of two frames with the same two objects."""
     from mmdet.structures import TrackDataSample
 
     frames, video = detection_batch(size, masks), TrackDataSample()
@@ -61,12 +61,12 @@ def video_batch(size: Size, masks: bool = True) -> Batch:
     return dict(inputs=[torch.stack(frames['inputs'])], data_samples=[video])
 
 
-def reid_batch(size: Size) -> Batch:
-    """Two people, two images of each, as a loss of triplets wants them."""
+def _reid_batch(size: Size) -> Batch:
+    """Two images of each of two people, for a triplet loss."""
     from mmdet.structures import ReIDDataSample
 
-    samples = [ReIDDataSample(metainfo=_facts(size)).set_gt_label(person) for person in (0, 0, 1, 1)]
-    return dict(inputs=_pictures(size, 4), data_samples=samples)
+    samples = [ReIDDataSample(metainfo=_metainfo(size)).set_gt_label(person) for person in (0, 0, 1, 1)]
+    return dict(inputs=_images(size, 4), data_samples=samples)
 
 
 def segmentation_batch(size: Size) -> Batch:
@@ -78,52 +78,47 @@ def segmentation_batch(size: Size) -> Batch:
         labels, edges = torch.zeros(2, 1, *size, dtype=torch.long)
         labels[..., middle:] = 1
         edges[..., middle - 1 : middle + 1] = 1
-        sample = SegDataSample(metainfo=_facts(size))
+        sample = SegDataSample(metainfo=_metainfo(size))
         sample.gt_sem_seg, sample.gt_edge_map = PixelData(data=labels), PixelData(data=edges)
         sample.gt_depth_map = PixelData(data=torch.rand(1, *size) + 0.5)
         samples.append(sample)
-    return dict(inputs=_pictures(size), data_samples=samples)
+    return dict(inputs=_images(size), data_samples=samples)
 
 
 def classification_batch(size: Size, num_classes: int, channels: int = 3) -> Batch:
-    """Labels 0 and 1, as numbers and as scores of several labels."""
+    """Labels 0 and 1, as numbers and as multi-label scores."""
     from mmpretrain.structures import DataSample
 
-    scores = torch.eye(max(num_classes, 2))
-    samples = [DataSample(metainfo=dict(_facts(size), sample_idx=label)) for label in range(2)]
-    samples = [sample.set_gt_label(label).set_gt_score(scores[label]) for label, sample in enumerate(samples)]
-    return dict(inputs=_pictures(size, channels=channels), data_samples=samples)
-
-
-def views_batch(size: Size, views: int) -> Batch:
-    """Several views of each image, as self-supervised training takes them."""
-    from mmpretrain.structures import DataSample
-
-    samples = [DataSample(metainfo=dict(sample_idx=i)) for i in range(2)]
-    return dict(inputs=[torch.stack(_pictures(size)) for _ in range(views)], data_samples=samples)
+    samples = []
+    for label, scores in enumerate(torch.eye(max(num_classes, 2))[:2]):
+        sample = DataSample(metainfo=dict(_metainfo(size), sample_idx=label))
+        samples.append(sample.set_gt_label(label).set_gt_score(scores))
+    return dict(inputs=_images(size, channels=channels), data_samples=samples)
 
 
 def batch_for(model: nn.Module, source: Upstream, network: dict, size: Size) -> Batch:
-    """A batch of images of a size for a built network; ``network`` is its config, ``source`` says what its data is."""
+    """Return a batch of images ``size`` for a built network and its config; ``source`` describes the data."""
     if source.task == 'mmdet':
         kind = type(model.data_preprocessor).__name__
         if kind == 'TrackDataPreprocessor':
-            return video_batch(size, source.has_masks)
+            return _video_batch(size, source.has_masks)
         if kind == 'ReIDDataPreprocessor':
-            return reid_batch(size)
-        # of detectors in two stages, those without the first read them from the data set
+            return _reid_batch(size)
+        # of detectors in two stages, those without the first read proposals from the data set
         return detection_batch(size, source.has_masks, 'roi_head' in network and not network.get('rpn_head'))
     if source.task == 'mmseg':
         return segmentation_batch(size)
     head: Any = network['head'] if isinstance(network.get('head'), dict) else {}
+    batch = classification_batch(size, head.get('num_classes') or 2, source.image_channels)
     if is_self_supervised(model):
         crops = head.get('loss', {}).get('num_crops')
-        return views_batch(size, sum(crops) if isinstance(crops, (list, tuple)) else 2)
-    return classification_batch(size, head.get('num_classes') or 2, source.image_channels)
+        views = sum(crops) if isinstance(crops, (list, tuple)) else 2
+        batch['inputs'] = [torch.stack(_images(size)) for _ in range(views)]
+    return batch
 
 
 def is_self_supervised(model: nn.Module) -> bool:
-    """Whether a model of MMPretrain trains without labels."""
+    """Return True if a model of MMPretrain trains without labels."""
     from mmpretrain.models.selfsup.base import BaseSelfSupervisor
 
     return isinstance(model, BaseSelfSupervisor)

@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Settings of a swapped config beside the model: hooks, imports, optimizer, schedules, preprocessing of images."""
+"""Settings of a swapped config beside the network: hooks, imports, optimizer, schedules, normalisation of images."""
 
-from typing import Any, Optional
+from typing import Any
 
 from mmengine.config import Config
 
@@ -9,15 +9,15 @@ from ...utils.errors import RunError
 from ...utils.files import project_files
 from ...utils.registering import bare_name
 from ..configs import LOADERS
-from .upstream import Upstream, find_dict
+from .upstream import Upstream, find_dict, listed
 from .zoo import ZooBackbone, recipe
 
-# What the released weights were trained with: ImageNet's, RGB
+# ImageNet's mean and standard deviation of the released weights, RGB
 MEAN, STD = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
 
 
 def normalise(model: dict, task: str) -> None:
-    """Images as the released weights know them, in every preprocessor of a model."""
+    """Set mean, standard deviation and channel order of the released weights in every preprocessor of a model."""
     for key, value in model.items():
         if not isinstance(value, dict):
             continue
@@ -25,54 +25,50 @@ def normalise(model: dict, task: str) -> None:
             normalise(value, task)
             continue
         mean = value.get('mean')
-        if isinstance(mean, (list, tuple)) and len(mean) != 3:
+        mean = list(mean) if isinstance(mean, (list, tuple)) else []
+        if mean and len(mean) != 3:
             continue  # grey images
         flag = next((name for name in ('to_rgb', 'bgr_to_rgb') if name in value), None)
         flag = flag or ('to_rgb' if task == 'mmpretrain' else 'bgr_to_rgb')
-        # means that fall are in the order RGB: images come so, where nothing turns them
-        is_rgb = isinstance(mean, (list, tuple)) and list(mean) == sorted(mean, reverse=True) and len(set(mean)) == 3
+        # falling means are in the order RGB: images come so if nothing turns them
+        is_rgb = mean == sorted(mean, reverse=True) and len(set(mean)) == 3
         is_rgb ^= bool(value.pop('rgb_to_bgr', False))
         value.update({'mean': MEAN, 'std': STD, flag: bool(value.get(flag)) or not is_rgb})
 
 
 def check_pipelines(cfg: Config) -> None:
-    """Refuse images that a pipeline has normalised: the weights' preprocessor would do it again.
+    """Refuse pipelines that normalise images: the preprocessor of the weights would normalise them again.
 
     Raises:
         RunError: A data set of ``cfg`` has ``Normalize`` in its pipeline.
     """
-    loaders = cfg.to_dict()
     for loader in LOADERS:
-        if find_dict(loaders.get(loader), dict(type='Normalize')):
+        if find_dict(cfg.to_dict().get(loader), dict(type='Normalize')):
             raise RunError(
-                f'{loader} has Normalize in its pipeline, as configs of MMDetection 2 and MMSegmentation 0 do; with '
-                'ImageNet weights images would be normalised twice. Write its mean, std and to_rgb into '
-                'data_preprocessor (there bgr_to_rgb, of classifiers to_rgb), and take it out of the pipelines.'
+                f'{loader}: Normalize in the pipeline (MMDetection 2, MMSegmentation 0) would normalise images twice. '
+                'Move its mean, std and to_rgb to data_preprocessor (bgr_to_rgb, to_rgb in classifiers).'
             )
 
 
 def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tuple[dict, list[str]]:
-    """The settings of the file beside the model: hooks, imports, the optimizer."""
-    settings: dict[str, Any] = {}
-    remarks: list[str] = []
-    imports = (source.cfg.get('custom_imports') or {}).get('imports', [])
-    imports = [imports] if isinstance(imports, str) else imports
-    settings['custom_imports'] = dict(
-        imports=[*(name for name in imports if name != 'mmlinattn'), 'mmlinattn'], allow_failed_imports=False
+    """Return hooks, imports and optimizer of the file, and remarks on them."""
+    cfg, remarks = source.cfg.to_dict(), list[str]()
+    runtime = Config.fromfile(str(project_files('configs') / '_base_' / 'default_runtime.py')).to_dict()
+    imports = (cfg.get('custom_imports') or {}).get('imports', [])
+    imports = [name for name in ([imports] if isinstance(imports, str) else imports) if name != 'mmlinattn']
+    hooks = cfg.get('custom_hooks') or []
+    present = {bare_name(hook['type']) for hook in hooks}  # of a config that was swapped before
+    settings: dict[str, Any] = dict(
+        custom_imports=dict(imports=[*imports, 'mmlinattn'], allow_failed_imports=False),
+        custom_hooks=hooks + [hook for hook in runtime['custom_hooks'] if hook['type'] not in present],
+        runner_type=cfg.get('runner_type', runtime['runner_type']),
     )
-    runtime = Config.fromfile(str(project_files('configs') / '_base_' / 'default_runtime.py'))
-    hooks = source.cfg.to_dict().get('custom_hooks') or []
-    known = {bare_name(hook['type']) for hook in hooks}  # as where it was swapped before
-    settings['custom_hooks'] = hooks + [each for each in runtime.to_dict()['custom_hooks'] if each['type'] not in known]
-    settings['runner_type'] = source.cfg.get('runner_type', runtime.runner_type)
-    if source.cfg.get('load_from') is not None:
+    if cfg.get('load_from') is not None:
         settings['load_from'] = None
-    upstream = source.cfg.to_dict().get('optim_wrapper') or {}
+    upstream = cfg.get('optim_wrapper') or {}
     if keep_optimizer or not upstream.get('optimizer'):
         return settings, remarks
-    head = source.model.get('decode_head')
-    head = head[0] if isinstance(head, (list, tuple)) else head
-    kinds = source.model.get('type'), head.get('type') if isinstance(head, dict) else None
+    kinds = [source.model.get('type'), *(head.get('type') for head in listed(source.model.get('decode_head'))[:1])]
     preferred = 'fpn_80k' if 'FPNHead' in kinds else 'retinanet_1x' if 'RetinaNet' in kinds else ''
     paper = recipe(new.name, source.task, preferred)
     ours = paper.optim_wrapper.to_dict()
@@ -80,7 +76,7 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
     wrapper: dict[str, Any] = dict(
         type='OptimWrapper', constructor='MergedOptimWrapperConstructor', optimizer=ours['optimizer']
     )
-    # what upstream says of its own heads stays; the backbone trains at the full rate, as the paper has it
+    # upstream's settings of its own heads stay; the backbone trains at the full rate, as in the paper
     theirs, paramwise = upstream.get('paramwise_cfg') or {}, dict(ours.get('paramwise_cfg') or {})
     keys = {key: value for key, value in theirs.get('custom_keys', {}).items() if not key.startswith('backbone')}
     keys.update(paramwise.get('custom_keys') or {})
@@ -88,31 +84,20 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
         paramwise['custom_keys'] = keys
     if theirs.get('bypass_duplicate'):
         paramwise['bypass_duplicate'] = True  # its neck or head shares modules
-    if paramwise:
-        wrapper['paramwise_cfg'] = paramwise
-    for key in ('clip_grad', 'accumulative_counts'):
-        value = upstream.get(key) or ours.get(key)
-        if value is not None:
-            wrapper[key] = value
+    merged = {key: upstream.get(key) or ours.get(key) for key in ('clip_grad', 'accumulative_counts')}
+    wrapper.update({key: value for key, value in dict(paramwise_cfg=paramwise, **merged).items() if value})
     settings['optim_wrapper'] = wrapper
     if bare_name(upstream.get('type')) == 'AmpOptimWrapper':
         remarks.append('mixed precision is a switch of the tools here (--amp), so that the file also trains on a CPU')
     batch = (paper.get('auto_scale_lr') or {}).get('base_batch_size', 16)
     settings['auto_scale_lr'] = dict(base_batch_size=batch)
     remarks.append(f'the learning rate is for {batch} images a step (--auto-scale-lr scales it)')
-    schedulers = _rescaled(source.cfg, wrapper['optimizer']['lr'] / upstream['optimizer'].get('lr', 1.0))
-    if schedulers is not None:
-        settings['param_scheduler'] = schedulers
-    return settings, remarks
-
-
-def _rescaled(cfg: Config, factor: float) -> Optional[list]:
-    """Schedules that end at a rate of their own, in proportion to the new one; None where none does."""
-    given = cfg.to_dict().get('param_scheduler') or []
-    schedulers = [given] if isinstance(given, dict) else list(given)
+    # schedules that end at a rate of their own follow the new rate
+    factor = wrapper['optimizer']['lr'] / upstream['optimizer'].get('lr', 1.0)
+    schedulers = listed(cfg.get('param_scheduler'))
     ends = [(each, key) for each in schedulers for key in ('eta_min', 'eta_max') if each.get(key)]
-    for each, key in ends:
-        each[key] = float(f'{each[key] * factor:.3g}')
-    for each in schedulers:
-        each.pop('_scope_', None)
-    return schedulers if ends and factor != 1 else None
+    if ends and factor != 1:
+        for each, key in ends:
+            each[key] = float(f'{each[key] * factor:.3g}')
+        settings['param_scheduler'] = [{key: each[key] for key in each if key != '_scope_'} for each in schedulers]
+    return settings, remarks

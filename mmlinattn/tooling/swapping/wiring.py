@@ -1,40 +1,40 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Settings of necks and heads for the maps they read, rewritten for other maps.
+"""Channels, strides and indices that necks and heads read from maps, rewritten for other maps.
 
-All of it rests on one comparison: a value under a key such as ``in_channels`` that equals the measured channels of the
-upstream maps, or a list of them, becomes the channels of the maps that take their place.
+A value under a key such as ``in_channels`` is rewritten if it equals the channels of an upstream map, or a list of
+them.
 """
 
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from typing import Any, Optional
 
+from .upstream import listed
 from .zoo import FeatureMap
 
-_CHANNELS = re.compile(r'(^|_)(in_channels(_list)?|in_planes|inplanes)$')
+_CHANNELS = ('_in_channels', '_in_planes', '_inplanes')
 _STRIDES = ('strides', 'feature_strides', 'featmap_strides', 'in_strides')
-NO_READER = ('backbone', 'neck', 'train_cfg', 'test_cfg', 'data_preprocessor')
+# keys whose values do not read the maps; teachers of distillation have backbones of their own
+_TEACHERS = ('teacher_backbone', 'teacher_neck', 'teacher_bbox_head', 'teacher')
+_NO_READERS = ('backbone', 'neck', 'train_cfg', 'test_cfg', 'data_preprocessor', *_TEACHERS)
 
 
-def assign_stages(
-    old: Sequence[FeatureMap], stages: Sequence[FeatureMap], deepest_last: bool
-) -> Optional[tuple[int, ...]]:
-    """Indices, ascending, of the stages that stand in for upstream's maps; None where these do not go from fine to
-    coarse or are too many.
+def assign_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap], deepest_last: bool) -> Optional[list[int]]:
+    """Return the stages, ascending, that replace upstream's maps; None if these are too many or not fine to coarse.
 
-    By stride; of dilated networks, whose last maps share a stride, by order. ``deepest_last`` takes the deepest stage
-    for the last map, as in segmentors and classifiers, whose predictions are resized anyway; detectors tie their
-    anchors to strides.
+    Stages match by stride; the last maps of dilated networks share a stride and match by order. Of equal matches the
+    deepest is taken.
+
+    Args:
+        deepest_last: Replace the last map by the deepest stage, as in segmentors and classifiers. Detectors tie their
+            anchors to strides.
     """
     if any(a.stride is None or b.stride is None or a.stride > b.stride for a, b in zip(old, old[1:])):
         return None
-    choices = list(itertools.combinations(range(len(stages)), len(old)))
-    if deepest_last:
-        choices = [chosen for chosen in choices if chosen[-1] == len(stages) - 1]
-    # of equally good ones the deeper
-    return min(reversed(choices), key=lambda chosen: _distance(old, [stages[i] for i in chosen]), default=None)
+    choices = map(list, itertools.combinations(range(len(stages)), len(old)))
+    fitting = [chosen for chosen in choices if not deepest_last or chosen[-1] == len(stages) - 1]
+    return min(reversed(fitting), key=lambda chosen: _distance(old, [stages[i] for i in chosen]), default=None)
 
 
 def _distance(old: Sequence[FeatureMap], new: Sequence[FeatureMap]) -> float:
@@ -42,19 +42,35 @@ def _distance(old: Sequence[FeatureMap], new: Sequence[FeatureMap]) -> float:
 
 
 def nearest_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap]) -> list[int]:
-    """The stage nearest in stride to each map."""
+    """Return the stage nearest in stride to each map."""
     return [min(range(len(stages)), key=lambda i: _distance([out], [stages[i]])) for out in old]
 
 
+def positions_read(network: dict, count: int) -> list[int]:
+    """Return the positions of the ``count`` backbone maps that a network reads: from ``start_level`` of its first
+    neck, or ``in_index`` of its heads."""
+    necks, found = listed(network.get('neck')), set[int]()
+    if necks:
+        return list(range(count))[necks[0].get('start_level') or 0 :]
+    for head in (head for key, part in network.items() if key not in _NO_READERS for head in listed(part)):
+        if isinstance(head, dict) and 'in_channels' in head:
+            index = head.get('in_index')
+            if index is None:  # as MMSegmentation's heads
+                index = -1 if isinstance(head['in_channels'], int) else range(count)
+            found.update(i % count for i in ([index] if isinstance(index, int) else index))
+            found.update([0] if 'c1_in_channels' in head else [])  # DeepLabV3+ reads the first map, too
+    return sorted(found) or list(range(count))
+
+
 class Wiring:
-    """Rewrites the parts of a config that read maps.
+    """Rewrite the parts of a config that read maps.
 
     Args:
-        old: The maps they read so far, by position.
-        new: What takes the place of each.
-        keep: Positions that are read, ascending; the others are no longer returned. None for all.
-        deep: Whether a single number below the first level, without ``in_index``, may be the channels of a map; inside
-            heads, decoders often have the width of one of several maps.
+        old: The upstream maps, by position.
+        new: The replacement of each.
+        keep: Ascending positions that the new backbone returns. None for all.
+        deep: Rewrite single numbers without ``in_index`` below the first level, too. Inside heads, decoders often have
+            the width of one of several maps.
     """
 
     def __init__(
@@ -63,10 +79,15 @@ class Wiring:
         new: Sequence[FeatureMap],
         keep: Optional[Sequence[int]] = None,
         deep: bool = True,
-    ):
-        self.old, self.new, self.deep = [out.channels for out in old], [out.channels for out in new], deep
-        self.old_strides, self.new_strides = [out.stride for out in old], [out.stride for out in new]
-        self.keep = list(range(len(old))) if keep is None else list(keep)
+    ) -> None:
+        self.count, self.deep = len(old), deep
+        self.keep = list(range(self.count)) if keep is None else list(keep)
+        self.old, self.new = ({i: maps[i].channels for i in range(-self.count, self.count)} for maps in (old, new))
+        self.old_strides, self.new_strides = [out.stride for out in old], [new[i].stride for i in self.keep]
+
+    def heads(self, network: dict) -> dict:
+        """Rewrite the heads of a network."""
+        return {key: value if key in _NO_READERS else self(value, 0, key) for key, value in network.items()}
 
     def __call__(self, node: Any, depth: int = 0, parent: str = '') -> Any:
         if isinstance(node, (list, tuple)):
@@ -75,56 +96,31 @@ class Wiring:
             return node
         out = {}
         for key, value in node.items():
-            is_extractor = key == 'out_channels' and 'roi_extractor' in parent and isinstance(value, int)
-            if is_extractor or (_CHANNELS.search(key) and _is_numbers(value)):
-                found = self._channels(key, value, node.get('in_index'), depth)
-                out[key] = value if found is None else found
-            elif key == 'in_index' and value is not None:
-                out[key] = self._index(value)
-            elif key in _STRIDES and _is_numbers(value) and list(value) == self.old_strides:
-                out[key] = type(value)(self.new_strides[i] for i in self.keep)
+            if f'_{key}'.endswith(_CHANNELS) or (key == 'out_channels' and 'roi_extractor' in parent):
+                index = 0 if key.startswith('c1_') else node.get('in_index')
+                value = self._channels(value, index, self.deep or not depth)
+            elif key == 'in_index' and value is not None and len(self.keep) < self.count:
+                many = isinstance(value, (list, tuple))
+                value = type(value)(map(self._position, value)) if many else self._position(value)
+            elif key in _STRIDES and isinstance(value, (list, tuple)) and list(value) == self.old_strides:
+                value = type(value)(self.new_strides)
             elif key in ('start_level', 'end_level') and isinstance(value, int) and value > 0:
-                out[key] = value - sum(position not in self.keep for position in range(value))
-            else:
-                out[key] = value if key in NO_READER else self(value, depth + 1, key)
+                value -= self.keep[0]
+            elif key not in _NO_READERS:
+                value = self(value, depth + 1, key)
+            out[key] = value
         return out
 
-    def _channels(self, key: str, value: Any, index: Any, depth: int) -> Any:
-        """The new channels; None where the value is not about the maps."""
-        old, new = self.old, self.new
-        if isinstance(value, (list, tuple)):
-            values = list(value)
-            if isinstance(index, (list, tuple)):
-                is_read = values == [old[i] for i in index if -len(old) <= i < len(old)]
-                return type(value)(new[i] for i in index) if is_read else None
-            if values == old[::-1] and values != old:
-                return type(value)(new[i] for i in reversed(self.keep))
-            for first in range(len(old) - len(values), -1, -1):
-                here = range(first, first + len(values))
-                if values == [old[i] for i in here]:
-                    return type(value)(new[i] for i in here if i in self.keep)
-            return None
-        if key.startswith('c1_'):  # of DeepLabV3+: the first map, without regard to in_index
-            return new[0] if old[0] == value else None
-        if isinstance(index, int):
-            return new[index] if -len(old) <= index < len(old) and old[index] == value else None
-        if depth and not self.deep:
-            return None
-        found = [i for i in self.keep if old[i] == value]
-        if found:
-            return new[found[-1]]
-        return sum(new[i] for i in self.keep) if len(old) > 1 and value == sum(old) else None
+    def _position(self, index: int) -> int:
+        return self.keep.index(index % self.count)
 
-    def _index(self, value: Any) -> Any:
+    def _channels(self, value: Any, index: Any, is_read: bool) -> Any:
         if isinstance(value, (list, tuple)):
-            return type(value)(self._index(item) for item in value)
-        count = len(self.old)
-        if not -count <= value < count or value % count not in self.keep:  # the former: of a map that the neck makes
+            runs = [range(first, first + len(value)) for first in range(self.count - len(value), -1, -1)]
+            runs.append(range(self.count)[::-1])
+            for positions in [index] if isinstance(index, (list, tuple)) else runs:
+                if list(value) == [self.old.get(i) for i in positions]:
+                    return type(value)(self.new[i] for i in positions if i % self.count in self.keep)
             return value
-        place = self.keep.index(value % count)
-        return value if value < 0 and place == len(self.keep) - 1 else place
-
-
-def _is_numbers(value: Any) -> bool:
-    is_list = isinstance(value, (list, tuple)) and bool(value)
-    return all(type(item) is int for item in value) if is_list else type(value) is int
+        positions = [index] if isinstance(index, int) else self.keep[::-1] if is_read else []
+        return next((self.new[i] for i in positions if self.old.get(i) == value), value)

@@ -1,9 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Configs as text: what differs from the inherited one, and no more."""
+"""Configs as text, without the settings of the inherited one."""
 
 from typing import Any
 
 from yapf.yapflib.yapf_api import FormatCode
+
+from ...utils.registering import bare_name
 
 _STYLE = dict(
     based_on_style='pep8', column_limit=110, dedent_closing_brackets=True, each_dict_entry_on_separate_line=True
@@ -11,7 +13,7 @@ _STYLE = dict(
 
 
 def difference(old: dict, new: dict) -> dict:
-    """The settings that turn an inherited ``old`` into ``new``, with MMEngine's ``_delete_`` where keys go."""
+    """Return the settings that turn an inherited ``old`` into ``new``, with ``_delete_`` for removed keys."""
     out = {}
     for key, value in new.items():
         before = old.get(key)
@@ -31,36 +33,36 @@ def difference(old: dict, new: dict) -> dict:
 
 
 def changes(old: Any, new: Any, path: str = '') -> list[str]:
-    """One line a changed value: ``neck.in_channels: [256, 512] -> [64, 128]``."""
+    """Return one line a changed value: ``neck.in_channels: [256, 512] -> [64, 128]``."""
     if isinstance(old, dict) and isinstance(new, dict) and old.get('type') == new.get('type'):
         keys = [key for key in dict.fromkeys([*new, *old]) if key != '_scope_']
         return [line for key in keys for line in changes(old.get(key), new.get(key), f'{path}.{key}'.lstrip('.'))]
     if isinstance(old, (list, tuple)) and type(old) is type(new) and len(old) == len(new):
         if any(isinstance(item, dict) for item in old):
             return [line for i, pair in enumerate(zip(old, new)) for line in changes(*pair, f'{path}[{i}]')]
-    if old == new and type(old) is type(new):
-        return []
-    return [f'{path}: {_short(old)} -> {_short(new)}']
+    return [] if old == new and type(old) is type(new) else [f'{path}: {_short(old)} -> {_short(new)}']
 
 
 def _short(value: Any) -> str:
     if isinstance(value, dict):
-        told = [f'{key}={value[key]}' for key in ('lr', 'weight_decay') if key in value]
-        told += [_short(value['optimizer'])] if isinstance(value.get('optimizer'), dict) else []
-        return ' '.join([*(str(value[key]) for key in ('type', 'arch') if key in value), *told]) or 'dict'
+        words = [bare_name(value['type'])] if 'type' in value else []
+        words += [str(value['arch'])] if 'arch' in value else []
+        words += [f'{key}={value[key]}' for key in ('lr', 'weight_decay') if key in value]
+        words += [_short(value['optimizer'])] if isinstance(value.get('optimizer'), dict) else []
+        return ' '.join(words) or 'dict'
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + '...'
 
 
 def statement(name: str, value: Any) -> str:
-    """``name = value`` as Python, in lines of 110 columns."""
+    """Format ``name = value`` as Python in lines of 110 columns."""
     return FormatCode(f'{name} = {_flat(value)}\n', style_config=_STYLE)[0]
 
 
 def _flat(value: Any) -> str:
+    if isinstance(value, dict) and all(str(key).isidentifier() for key in value):
+        return 'dict(' + ', '.join(f'{key}={_flat(item)}' for key, item in value.items()) + ')'
     if isinstance(value, dict):
-        if all(str(key).isidentifier() for key in value):
-            return 'dict(' + ', '.join(f'{key}={_flat(item)}' for key, item in value.items()) + ')'
         return '{' + ', '.join(f'{key!r}: {_flat(item)}' for key, item in value.items()) + '}'
     if isinstance(value, (list, tuple)):
         inside = ', '.join(map(_flat, value))

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The backbones of our configs by name: how they are built, where their weights are, how the paper trained them."""
+"""The backbones of our configs by name: settings, weights, and the papers' recipes."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ from ...utils.files import project_files
 
 # how names of configs end; the usual one of each task first
 _RECIPES = ('maskrcnn_1x', 'cascade_3x', 'retinanet_1x', 'maskrcnn_3x', 'upernet_160k', 'fpn_80k', 'in1k')
-# of a config's backbone, what belongs to its task and not to the network
+# settings of a config's backbone that belong to its task
 _OF_THE_TASK = ('out_indices', 'out_norm', 'out_type', 'frozen_stages', 'init_cfg', 'deploy', '_scope_')
 
 
@@ -33,10 +33,10 @@ class ZooBackbone(NamedTuple):
 
     Attributes:
         name: Stem of its configs, e.g. ``inline_swin_s``.
-        cfg: ``dict(type=..., arch=..., ...)``, without what depends on the task.
+        cfg: ``dict(type=..., arch=..., ...)``, without settings of the task.
         checkpoint: ``mmlinattn://NAME`` of the released ImageNet weights, or None.
         stages: The maps it can return, by stage.
-        plain: Whether it is one stage of blocks at stride 16.
+        plain: True for one stage of blocks at stride 16.
     """
 
     name: str
@@ -46,21 +46,21 @@ class ZooBackbone(NamedTuple):
     plain: bool
 
     def with_outputs(self, stages: Sequence[int]) -> dict:
-        """Its config with these outputs; a plain one gives several maps as the outputs of several blocks."""
+        """Return its config with these outputs; a plain one gives several maps as the outputs of several blocks."""
         cfg = copy.deepcopy(self.cfg)
         if self.plain:
             cfg['out_type'] = 'featmap'
             if len(self.stages) > 1:
                 depth = MODELS.get(cfg['type']).resolve_arch(cfg['arch'])['depths'][0]
                 cfg['out_indices'] = tuple((i + 1) * depth // len(self.stages) - 1 for i in stages)
-        elif list(stages) != list(range(len(self.stages))):  # all four are what it does unasked
+        elif list(stages) != list(range(len(self.stages))):  # the default is all four
             cfg['out_indices'] = tuple(stages)
         return cfg
 
 
 @functools.cache
 def recipes() -> dict[tuple[str, str], dict[str, str]]:
-    """(backbone, task) -> recipe -> path of the config."""
+    """Return (backbone, task) -> recipe -> path of the config."""
     table: dict[tuple[str, str], dict[str, str]] = {}
     for kind in _RECIPES:
         for path in project_files('configs').glob(f'mm*/*_{kind}.py'):
@@ -69,24 +69,24 @@ def recipes() -> dict[tuple[str, str], dict[str, str]]:
 
 
 def backbone_names() -> list[str]:
-    """Every name that :func:`find_backbone` takes."""
+    """Return every name that :func:`find_backbone` takes."""
     return sorted({name for name, _ in recipes()})
 
 
 def find_backbone(name: str, task: str) -> ZooBackbone:
-    """A backbone by the stem of its configs, as that of the task builds it (detectors synchronise batch norms).
+    """Return a backbone by the stem of its configs, as the task builds it (detectors synchronise batch norms).
 
     Raises:
-        RunError: There is no such backbone; the message lists those that are.
+        RunError: There is no such backbone; the message lists the names.
     """
-    of_tasks = [recipes().get((name, other)) for other in (task, 'mmdet', 'mmseg', 'mmpretrain')]
+    of_tasks = (recipes().get((name, other)) for other in (task, 'mmdet', 'mmseg', 'mmpretrain'))
     paths = next(filter(None, of_tasks), None)
     if paths is None:
-        raise RunError(f'BACKBONE is {name!r}; allowed are: {", ".join(backbone_names())}')
-    config = Config.fromfile(next(iter(paths.values())))
-    cfg = {key: value for key, value in config.model.backbone.to_dict().items() if key not in _OF_THE_TASK}
+        raise RunError(f'BACKBONE={name!r}: expected one of ({", ".join(backbone_names())})')
+    given = Config.fromfile(next(iter(paths.values()))).model.backbone.to_dict()
+    cfg = {key: value for key, value in given.items() if key not in _OF_THE_TASK}
     # a size for larger images starts from the weights of the smaller one, which its config names
-    init_cfg = config.model.backbone.get('init_cfg') or {}
+    init_cfg = given.get('init_cfg') or {}
     checkpoint = f'mmlinattn://{name}' if name in released_checkpoints() else init_cfg.get('checkpoint')
     plain = not issubclass(MODELS.get(cfg['type']), PyramidBackbone)
     with torch.device('meta'):  # no memory and no random numbers
@@ -95,10 +95,9 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
 
 
 def recipe(name: str, task: str, preferred: str = '') -> Config:
-    """The config whose optimizer the backbone was trained with for a task, ``preferred`` (``fpn_80k``) of several.
+    """Return the config of the backbone's optimizer in a task, ``preferred`` (``fpn_80k``) of several.
 
-    Where the paper has no such row for this size, it is that of another size of the same host, and failing that of
-    RAVLT.
+    Fall back to another size of the same host, then to RAVLT, if the paper has no such row.
     """
     family = [name.rsplit('_', count)[0] for count in range(name.count('_') + 1)]
     fitting = (

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The arms are models of the papers' ablations, and those that the results in the repository are of."""
+"""Arms are the papers' ablations and the models of the committed results."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_arms_build_in_the_order_of_the_papers(name):
 
 
 def test_confused_softmax():
-    """InLine Tab. 1: by head, queries of one direction are one, and what is negative is nothing."""
+    """InLine Tab. 1: by head, queries of the same direction are equal, and negative ones are zero."""
     kind = STUDIES['inline']().arms['softmax, confused'].backbone['stage_attns'][0]['type']
     mixer, grid = kind(8, 2), Grid(1, 5)
     q, k, v = torch.randn(3, 1, 5, 8)
@@ -53,8 +53,8 @@ def test_confused_softmax():
 
 @pytest.mark.parametrize('path', RESULTS, ids=[path.parent.name for path in RESULTS])
 def test_models_are_those_of_the_results(path, monkeypatch):
-    """Parameters of every arm, branches merged; blocks, heads and maps of one."""
-    monkeypatch.setattr(BaseModule, 'init_weights', lambda self: None)  # changes no size, takes most of the time
+    """Compare the parameters of every arm, with merged branches, and the blocks, heads and maps of one."""
+    monkeypatch.setattr(BaseModule, 'init_weights', lambda self: None)  # slow, without effect on sizes
     kept = json.loads(path.read_text())
     arms = STUDIES[kept['study']]().arms
     for run in kept['runs']:

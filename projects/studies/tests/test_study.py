@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""How a run is trained, and results that survive: of one process, of several, of other studies."""
+"""Training of a run, and results of one process, several, and other studies."""
 
 import json
 
@@ -21,7 +21,7 @@ SMALL = Settings(iterations=4, batch=4, num_train=8, num_val=8)
 
 
 class Toy(nn.Linear):
-    """A model of two forms that keeps the images it sees."""
+    """Classifier of two forms that records its images."""
 
     weights: list
     images: list
@@ -46,17 +46,17 @@ def toy(monkeypatch):
 
 def train(seed=3, width=2):
     settings = Settings(iterations=10, batch=4, num_train=10, num_val=6, lr=0.01)
-    images = torch.arange(120.0).view(10, 3, 2, 2)  # the first number of image i is 12 i, mirrored 12 i + 1
+    images = torch.arange(120.0).view(10, 3, 2, 2)  # image i begins with 12 i, mirrored with 12 i + 1
     labels = torch.arange(10) % 2
     return training.train_arm(Arm(dict(width=width)), seed, settings, (images, labels), (images, labels))
 
 
 def test_every_arm_sees_the_same_pictures(toy):
-    """All of them before one comes again but for what is left of a batch; half of them mirrored; by the seed alone."""
+    """Each image once an epoch, apart from a partial batch; half of them mirrored; determined by the seed."""
     train()
     steps, toy.images = toy.images, []
     torch.rand(7)
-    train(width=5)  # weights of another size take other random numbers
+    train(width=5)  # weights of another size draw other random numbers
     assert toy.images == steps and len(steps) == 10
     seen = [[image[0][0] // 12 for image in step] for step in steps]
     assert all(len({*one, *two}) == 8 for one, two in zip(seen[::2], seen[1::2]))
@@ -85,7 +85,7 @@ def test_pictures_are_learned_by_heart_and_runs_repeat():
 
 @pytest.fixture
 def trained(monkeypatch):
-    """What was trained in place of training, by a clock that nothing else moves."""
+    """Record runs instead of training, with a clock of their own."""
     runs = []
 
     def stand_in(arm, seed, *rest):
@@ -114,7 +114,7 @@ def test_a_study_goes_seed_by_seed_and_on_where_it_was(trained, tmp_path):
 
 @pytest.mark.parametrize(('seconds', 'minutes', 'number'), [(100, 6, 3), (30, 1, 2), (100, 0.1, 1)])
 def test_time_is_kept(trained, tmp_path, seconds, minutes, number):
-    """By the slowest run so far, the next one would end too late; the first one always runs."""
+    """The first run always starts; another one only if the slowest so far would fit in the time."""
     trained.seconds, said = seconds, []
     results = run_study('flatten', tmp_path, 3, SMALL, max_minutes=minutes, progress=said.append)
     assert len(results['runs']) == number and f'{24 - number} of 24 runs are left' in said[-1]
@@ -139,7 +139,7 @@ def test_runs_of_the_page_are_continued(trained, tmp_path):
 @pytest.mark.parametrize('text', ['{', '[]', '{"study": "rala"}', json.dumps(dict(study='rala', settings={}, runs=[]))])
 def test_results_of_something_else_are_not_overwritten(tmp_path, text):
     (tmp_path / 'results.json').write_text(text)
-    with pytest.raises(RunError, match='results.json is (no results file|of study)'):
+    with pytest.raises(RunError, match='results.json: (not a results file|study)'):
         run_study('rala', tmp_path, 1, SMALL)
     assert (tmp_path / 'results.json').read_text() == text
 
@@ -147,10 +147,10 @@ def test_results_of_something_else_are_not_overwritten(tmp_path, text):
 @pytest.mark.parametrize(
     ('args', 'message'),
     [
-        (['--iterations', 0], '--iterations 0 has to be at least 1'),
-        (['--num-train', 4, '--batch', 8], '--num-train 4 has to be at least 8'),
-        (['--tinted', 1.1], '--tinted 1.1 has to lie in [0, 1]'),
-        (['--device', 'abacus'], '--device abacus'),
+        (['--iterations', 0], '--iterations=0: expected at least 1'),
+        (['--num-train', 4, '--batch', 8], '--num-train=4: expected at least 8'),
+        (['--tinted', 1.1], '--tinted=1.1: expected a value in [0, 1]'),
+        (['--device', 'abacus'], '--device=abacus'),
     ],
 )
 def test_bad_arguments(tmp_path, fails, args, message):

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What is drawn."""
+"""Images of the studies."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from projects.studies.task import Settings, draw
 
 
 def test_pictures_are_those_of_the_seed():
-    """Independent of other random numbers, and of how many there are."""
+    """Independent of other random numbers and of the number of images."""
     images, labels = draw(3, Settings(), 1)
     assert images.dtype == torch.uint8 and images.shape == (3, 3, Settings().size, Settings().size)
     np.random.rand(3), torch.rand(3)

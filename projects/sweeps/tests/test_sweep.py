@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""How long configs are tried, what is kept, and the page."""
+"""Time limits, kept results and the page of the sweep."""
 
 import json
 import multiprocessing
@@ -36,16 +36,16 @@ def test_the_page():
         row('mmdet::atss/atss.py', 'works'),
         row('mmdet::dino/dino_r101.py', 'works', 'a <b> | c of mmdet::dino/dino_r101.py'),
         row('mmseg::fcn/fcn.py', 'time', 'x ' * 150),
-        row('mmseg::sam/sam.py', 'no place', 'mmseg::sam/sam.py has no place for a pyramid: it has no head'),
-        *(row(f'mmseg::clip/{name}.py', 'no place', 'it has no place for a pyramid: it has no head') for name in 'ab'),
+        row('mmseg::sam/sam.py', 'unsupported', 'mmseg::sam/sam.py: no other backbone fits: it has no head'),
+        *(row(f'mmseg::clip/{name}.py', 'unsupported', 'it: no other backbone fits: it has no head') for name in 'ab'),
     ]
     text = upstream.page(rows, 'ravlt_s', 7)
     assert 'UPSTREAM ravlt_s`' in text
-    assert 'Tried: 8 configs of 5 of the 7 folders; works: 4, no place: 3, time: 1.' in text
+    assert 'Tried: 8 configs of 5 of the 7 folders; works: 4, unsupported: 3, time: 1.' in text
     lines = text.splitlines()
     assert '| works | a &lt;b> / c of it | dino/dino_r101 |' in lines and 'atss' not in text
     assert f'| time | {"x " * 48}... | fcn |' in lines and '## mmpretrain' not in lines
-    assert '| no place | it has no head | sam, clip |' in lines
+    assert '| unsupported | it has no head | sam, clip |' in lines
 
 
 def test_results_are_kept_and_not_tried_again(tmp_path, monkeypatch, fails):

@@ -61,7 +61,7 @@ def test_features_are_the_input_of_the_output_projection(make):
         for window in branch:
             real = window.queries >= 0
             assert torch.equal(mixed.transpose(0, 1).flatten(1)[window.queries[real]], window.out[real])
-        if not branch[0].local_kernels() and not getattr(attention, 'gate', 'gate'):
+        if not branch[0].convolutions() and not getattr(attention, 'gate', 'gate'):
             torch.testing.assert_close(mixed, whole)
     merged = torch.cat([whole.transpose(0, 1).flatten(1) for _, whole in features], dim=-1)
     torch.testing.assert_close(attention.proj(merged).unflatten(0, (5, 6))[None], out, rtol=1e-4, atol=1e-5)

@@ -5,9 +5,12 @@ import math
 
 import pytest
 import torch
+from helpers import small_hosts
+from helpers.twins import ATTENTIONS
 from torch import nn
 
 from mmlinattn.attention import (
+    Attention,
     GlobalAttention,
     ReducedAttention,
     ReducedKeysAttention,
@@ -39,7 +42,7 @@ def known(monkeypatch, weights, with_local=None):
     """Replace the weights of any attention by the given ones, (n, M)."""
     maps = {False: weights, True: with_local}
     monkeypatch.setattr(Window, 'weights', lambda self, rows, local=False: maps[local][None, rows])
-    monkeypatch.setattr(Window, 'local_kernels', lambda self: [] if with_local is None else ['one'])
+    monkeypatch.setattr(Window, 'convolutions', lambda self: [] if with_local is None else ['one'])
 
 
 def test_every_number_of_a_block(monkeypatch):
@@ -70,24 +73,31 @@ def test_every_number_of_a_block(monkeypatch):
     assert set(some) & set(EVERYTHING) == {'ccs'}
 
 
-COMPARED = (['hallucinated', 'angular'], ['hydra', 'efficient'], 'hallucinated', 'enhanced')
-IN_A_ROW = (['hallucinated', dict(type='angular', conv='sequence'), 'hydra', 'inline', 'softmax', 'focused'],)
-SWIN = dict(stage_attns=('inline', 'focused', 'softmax', 'rala'), linear_windows=(13, 7, 7, 7), window=4)
-CSWIN = dict(stage_attns=('inline', 'softmax', 'rala', 'softmax'), stripes=(1, 2, 3, None))
-HOSTS = {
-    'windows': lambda: LinearSwin(dict(SMALL, depths=(2, 2, 2, 2), stage_attns=COMPARED, window=4)),
-    'windows, cut and shifted': lambda: LinearSwin(dict(SMALL, **SWIN)),
-    'whole map, gate, 5x5, rotary': lambda: RAVLT(SMALL),
-    'reduced keys': lambda: LinearPVT(dict(SMALL, stage_attns=('inline', 'softmax', 'softmax', 'focused'))),
-    'stripes': lambda: LinearCSWin(dict(SMALL, **CSWIN)),
-    'class token': lambda: LinearDeiT(dict(embed_dims=(32,), depths=(6,), num_heads=(2,), stage_attns=IN_A_ROW)),
-}
-
-
 def test_the_negative_share_is_a_mean_over_the_sampled_queries(monkeypatch):
     known(monkeypatch, torch.tensor([[0.5, 0.5, 1.0, -2.0]] * 4))
     entry = measured(GlobalAttention(8, 1, 'softmax'), torch.randn(1, 1, 4, 8), ['sharpness'], num_queries=2)
     assert entry['sampled_queries'] == 2 and entry['sharpness']['negative'] == [0.5]
+
+
+SEQUENTIAL = [spec for spec in ATTENTIONS.values() if Attention(16, 2, spec).mixer.sequential]
+IN_A_ROW = [*SEQUENTIAL, *small_hosts.every_attention()]
+HOSTS = {
+    **{
+        f'windows, {attns}': lambda attns=attns: LinearSwin(dict(SMALL, stage_attns=attns, window=4))
+        for attns in small_hosts.mixes('LinearSwin')
+    },
+    'windows, cut and shifted': lambda: LinearSwin(
+        dict(SMALL, stage_attns=('inline', 'focused', 'softmax', 'rala'), linear_windows=(13, 7, 7, 7), window=4)
+    ),
+    'whole map, gate, 5x5, rotary': lambda: RAVLT(SMALL),
+    'reduced keys': lambda: LinearPVT(dict(SMALL, stage_attns=('inline', 'softmax', 'softmax', 'focused'))),
+    'stripes': lambda: LinearCSWin(
+        dict(SMALL, stage_attns=('inline', 'softmax', 'rala', 'softmax'), stripes=(1, 2, 3, None))
+    ),
+    'class token': lambda: LinearDeiT(
+        dict(embed_dims=(32,), depths=(len(IN_A_ROW),), num_heads=(2,), stage_attns=(IN_A_ROW,))
+    ),
+}
 
 
 def literal_row(block, token):

@@ -7,10 +7,12 @@ import pytest
 import torch
 from helpers import graphs, small_hosts
 from helpers.graphs import HOSTS, TRACED_AT
+from helpers.twins import ATTENTIONS
 from mmengine.registry import MODELS, init_default_scope
 from torch._dynamo.testing import CompileCounter
 from torch.export import Dim
 
+from mmlinattn.attention import Attention
 from mmlinattn.tooling.export import FORMATS, ExportableModel
 from mmlinattn.utils import private_apis
 
@@ -20,7 +22,7 @@ HALVES = dict(
     LinearSwin=('focused', 'softmax'),
     LinearCSWin=('inline', 'softmax'),
     LinearDeiT=('focused',),
-    LinearPVTv2=('angular', 'enhanced'),
+    LinearPVTv2=('efficient', 'enhanced'),
     LinearNextViT=('hydra', 'hallucinated'),
 )
 SLOW_FILES = [('torch-export', host) for host in HALVES]
@@ -74,9 +76,7 @@ def test_segmentors_of_a_tracer(host, head, tmp_path):
     check_onnx(ExportableModel(model), tmp_path / 'model.onnx')
 
 
-@pytest.mark.parametrize(
-    'attns', [('inline', 'focused', 'softmax', 'rala'), ('hydra', 'hallucinated', 'angular', 'enhanced')]
-)
+@pytest.mark.parametrize('attns', graphs.one_a_stage(), ids=str)
 def test_a_trace_under_autocast_runs_outside_of_it(attns):
     model, image = graphs.build('LinearPVT', attns), graphs.image((1, 70, 96))
     with torch.no_grad(), torch.autocast('cpu', torch.bfloat16, cache_enabled=False):
@@ -85,9 +85,12 @@ def test_a_trace_under_autocast_runs_outside_of_it(attns):
         assert (out - other).norm() < 0.03 * other.norm()
 
 
-def test_a_trace_of_angular_attention_with_a_convolution_over_the_sequence(tmp_path):
-    """As in arch ``angular-tiny`` of ``LinearDeiT``."""
-    check_onnx(graphs.build('LinearDeiT', [dict(type='angular', conv='sequence')]), tmp_path / 'model.onnx')
+SEQUENTIAL = [spec for spec in ATTENTIONS.values() if Attention(16, 2, spec).mixer.sequential]
+
+
+@pytest.mark.parametrize('spec', SEQUENTIAL, ids=str)
+def test_a_trace_of_attentions_over_the_token_sequence(spec, tmp_path):
+    check_onnx(graphs.build('LinearDeiT', [spec]), tmp_path / 'model.onnx')
 
 
 @pytest.mark.parametrize('host', ['LinearSwin', 'LinearCSWin'])

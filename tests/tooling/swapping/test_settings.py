@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Hooks, imports, optimizers and schedules of a swapped config, and how its images come."""
+"""Hooks, imports, optimizers, schedules and preprocessors of a swapped config."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ RGB = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
         (dict(mean=[33.46], std=[78.87]), dict(mean=[33.46], std=[78.87])),
     ],
 )
-def test_pictures_are_normalised_as_the_weights_know_them(given, expected):
+def test_images_are_normalised_for_the_released_weights(given, expected):
     model = dict(type='M', data_preprocessor=dict(type='P', **given), reid=dict(data_preprocessor=dict(given)))
     normalise(model, 'mmdet')
     assert model == dict(type='M', data_preprocessor=dict(type='P', **expected), reid=dict(data_preprocessor=expected))
@@ -62,7 +62,7 @@ def settings_of(task, model, cfg, keep=False, name='ravlt_t'):
 
 
 def test_imports_and_hooks_of_upstream_stay():
-    """Of hooks that are there, as in a config that was swapped before, none is put in again."""
+    """A config that was swapped before gets no hook twice."""
     cfg = dict(custom_imports=dict(imports=['mmlinattn', 'mine']), custom_hooks=[dict(type='EMAHook')])
     found, remarks = settings_of('mmdet', {}, cfg)
     assert found['custom_imports'] == dict(imports=['mine', 'mmlinattn'], allow_failed_imports=False)
@@ -86,7 +86,7 @@ def test_imports_and_hooks_of_upstream_stay():
         ('mmpretrain', dict(head=dict(type='FPNHead')), 1e-3, 0.05, 1024),
     ],
 )
-def test_the_recipe_is_that_of_the_paper_for_such_a_network(task, model, rate, decay, batch):
+def test_the_papers_recipe_for_such_a_network(task, model, rate, decay, batch):
     wrapper = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02), accumulative_counts=4)
     wrapper['paramwise_cfg'] = dict(bypass_duplicate=True, norm_decay_mult=0.5)
     found, remarks = settings_of(task, model, dict(optim_wrapper=wrapper))
@@ -98,8 +98,8 @@ def test_the_recipe_is_that_of_the_paper_for_such_a_network(task, model, rate, d
     assert remarks == [f'the learning rate is for {batch} images a step (--auto-scale-lr scales it)']
 
 
-def test_what_is_taken_of_two_recipes():
-    """Of the same parameters the paper's word; heads of upstream keep theirs; gradients are clipped by either."""
+def test_recipes_are_merged():
+    """The paper's settings replace upstream's; heads of upstream keep theirs; gradients are clipped by either."""
     keys = dict(norm=dict(decay_mult=0.5), query=dict(lr_mult=10.0), backbone=dict(lr_mult=0.1))
     theirs = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02), paramwise_cfg=dict(custom_keys=keys))
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Upstream configs: where the backbone is, what the images are, which maps it gives, and what has no place."""
+"""Upstream configs: backbone, images, maps, smoke tests, and refusals."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 from torch import nn
 
-from mmlinattn.tooling.swapping import NoModel, NoPlace, smoke, swap_backbone
-from mmlinattn.tooling.swapping.measuring import measure, through
-from mmlinattn.tooling.swapping.upstream import Upstream, apart, read_upstream, together
+from mmlinattn.tooling.swapping import NoModel, Unsupported, smoke, swap_backbone
+from mmlinattn.tooling.swapping.measuring import measure, run_necks
+from mmlinattn.tooling.swapping.upstream import Upstream, join_encoder, read_upstream, split_encoder
 from mmlinattn.tooling.swapping.zoo import FeatureMap
 from mmlinattn.utils.errors import RunError
 
@@ -25,15 +25,15 @@ DETECTOR = "default_scope = 'mmdet'\nmodel = dict(type='M', "
 @pytest.mark.parametrize(
     ('text', 'kind', 'message'),
     [
-        ("default_scope = 'mmpose'\nmodel = dict()", RunError, "has default_scope 'mmpose'; allowed are: mmdet, "),
+        ("default_scope = 'mmpose'\nmodel = dict()", RunError, "default_scope='mmpose': expected one of ('mmdet', "),
         ("default_scope = 'mmdet'\n", NoModel, 'has no model: it is a part that other configs inherit'),
         ("default_scope = 'mmdet'\nmodel = 1 / 0", RunError, 'cannot be read: ZeroDivisionError: division by zero'),
-        (f"{DETECTOR}backbone=dict(arch='x'))", NoPlace, 'M has no backbone of its own to build'),
-        (f'{DETECTOR}image_encoder=1, head=3)', NoPlace, 'M has no backbone of its own to build'),
-        (f'{DETECTOR}detector=1)', NoPlace, 'M has no backbone of its own to build'),
+        (f"{DETECTOR}backbone=dict(arch='x'))", Unsupported, 'M has no backbone of its own to build'),
+        (f'{DETECTOR}image_encoder=1, head=3)', Unsupported, 'M has no backbone of its own to build'),
+        (f'{DETECTOR}detector=1)', Unsupported, 'M has no backbone of its own to build'),
     ],
 )
-def test_configs_without_a_place(tmp_path, text, kind, message):
+def test_configs_without_a_backbone(tmp_path, text, kind, message):
     path = tmp_path / 'mine.py'
     path.write_text(text)
     with pytest.raises(kind) as error:
@@ -45,7 +45,10 @@ def test_configs_without_a_place(tmp_path, text, kind, message):
     'upstream, message',
     [
         ('mmdet::dino/dino-4scale_r50_8xb2-12e.py', 'did you mean mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py or '),
-        ('mmpose::dino/x.py', "UPSTREAM is 'mmpose::dino/x.py'; allowed before :: are: mmdet, mmseg, mmpretrain"),
+        (
+            'mmpose::dino/x.py',
+            "UPSTREAM='mmpose::dino/x.py': expected one of ('mmdet', 'mmseg', 'mmpretrain') before ::",
+        ),
     ],
 )
 def test_names_of_upstream_configs(upstream, message):
@@ -67,8 +70,8 @@ def test_names_of_upstream_configs(upstream, message):
         ('mmseg::dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py', 'a class token beside each map'),
     ],
 )
-def test_no_place_has_one_line(upstream, reason):
-    with pytest.raises(NoPlace) as error:
+def test_refusals_have_one_line(upstream, reason):
+    with pytest.raises(Unsupported) as error:
         swap_backbone(upstream, 'ravlt_t', 'never_written.py')
     assert reason in str(error.value) and '\n' not in str(error.value)
 
@@ -83,21 +86,19 @@ def upstream_of(backbone, task='mmseg', **cfg):
     [
         ('mmdet', dict(type='Resize', scale=(300, 200), keep_ratio=False), (200, 300)),
         ('mmdet', dict(type='Resize', scale=(1333, 800), keep_ratio=True), None),
-        ('mmpretrain', dict(type='RandomResizedCrop', scale=224), (224, 224)),
-        ('mmpretrain', dict(type='RandomCrop', crop_size=(28, 40)), (40, 32)),
-        ('mmpretrain', dict(type='Resize', scale=32), (32, 32)),
+        ('mmpretrain', dict(type='CenterCrop', crop_size=(28, 40)), (40, 32)),
         ('mmpretrain', dict(type='Flip'), None),
     ],
 )
-def test_sizes_of_pictures(task, transform, size):
-    loader = dict(dataset=dict(pipeline=[dict(type='Load'), dict(type='Views', transforms=[transform])]))
-    source = upstream_of(dict(type='B'), task, train_dataloader=loader)
+def test_sizes_of_images(task, transform, size):
+    loader = dict(dataset=dict(pipeline=[dict(type='Load'), transform]))
+    source = upstream_of(dict(type='B'), task, test_dataloader=loader)
     assert source.image_size == size and source.sizes[0] == (size or ((320, 320) if task == 'mmdet' else (256, 256)))
     source = upstream_of(dict(type='B'), network=dict(data_preprocessor=dict(size=(512, 1024))))
     assert source.sizes == [(256, 256), (512, 1024)]
 
 
-def test_masks_and_channels_of_pictures():
+def test_masks_and_channels_of_images():
     loading = dict(pipeline=[dict(type='LoadAnnotations', with_mask=True)])
     source = upstream_of(dict(type='B', in_channels=1), 'mmdet', train_dataloader=loading)
     assert source.has_masks and source.image_channels == 1
@@ -105,16 +106,16 @@ def test_masks_and_channels_of_pictures():
     assert not source.has_masks and source.image_channels == 1
 
 
-def test_encoders_of_retrievers_come_apart_and_together():
+def test_encoders_of_retrievers():
     network = dict(type='ImageToImageRetriever', image_encoder=[dict(type='B'), dict(type='N')], head=1)
-    parts = apart(network)
+    parts = split_encoder(network)
     assert (parts['backbone'], parts['neck'], parts['head']) == (dict(type='B'), [dict(type='N')], 1)
-    assert together(parts) == network and together(dict(type='M', backbone=1)) == dict(type='M', backbone=1)
+    assert join_encoder(parts) == network and join_encoder(dict(type='M', backbone=1)) == dict(type='M', backbone=1)
 
 
 @MODELS.register_module()
 class Measurable(nn.Module):
-    """Gives maps of these channels and strides; alone, the one at this place only, in inference."""
+    """Backbone of these maps (channels, stride); in inference only the one at position ``alone``."""
 
     def __init__(self, maps=(), alone=None, fails=False, img_size=None):
         super().__init__()
@@ -133,21 +134,17 @@ def test_maps_are_measured():
     assert found.alone == 1 and found.maps == [FeatureMap(3, 8), FeatureMap(5, 8)]
     assert measure(upstream_of(dict(type='Measurable', maps=[(3, 4)], img_size=96))).size == (96, 96)
     images = dict(dataset=dict(pipeline=[dict(type='Resize', scale=64)]))
-    classifier = upstream_of(dict(type='Measurable', maps=[(3, 4)]), 'mmpretrain', train_dataloader=images)
+    classifier = upstream_of(dict(type='Measurable', maps=[(3, 4)]), 'mmpretrain', test_dataloader=images)
     assert measure(classifier).size == (64, 64)
 
 
-def test_what_cannot_be_measured():
-    with pytest.raises(NoPlace, match='returns no maps or tokens$'):
+def test_backbones_without_maps():
+    with pytest.raises(Unsupported, match='returns no maps or tokens$'):
         measure(upstream_of(dict(type='Measurable')))
-    with pytest.raises(RunError, match='does not run here: LookupError: of two lines$'):
+    with pytest.raises(RunError, match='its own backbone does not run here: LookupError: of two lines$'):
         measure(upstream_of(dict(type='Measurable', fails=True)))
-    with pytest.raises(RunError, match='cannot be built here: TypeError'):
+    with pytest.raises(RunError, match='its own backbone does not run here: TypeError'):
         measure(upstream_of(dict(type='Measurable', other=1)))
-    # of one that is not installed, the neck knows
-    neck = dict(in_channels=[24, 40, 96])
-    guessed = measure(upstream_of(dict(type='Measurable', other=1), network=dict(neck=neck)))
-    assert guessed.maps == [(24, 8), (40, 16), (96, 32)]
 
 
 @MODELS.register_module()
@@ -167,20 +164,22 @@ class Timed(BaseModel):
         return dict(loss=sum(out.sum() for out in self.backbone(inputs)[1:]) + sum(times))
 
 
-def test_which_maps_a_step_reads():
-    source, batch = upstream_of(dict(type='B')), dict(inputs=torch.ones(1, 2))
-    trial = smoke.try_model(dict(type='Timed', backbone=dict(type='B')), source, (32, 32), batches=(batch, batch))
-    assert trial.read == (False, True, True) and trial.without_gradient == ('norms.0.weight', 'norms.0.bias')
-    assert not trial.stops
-    network = dict(type='Timed', backbone=dict(type='B'), predicts=False)
-    stops = smoke.try_model(network, source, (32, 32), batches=(batch, batch)).stops
-    assert stops.startswith('prediction stops: IndexError: index 7 is out of bounds')
+def test_smoke_tests():
+    source, batch, network = upstream_of(dict(type='B')), dict(inputs=torch.ones(1, 2)), dict(type='Timed', backbone=1)
+    result = smoke.smoke_test(network, source, (32, 32), batches=(batch, batch))
+    assert result.without_gradient == ('norms.0.weight', 'norms.0.bias') and not result.failure
+    result = smoke.smoke_test(dict(network, predicts=False), source, (32, 32), batches=(batch, batch))
+    assert result.loss is not None
+    assert result.failure.startswith('prediction stops: IndexError: index 7 is out of bounds')
+    result = smoke.smoke_test(network, source, (32, 32), batches=(dict(inputs='x'), batch))
+    assert result.failure.startswith('training stops: TypeError') and result.loss is None
+    assert smoke.smoke_test(dict(type='NoSuch'), source, (32, 32)).failure.startswith('it cannot be built: KeyError')
 
 
-def test_what_parts_make_of_maps():
+def test_maps_behind_necks():
     maps, size = [FeatureMap(8, 4), FeatureMap(16, 8)], (64, 96)
     neck = dict(type='mmdet.FPN', in_channels=[8, 16], out_channels=5, num_outs=3)
-    assert through([neck], maps, size) == [(5, 4), (5, 8), (5, 16)] and through([], maps, size) == maps
+    assert run_necks([neck], maps, size) == [(5, 4), (5, 8), (5, 16)] and run_necks([], maps, size) == maps
     pool = dict(type='mmpretrain.GlobalAveragePooling')
-    assert through([neck, pool], maps, size) == [(5, None)] * 3
-    assert through([dict(neck, in_channels=[8, 17])], maps, size) is None and through([pool], [], size) is None
+    assert run_necks([neck, pool], maps, size) == [(5, None)] * 3
+    assert run_necks([dict(neck, in_channels=[8, 17])], maps, size) is None and run_necks([pool], [], size) is None

@@ -1,12 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What a value of a config becomes, and whole networks rewired: without building a detector."""
+"""Values of configs for other maps, and whole networks, without building a detector."""
 
 import pytest
 from mmengine.registry import init_default_scope
 
+from mmlinattn.tooling.swapping.candidates import candidates
 from mmlinattn.tooling.swapping.measuring import Measured
-from mmlinattn.tooling.swapping.plans import ways
-from mmlinattn.tooling.swapping.wiring import Wiring, assign_stages
+from mmlinattn.tooling.swapping.wiring import Wiring, assign_stages, positions_read
 from mmlinattn.tooling.swapping.zoo import FeatureMap, ZooBackbone
 
 for project in ('mmdet', 'mmseg', 'mmpretrain'):
@@ -25,16 +25,16 @@ FPN = dict(type='FPN', in_channels=OLD, out_channels=256, num_outs=5)
 @pytest.mark.parametrize(
     'old, deepest_last, chosen',
     [
-        (RESNET, False, (0, 1, 2, 3)),
-        (DILATED, True, (0, 1, 2, 3)),
-        ([FeatureMap(1024, 16)], False, (2,)),  # a detector's C4
-        ([FeatureMap(16, 2), FeatureMap(24, 4), FeatureMap(960, 8)], True, (0, 1, 3)),  # a segmentor's last map
-        ([FeatureMap(1024, 8), FeatureMap(2048, 8)], False, (1, 2)),  # of equally good ones the deeper
+        (RESNET, False, [0, 1, 2, 3]),
+        (DILATED, True, [0, 1, 2, 3]),
+        ([FeatureMap(1024, 16)], False, [2]),  # a detector's C4
+        ([FeatureMap(16, 2), FeatureMap(24, 4), FeatureMap(960, 8)], True, [0, 1, 3]),  # a segmentor's last map
+        ([FeatureMap(1024, 8), FeatureMap(2048, 8)], False, [1, 2]),  # of equally good ones the deeper
         (RESNET[::-1], True, None),
         ([FeatureMap(8, 4 * 2**i) for i in range(5)], True, None),
     ],
 )
-def test_stages_stand_in_by_stride(old, deepest_last, chosen):
+def test_stages_replace_maps_by_stride(old, deepest_last, chosen):
     assert assign_stages(old, OURS, deepest_last) == chosen
 
 
@@ -49,11 +49,9 @@ def test_stages_stand_in_by_stride(old, deepest_last, chosen):
         (dict(in_channels=[256, 512], in_index=(0, 2)), None, None),
         (dict(in_channels=1024, in_index=-2), [2, 3], dict(in_channels=256, in_index=0)),
         (dict(in_channels=512, in_index=0), None, None),  # not that map's
-        (dict(in_channels=3840), [2, 3], dict(in_channels=768)),
         (dict(in_channels=512, c1_in_channels=512), None, dict(in_channels=128, c1_in_channels=512)),
         (dict(in_planes=1024, head_inplanes=512), None, dict(in_planes=256, head_inplanes=128)),
-        (dict(in_channels_list=OLD), None, dict(in_channels_list=NEW)),
-        (dict(in_channels=True, in_channels_scale=256, out_channels=256), None, None),
+        (dict(in_channels=None, in_channels_scale=256, out_channels=256), None, None),
         (dict(in_channels=[], strides=[4, 8], main_channels=256), None, None),
         (dict(strides=(4, 8, 16, 32), in_strides=[4, 8, 16, 32]), [1, 2], dict(strides=(8, 16), in_strides=[8, 16])),
         (dict(featmap_strides=[4, 8, 16, 32]), [2, 3], dict(featmap_strides=[16, 32])),
@@ -64,13 +62,13 @@ def test_stages_stand_in_by_stride(old, deepest_last, chosen):
         ([dict(in_channels=256), 'as it is'], None, [dict(in_channels=64), 'as it is']),
         (dict(train_cfg=dict(in_channels=256), data_preprocessor=dict(in_channels=256)), None, None),
         (dict(test_cfg=dict(in_channels=256), x=dict(backbone=dict(in_channels=256))), None, None),
-        (dict(in_channels=[256, 2048], in_index=[0, -1]), [0, 3], dict(in_channels=[64, 512], in_index=[0, -1])),
-        (dict(in_channels=[256, 2048], in_index=[-4, 3]), None, dict(in_channels=[64, 512], in_index=[0, 3])),
+        (dict(in_channels=[256, 2048], in_index=[0, -1]), [0, 3], dict(in_channels=[64, 512], in_index=[0, 1])),
+        (dict(in_channels=[256, 2048], in_index=[-4, 3]), None, dict(in_channels=[64, 512], in_index=[-4, 3])),
         # maps that only the neck makes
         (dict(in_channels=40, in_index=[3, 4, 5]), None, None),
     ],
 )
-def test_what_a_value_becomes(node, keep, expected):
+def test_values_of_a_config(node, keep, expected):
     assert Wiring(RESNET, OURS, keep)(node) == (node if expected is None else expected)
 
 
@@ -85,21 +83,38 @@ def test_single_numbers_deep_inside():
     assert found == dict(head, in_channels=NEW)
 
 
-def made(network, old, backbone, task, read=None, way=0, alone=None):
-    """The network of one of the ways."""
+def made(network, old, backbone, task, number=0, alone=None):
+    """The network of one of the candidates."""
     init_default_scope(task)
     network = dict(network, backbone=dict(type='ResNet'))
-    return ways(network, Measured(list(old), (256, 256), alone), backbone, task)[way](read=read).network
+    return candidates(network, Measured(list(old), (256, 256), alone), backbone, task)[number].network
 
 
-def test_maps_that_are_not_read_are_not_returned():
-    head = dict(type='FCNHead', in_channels=2048, in_index=3)
-    found = made(dict(neck=dict(FPN, start_level=1)), RESNET, PYRAMID, 'mmdet', read=(False, True, True, True))
+@pytest.mark.parametrize(
+    ('network', 'positions'),
+    [
+        (dict(neck=FPN), [0, 1, 2, 3]),
+        (dict(neck=[dict(FPN, start_level=2), POOL], decode_head=dict(in_channels=256, in_index=0)), [2, 3]),
+        (dict(decode_head=dict(in_channels=2048), auxiliary_head=[dict(in_channels=256, in_index=0)]), [0, 3]),
+        (dict(decode_head=dict(in_channels=2048, in_index=-1, c1_in_channels=256)), [0, 3]),
+        (dict(decode_head=[dict(in_channels=[512, 1024], in_index=[1, 2]), dict(in_channels=OLD[:1])]), [0, 1, 2, 3]),
+        (dict(panoptic_head=dict(in_channels=OLD, pixel_decoder=dict(in_index=1))), [0, 1, 2, 3]),
+        (dict(teacher=dict(in_channels=256, in_index=1), bbox_head=dict(type='H')), [0, 1, 2, 3]),
+    ],
+)
+def test_positions_of_the_maps_that_are_read(network, positions):
+    assert positions_read(network, 4) == positions
+
+
+def test_unread_maps_are_not_returned():
+    found = made(dict(neck=dict(FPN, start_level=1)), RESNET, PYRAMID, 'mmdet')
     assert found['neck'] == dict(FPN, in_channels=NEW[1:], start_level=0)
     assert found['backbone']['out_indices'] == (1, 2, 3)
-    found = made(dict(decode_head=head), DILATED, PYRAMID, 'mmseg', read=(False, False, False, True))
+    head = dict(type='FCNHead', in_channels=2048, in_index=3)
+    found = made(dict(decode_head=head), DILATED, PYRAMID, 'mmseg')
     assert found['decode_head'] == dict(head, in_channels=512, in_index=0) and found['backbone']['out_indices'] == (3,)
-    adapter = made(dict(decode_head=head), RESNET, PYRAMID, 'mmseg', read=(False, False, True, True), way=1)['neck']
+    heads = dict(decode_head=head, auxiliary_head=dict(type='FCNHead', in_channels=1024, in_index=2))
+    adapter = made(heads, RESNET, PYRAMID, 'mmseg', number=1)['neck']
     assert adapter == dict(type='MapAdapter', in_channels=[256, 512], out_channels=OLD, sources=[None, None, 0, 1])
 
 
@@ -114,8 +129,8 @@ def test_heads_behind_a_neck_are_followed():
     heads = dict(decode_head=dict(in_channels=2048, in_index=2), auxiliary_head=dict(in_channels=1024, in_index=1))
     found = made(dict(neck=jpu, **heads), RESNET[1:], PYRAMID, 'mmseg')
     assert found['neck']['in_channels'] == (128, 256, 512)
-    assert found['decode_head']['in_channels'] == 2048  # what JPU makes
-    assert found['auxiliary_head']['in_channels'] == 256  # what it lets through
+    assert found['decode_head']['in_channels'] == 2048
+    assert found['auxiliary_head']['in_channels'] == 256  # an input, passed on
 
 
 def test_a_neck_that_made_a_pyramid_of_plain_maps_goes():
@@ -134,7 +149,7 @@ def test_a_neck_that_made_a_pyramid_of_plain_maps_goes():
         ([FeatureMap(64, 8), FeatureMap(128, 8)], 'mmseg', 1, [1, 4], [0, 1]),  # one map alone in inference
     ],
 )
-def test_maps_like_upstreams(old, task, alone, scales, sources):
+def test_adapters_make_maps_like_upstreams(old, task, alone, scales, sources):
     neck = made({}, old, PYRAMID, task, alone=alone)['neck']
     assert neck['type'] == 'MapAdapter' and neck['out_channels'] == [out.channels for out in old]
     assert neck['scales'] == scales and neck.get('sources', sources) == sources
@@ -160,29 +175,29 @@ def test_plain_backbones(neck, old, kind):
 
 
 @pytest.mark.parametrize(
-    ('neck', 'old', 'backbone', 'way', 'expected'),
+    ('neck', 'old', 'backbone', 'expected'),
     [
-        (POOL, RESNET[3:], PYRAMID, 0, (POOL, 512)),
-        (None, RESNET[3:], PYRAMID, 0, (None, 512)),
-        (None, RESNET[3:], PYRAMID, 1, (POOL, 512)),  # for heads that read vectors
-        (None, [FeatureMap(2048, None)], PLAIN, 0, (None, 192)),
-        (POOL, [FeatureMap(2048, 16)], PLAIN, 0, (None, 192)),  # its class token
+        (POOL, RESNET[3:], PYRAMID, (POOL, 512)),
+        (None, RESNET[3:], PYRAMID, (None, 512)),
+        (None, [FeatureMap(2048, None)], PYRAMID, (POOL, 512)),  # the head reads vectors
+        (None, [FeatureMap(2048, None)], PLAIN, (None, 192)),
+        (POOL, [FeatureMap(2048, 16)], PLAIN, (None, 192)),  # the class token
     ],
 )
-def test_classifiers(neck, old, backbone, way, expected):
+def test_classifiers(neck, old, backbone, expected):
     network = dict(neck=neck, head=dict(type='LinearClsHead', num_classes=7, in_channels=2048))
-    found = made(network, old, backbone, 'mmpretrain', way=way)
+    found = made(network, old, backbone, 'mmpretrain')
     assert (found['neck'], found['head']['in_channels']) == expected
 
 
-def test_a_head_that_reads_what_only_its_backbone_gives_becomes_linear():
+def test_a_linear_head_replaces_heads_of_other_inputs():
     head = dict(type='DeiTClsHead', num_classes=7, in_channels=2048, topk=(1, 5), other=1)
-    found = made(dict(head=head), [FeatureMap(2048, None)], PYRAMID, 'mmpretrain', way=2)
+    found = made(dict(head=head), [FeatureMap(2048, None)], PYRAMID, 'mmpretrain', number=1)
     assert found['head'] == dict(type='LinearClsHead', num_classes=7, in_channels=512, topk=(1, 5))
     assert found['neck'] == dict(type='GlobalAveragePooling') and found['backbone']['out_indices'] == (3,)
 
 
-def test_self_supervised_necks_average_maps_where_they_read_tokens():
+def test_self_supervised_necks_average_maps_in_place_of_tokens():
     neck = dict(type='NonLinearNeck', in_channels=384, hid_channels=8, out_channels=8, with_avg_pool=False)
     found = made(dict(neck=neck, head=dict(type='M')), [FeatureMap(384, None)], PYRAMID, 'mmpretrain')
     assert (found['neck']['in_channels'], found['neck']['with_avg_pool']) == (512, True)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What differs between two configs, as text that gives the second when it inherits the first."""
+"""Differences between two configs, as text of a config that inherits the first and equals the second."""
 
 import pytest
 from hypothesis import given, settings
@@ -49,7 +49,7 @@ def test_differences(old, new, said):
     assert difference(old, new) == said
 
 
-def test_what_changed_line_by_line():
+def test_changes_line_by_line():
     old = dict(a=1, b=dict(type='X', c=2), e=[dict(f=1), dict(f=2)], g=[1, 2], h=dict(type='P'), gone=4, t=(1,))
     new = dict(a=1, b=dict(type='X', c=5), e=[dict(f=1), dict(f=3)], g=[1], h=dict(type='Q', arch='big', lr=1), t=[1])
     lines = changes(old, dict(new, _scope_='mmdet', long='x' * 90))
