@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import count_traffic
 import pytest
 import torch
 import torch.multiprocessing
@@ -96,21 +97,6 @@ def test_single_images_run_eagerly_after_a_pair(first, graphs):
     assert len(calls) == graphs
 
 
-def kept(model, images):
-    """Bytes that the backward pass keeps besides weights and images."""
-    given = {t.untyped_storage().data_ptr() for t in (images, *model.parameters())}
-    storages = {}
-
-    def pack(t):
-        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        outs = model(images)  # storages stay in use, so that each has an address of its own
-    assert outs
-    return sum(size for place, size in storages.items() if place not in given)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('attn', ['rala', 'softmax'])
 def test_graphs_keep_no_more_than_eager_mode(attn):
@@ -118,10 +104,10 @@ def test_graphs_keep_no_more_than_eager_mode(attn):
     arch = dict(embed_dims=(32, 64, 128, 256), depths=(2, 1, 1, 1), num_heads=(1, 2, 4, 8), stage_attns=(attn,) * 4)
     model = RAVLT(arch, out_indices=(0,), out_norm=False, drop_path_rate=0.0)
     images = torch.randn(2, 3, 64, 64)
-    eager = kept(model, images)
+    _, eager = count_traffic.kept(model, images, own=model.parameters())
     compile_blocks(model, backend='aot_eager_decomp_partition')
     model(images)
-    assert kept(model, images) <= eager
+    assert count_traffic.kept(model, images, own=model.parameters())[1] <= eager
     assert counters['stats']['unique_graphs'] == 1
 
 
