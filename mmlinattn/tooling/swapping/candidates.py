@@ -96,7 +96,9 @@ def _behind(
 def _adapted(network: dict, measured: Measured, new: ZooBackbone, sources: list[int], remark: str) -> Candidate:
     """Make maps of upstream's channels and strides by a ``MapAdapter``, map i of stage ``sources[i]``."""
     old = measured.maps
-    kept = sorted({sources[i] for i in positions_read(network, len(old))})
+    # heads of networks with branches read all of them in training
+    read = positions_read(network, len(old)) if measured.alone is None else range(len(old))
+    kept = sorted({sources[i] for i in read})
     inputs = [kept.index(stage) if stage in kept else None for stage in sources]
     scales = [(new.stages[i].stride or 32) / (out.stride or 32) for i, out in zip(sources, old)]
     neck: dict[str, Any] = dict(type='MapAdapter', in_channels=[new.stages[i].channels for i in kept])
