@@ -1,8 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Upstream networks with another backbone, by reading.
 
-The first candidate is wired: necks and heads get the channels of the new maps (:class:`~.wiring.Wiring`). A second one
-is for the families that read maps without naming their channels, if the smoke test of the first fails.
+The first candidate is wired: necks and heads get the channels of the new maps (:class:`~.wiring.Wiring`). If its smoke
+test fails, a second one is tried, for families that do not name the channels they read:
+
+- detectors and segmentors get upstream's channels by a ``MapAdapter``: C4 R-CNN, NAS-FCOS, CGNet, LR-ASPP, SETR-MLA;
+- classifiers get a linear head: Conformer, EfficientFormer, LeViT.
 """
 
 from typing import Any, NamedTuple, Optional
