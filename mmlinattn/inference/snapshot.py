@@ -81,7 +81,7 @@ class Snapshot:
                 for name, weight in weights.items():
                     if kinds.get(name) != (None if weight is None else (type(weight), weight.dtype)):
                         return False
-        except RuntimeError:  # another tensor as an attribute: it has no truth value
+        except (RuntimeError, TypeError, ValueError):  # another tensor or array as an attribute has no truth value
             return False
         return True
 
