@@ -80,7 +80,7 @@ class TokenMixer(BaseModule):
         Args:
             q (Tensor): Queries, (B, N, widths[0]), before the split into heads.
             k (Tensor): Keys, (B, M, widths[1]).
-            v (Tensor): Values, (B, M, widths[2]); zero where ``mask`` is False.
+            v (Tensor): Values, (B, M, widths[2]); zero for masked tokens.
             grid (Grid): The grid of the queries, ``grid.num_tokens == N``.
             key_grid (Grid): The grid of keys and values, ``key_grid.num_tokens == M``.
             mask (Tensor, optional): (B, M) bool, True for real tokens, None when all are real.

@@ -33,7 +33,7 @@ def angular_attention(
     Args:
         q (Tensor): Queries, (B, N, num_heads * d).
         k (Tensor): Keys, (B, M, num_heads * d).
-        v (Tensor): Values, (B, M, E); zero where ``mask`` is False.
+        v (Tensor): Values, (B, M, E); zero for masked tokens.
         num_heads (int): Heads that the channels are split into.
         mask (Tensor, optional): (B, M) bool, True for real tokens.
         released (bool): The released layer, which needs N = M; False is the paper's form.

@@ -33,7 +33,7 @@ def conv_of_gelu(
         x (Tensor): (B, C, H, W), in any memory format.
         weight (Tensor): (C', C / groups, k, k).
         bias (Tensor, optional): (C',).
-        stride, padding, dilation, groups: Of ``F.conv2d``.
+        stride, padding, dilation, groups: As in ``F.conv2d``.
         residual (bool): Add ``gelu(x)``; needs C' = C and a map of the same size.
 
     Returns:

@@ -36,13 +36,13 @@ def focused_attention(
     Args:
         q (Tensor): Queries, (B, N, C).
         k (Tensor): Keys, (B, M, C).
-        v (Tensor): Values, (B, M, E); zero where ``mask`` is False.
+        v (Tensor): Values, (B, M, E); zero for masked tokens.
         num_heads (int): Heads that C and E are split into after the map.
         inverse_scale (Tensor): (C,), ``1 / softplus(scale)``.
         power (float): Focusing factor p, in [1, 32].
         offset (Tensor, optional): Positions added to the keys before the map, broadcastable to (B, M, C).
         mask (Tensor, optional): (B, M) bool, True for real tokens.
-        eps (float): Of the map, to define the direction of dead tokens, and of the normaliser.
+        eps (float): Added in the map, to define the direction of dead tokens, and to the normaliser.
 
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.

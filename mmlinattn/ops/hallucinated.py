@@ -48,7 +48,7 @@ def hallucinated_attention(
     Args:
         q (Tensor): Queries of the real heads, (B, N, h/2 * d).
         k (Tensor): Keys of the real heads, (B, M, h/2 * d).
-        v (Tensor): Values of all heads, the real ones first, (B, M, h * d); zero where ``mask`` is False.
+        v (Tensor): Values of all heads, the real ones first, (B, M, h * d); zero for masked tokens.
         num_heads (int): Heads h, real and hallucinated; even.
         grid (Grid): The grid of the keys, see :class:`mmlinattn.attention.Grid`. Class tokens have no neighbours and
             pass the convolution as they are; tokens of different ``grid.regions`` are none either.
@@ -119,7 +119,7 @@ def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: i
 
     Args:
         k (Tensor): (B, M, C/2).
-        grid (Grid): Of the keys.
+        grid (Grid): Grid of the keys.
         intra (Tensor): (h/2, 3, 3).
         mask (Tensor, optional): (B, M); other tokens are ignored.
         copies (int): 1, or h/2: each head's kernel on all keys, side by side.

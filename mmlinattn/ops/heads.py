@@ -28,10 +28,10 @@ def merge_heads(x: Tensor) -> Tensor:
 def split_heads_5d(x: Tensor, num_heads: int) -> Tensor:
     """(B, N, heads * d) -> (1, B, heads, N, d), a view: :func:`split_heads` for the references of linear attention.
 
-    Of five axes, since Inductor keeps every tensor of four channels-last in models with convolutions: heads come to lie
-    innermost. That copies each map, and its C++ code for sums in that order writes past the end of their memory if
-    the number of heads is no multiple of the vector's length (PyTorch 2.11, pytorch/pytorch#196681). Not by
-    einops: it drops axes of one until the others are in order, so that Inductor would see four.
+    The fifth axis avoids a fault of Inductor (PyTorch 2.11, pytorch/pytorch#196681). It keeps every tensor of four
+    axes channels-last in models with convolutions, so heads come to lie innermost. That copies each map. The C++ code
+    for sums in that order writes past the end of their memory if the number of heads is no multiple of the vector's
+    length. einops drops axes of one until the others are in order, so Inductor would see four.
     """
     batch, tokens, channels = x.shape
     return x.reshape(1, batch, tokens, num_heads, channels // num_heads).transpose(2, 3)

@@ -19,7 +19,7 @@ def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = No
     Args:
         q (Tensor): Queries, (B, N, C).
         k (Tensor): Keys, (B, M, C).
-        v (Tensor): Values, (B, M, C); zero where ``mask`` is False.
+        v (Tensor): Values, (B, M, C); zero for masked tokens.
         mask (Tensor, optional): (B, M) bool. Zero values are all that padding needs: nothing is divided by a sum.
 
     Returns:

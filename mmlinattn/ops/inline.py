@@ -30,7 +30,7 @@ def inline_attention(
     Args:
         q (Tensor): Queries before their feature map, (B, N, num_heads * d).
         k (Tensor): Keys before their feature map, (B, M, num_heads * d).
-        v (Tensor): Values, (B, M, E); zero where ``mask`` is False.
+        v (Tensor): Values, (B, M, E); zero for masked tokens.
         num_heads (int): Heads that the channels are split into.
         scale (float): ``d ** -0.5`` in the release.
         kernel (str): The feature map, a name of :data:`~mmlinattn.ops.feature_maps.FEATURE_MAPS`.

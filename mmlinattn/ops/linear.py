@@ -45,7 +45,7 @@ def linear_attention(
     Args:
         q (Tensor): Queries, (B, N, num_heads * d).
         k (Tensor): Keys, (B, M, num_heads * d).
-        v (Tensor): Values, (B, M, E); zero where ``mask`` is False.
+        v (Tensor): Values, (B, M, E); zero for masked tokens.
         num_heads (int): Heads that the channels are split into.
         kernel (str): phi, a name of :data:`~mmlinattn.ops.feature_maps.FEATURE_MAPS`; sums of its results must not
             vanish.
@@ -120,7 +120,7 @@ def mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, weig
     """Return the result (B, N, heads * e) and g, 1 / m, w, z, S of (B, heads, N, d) tensors; overwrites ``both``.
 
     Args:
-        products (torch.dtype): Of the products with values and state. The rest is of the type of ``both``.
+        products (torch.dtype): Type of the products with values and state; the rest has the type of ``both``.
     """
     each(IN_PLACE[kernel][0], both)
     q, k = both

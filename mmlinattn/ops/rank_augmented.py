@@ -38,7 +38,7 @@ def rala(
 
     Args:
         q, k (Tensor): Queries and keys before their feature map, (B, N, num_heads * d).
-        v (Tensor): Values, (B, N, E); zero where ``mask`` is False.
+        v (Tensor): Values, (B, N, E); zero for masked tokens.
         num_heads (int): Heads that the channels are split into.
         kernel (str): kappa, a name of :data:`~mmlinattn.ops.feature_maps.FEATURE_MAPS` with results >= 0: ``'elu'``,
             ``'relu'`` or ``'softmax'`` (RALA Tab. 10).

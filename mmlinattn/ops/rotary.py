@@ -27,7 +27,7 @@ def rotary_table(
     Args:
         height, width (int): Grid.
         head_dim (int): Channels of a head, a multiple of 4.
-        device, dtype: Of the result; the angles themselves are computed in ``dtype``.
+        device, dtype: Device and type of the result; the angles themselves are computed in ``dtype``.
         base (float): Largest wavelength over 2 pi, in tokens.
 
     Returns:

@@ -291,3 +291,12 @@ def test_a_mixer_of_another_package_keeps_the_fused_layers_of_its_host():
     assert twin.attn.mixer is block.attn.mixer
     assert isinstance(twin.attn.qkv, fused.LinearStep) and isinstance(twin.ffn, fused.FeedForwardStep)
     torch.testing.assert_close(twin(x, StageContext.of(x)), block(x, StageContext.of(x)))
+
+
+def test_the_last_norm_has_the_type_that_autocast_gives():
+    model, x = small_hosts.build('LinearDeiT', 'softmax').eval(), torch.rand(1, 3, 64, 64)
+    with torch.autocast('cpu', torch.bfloat16):
+        (out,) = model(x)
+        with ops.use('reference'):
+            (expected,) = model(x)
+    assert out.dtype == expected.dtype
