@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Read by each Python that has this folder on its path: a sixth of the time of upstream's imports goes into looking
-for cycles."""
+"""Raise the threshold of the garbage collector in each Python with this folder on its path: upstream's imports spend a
+sixth of their time on it."""
 
 import gc
 
