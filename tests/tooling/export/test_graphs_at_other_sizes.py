@@ -14,6 +14,7 @@ from torch.export import Dim
 
 from mmlinattn.attention import Attention
 from mmlinattn.tooling.export import FORMATS, ExportableModel
+from mmlinattn.tooling.export.models import deviation
 from mmlinattn.utils import private_apis
 
 # Exporters take seconds for a graph: two stages of a host.
@@ -83,6 +84,21 @@ def test_a_trace_under_autocast_runs_outside_of_it(attns):
         expected, graph = model(image), trace(model, image)
     for out, other in zip(graph(image), expected):
         assert (out - other).norm() < 0.03 * other.norm()
+
+
+@pytest.mark.parametrize(
+    ('host', 'attns'),
+    [('LinearPVT', ('inline',)), ('LinearDeiT', ('hallucinated',)), ('LinearCSWin', ('hallucinated',))],
+)
+def test_a_trace_in_float64_holds_nothing_of_the_default_dtype(host, attns):
+    model, image = graphs.build(host, attns).double(), graphs.image((2, 70, 96)).double()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        graph = trace(model, image[:1, :, :64])
+        outputs = graph(image)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert deviation(outputs, model(image)) < 1e-12
 
 
 SEQUENTIAL = [spec for spec in ATTENTIONS.values() if Attention(16, 2, spec).mixer.sequential]
