@@ -4,16 +4,16 @@
 
     python tools/swap_backbone.py mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py ravlt_t --out dino_ravlt_t.py
 
-The written config inherits the upstream one and says only what differs: the backbone with its released ImageNet
-weights, the channels that necks and heads read, which maps are returned, this package's hooks, and the optimizer that
-the paper trained the backbone with. The result is built, trained for a step and asked for a prediction before.
+The written config inherits the upstream one. It sets the backbone with its released ImageNet weights, the channels of
+necks and heads, the returned maps, this package's hooks, and the paper's optimizer. The model is built, trained for a
+step and asked for a prediction first.
 """
 
 import argparse
 import runpy
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
 from mmlinattn.tooling.command_line import check_out_file, clean_end, one_line_errors
 from mmlinattn.utils.errors import RunError

@@ -59,4 +59,4 @@ def test_numbers_of_lines():
     places = {'sharpness.entropy / log': [0.25, 0.75], 'sharpness.entropy / zero': [np.nan], 'ccs': [0.5]}
     for place, expected in {**places, 'rank.state.effective / at_most': [np.nan]}.items():
         np.testing.assert_array_equal(pictures.numbers_at(entry, place), expected)
-    assert pictures.picked(3, 8) == [0, 1, 2] and pictures.picked(9, 3) == [0, 4, 8]
+    assert pictures.evenly_spaced(3, 8) == [0, 1, 2] and pictures.evenly_spaced(9, 3) == [0, 4, 8]
