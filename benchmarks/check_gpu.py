@@ -286,8 +286,8 @@ def run_part(name: str, rehearse: bool, seconds: float) -> dict:
         file, log, error = Path(folder) / 'part.json', Path(folder) / 'log', ''
         command = [sys.executable, __file__, '--out', str(file), *['--rehearse'] * rehearse, '--part', name]
         try:
-            with log.open('w') as said:  # the compiler's processes may hold a pipe open
-                status = subprocess.run(command, stdout=said, stderr=said, timeout=seconds).returncode
+            with log.open('w') as output:  # the compiler's processes may hold a pipe open
+                status = subprocess.run(command, stdout=output, stderr=output, timeout=seconds).returncode
             error = log.read_text().strip()[-3000:] or f'status {status}' if status else ''
         except subprocess.TimeoutExpired:
             error = f'no end within {seconds:.0f} s'

@@ -17,7 +17,7 @@ from mmlinattn.tooling.command_line import one_line_errors
 from mmlinattn.tooling.configs import check_checkpoint, read_config
 from mmlinattn.utils.errors import RunError
 
-from .looking import Looker
+from .viewer import AttentionViewer
 
 
 def parse_args() -> argparse.Namespace:
@@ -30,7 +30,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build_page(looker: Looker, title: str):
+def build_page(viewer: AttentionViewer, title: str):
     """Build the page as gradio blocks."""
     import gradio as gr
 
@@ -39,7 +39,7 @@ def build_page(looker: Looker, title: str):
             return None
         x, y = click or (image.shape[1] / 2, image.shape[0] / 2)
         try:
-            return looker.maps(looker.look(image), x, y, local)
+            return viewer.maps(viewer.run(image), x, y, local)
         except RunError as error:
             raise gr.Error(str(error)) from error
 
@@ -73,8 +73,8 @@ def main() -> None:
             import gradio  # noqa: F401
         except ImportError as error:
             raise RunError('the page needs gradio: pip install "mmlinattn[app]" or pip install gradio') from error
-        looker = Looker(cfg, args.checkpoint, args.device)
-        page = build_page(looker, f'Attention of {Path(args.config).stem}')
+        viewer = AttentionViewer(cfg, args.checkpoint, args.device)
+        page = build_page(viewer, f'Attention of {Path(args.config).stem}')
         try:
             options = dict(share=False, max_file_size='20mb', inbrowser=False)
             page.launch(server_name=args.host, server_port=args.port, **options)

@@ -78,8 +78,8 @@ def page_of(rows: list[dict]) -> str:
             gone = sorted(set(SEEDS) - {run['seed'] for run in runs})
             if gone:
                 missing.setdefault(f'seed {" and ".join(map(str, gone))} at {size}', []).append(NAMES[backbone])
-    said = ''.join(f'\n\nNot run yet, {which}: {", ".join(names)}.' for which, names in missing.items())
-    return PAGE.format(table='\n'.join(lines), missing=said)
+    notes = ''.join(f'\n\nNot run yet, {which}: {", ".join(names)}.' for which, names in missing.items())
+    return PAGE.format(table='\n'.join(lines), missing=notes)
 
 
 def main() -> None:

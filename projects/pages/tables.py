@@ -69,9 +69,9 @@ def page(measured: list) -> str:
     """Return the Markdown page of pairs of a row and its :func:`measure`."""
     text = [
         "# The papers' tables",
-        "Metrics are the papers' own: nothing was retrained here; `configs/*/metafile.yml` has all of them. Parameters "
-        "and multiply-adds are counted on our configs. In brackets: the paper's number (parameters: that of its "
-        'released code, if they differ), if ours does not round to it.',
+        "Metrics are the papers' (`configs/*/metafile.yml` has all of them); nothing was retrained here. Parameters "
+        "and multiply-adds are counted on our configs, with the paper's number (or its released code's parameters) in "
+        'brackets if ours does not round to it.',
         'Multiply-adds are those of convolutions, linear layers and products in attentions (not for rows of the RALA '
         'paper). Detectors: 1000 proposals through the box heads, 100 through the mask heads, each stage of a cascade. '
         "Segmentors: without the auxiliary head. The hMHSA paper's: merged for deployment, attention maps built. "

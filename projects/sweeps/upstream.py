@@ -84,7 +84,11 @@ def outcome(name: str, backbone: str, seconds: float) -> tuple:
 
 
 # repeats the outcome
-TOLD = ('it: no other backbone fits: ', 'it does not run here with its own backbone either: ', 'it has no model: ')
+OUTCOME_PREFIXES = (
+    'it: no other backbone fits: ',
+    'it does not run here with its own backbone either: ',
+    'it has no model: ',
+)
 
 
 def family_of(result: dict) -> str:
@@ -118,8 +122,8 @@ def page(results: list[dict], backbone: str, total: int) -> str:
             if row['config'].startswith(f'{project}::') and (row['outcome'] != 'works' or row['why']):
                 why = re.sub(r"^config '\S+'", 'it', row['why'].replace(row['config'], 'it'))  # by its name, or path
                 why = why.replace('|', '/').replace('<', '&lt;')
-                for told in TOLD:
-                    why = why.removeprefix(told)
+                for prefix in OUTCOME_PREFIXES:
+                    why = why.removeprefix(prefix)
                 why = re.sub(r'^[A-Z]\w+(?= )|(?<= from )\w+$', 'it', why)  # a class name; groups equal reasons
                 groups.setdefault((row['outcome'], textwrap.shorten(why, 100, placeholder=' ...')), []).append(row)
         if groups:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import check_gpu
-import launches
 import pytest
 import torch
 
@@ -60,34 +59,6 @@ def test_rehearsal(tmp_path):
     assert all(row['right'] and 0 < row['error'] < 0.1 for row in found)
     groups = [row['groups'] for row in rows if 'optimizer_ms' in row]
     assert len(groups) == 6 and min(groups) < 10 < max(groups)
-
-
-def test_the_rehearsal_has_the_interface_of_pytorch_and_all_hosts():
-    names = [name for name in vars(check_gpu.OnCPU) if not name.startswith('__')]
-    assert all(callable(getattr(torch.cuda, name)) for name in names) and check_gpu.cuda is torch.cuda
-    assert tuple(launches.HOSTS) == check_gpu.HOSTS and launches.SWIN == check_gpu.PEER
-
-
-@pytest.mark.parametrize(
-    ('eager', 'compiled', 'right', 'status', 'choice', 'verdict'),
-    [
-        (10.0, 5.0, True, 'done', 'take --compile (2.00x', 'yes'),
-        (10.0, 9.8, False, 'done', 'take eager (1.02x', 'no'),
-        (10.0, None, True, 'no time left', 'not measured', 'not known'),
-        (10.0, 20.0, True, 'failed', 'take eager (0.50x', 'no'),
-    ],
-)
-def test_choice_and_verdict(eager, compiled, right, status, choice, verdict):
-    """The choice between eager and compiled steps; a compiled step of None milliseconds has failed."""
-    row = dict(case='eager, float32', error=1e-6, plain=2e-6, right=right)
-    parts = {f'values, {host}': dict(status=status, rows=[row]) for host in check_gpu.HOSTS}
-    for name in (name for name in check_gpu.PARTS if name.startswith('steps')):
-        ms = compiled if ', compiled' in name else eager
-        row = dict(error='no memory') if ms is None else dict(ms=ms, MiB=9.0, first_s=1.0)
-        parts[name] = dict(status='done', rows=[dict(step='train, 2 images', **row)])
-    first, *_, last = check_gpu.advice(parts)
-    assert f': {choice}' in first and last == f'Hosts right: {verdict}.'
-    assert check_gpu.report({'machine': dict(status='done', rows=[]), **parts})
 
 
 def test_a_part_that_fails_or_hangs_keeps_its_rows(monkeypatch, tmp_path):

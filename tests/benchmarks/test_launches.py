@@ -59,7 +59,7 @@ def test_counts_of_operators_and_calls():
 
 
 def test_autocast_by_the_lists_of_cuda():
-    """LayerNorm, softmax and sums in float32; afterwards as before."""
+    """Run LayerNorm, softmax and sums in float32, and restore the lists afterwards."""
     norm, x = nn.LayerNorm(8), torch.randn(2, 8).bfloat16()
 
     def types():

@@ -28,7 +28,7 @@ def serve(server, name, *reply) -> str:
 
 
 def error_line(name) -> str:
-    """A name that cannot be fetched: with link and path, and nothing is left behind."""
+    """Return the error for a name that cannot be fetched: it has link and path, and no file is left."""
     entry = released.find_released(name.rpartition('/')[2])
     with pytest.raises(CheckpointError) as caught:
         LOAD(name, 'cpu')
@@ -38,7 +38,7 @@ def error_line(name) -> str:
 
 
 def test_first_download_then_the_cache(server):
-    """The backbone's name and the classifier's are one file."""
+    """Backbone and classifier share a file."""
     name = serve(server, 'ravlt_t', 200, WHOLE)
     first, second, whole = (LOAD(name, 'cpu')['state_dict'] for name in (name, name, f'{name}_in1k'))
     assert len(server.requests) == 1 and server.kept() == ['RAVLT_T.pth']

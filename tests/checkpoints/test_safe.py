@@ -103,7 +103,7 @@ def test_numpy_data_of_numpy_1_and_2(tmp_path, core):
 
 
 class Settings(dict):
-    """Written down with attributes, as yacs' node, and with arguments, as addict's dict."""
+    """A dict pickled with attributes, as yacs' node, and with arguments, as addict's dict."""
 
     def __getnewargs__(self):
         return tuple(self.items())
@@ -209,7 +209,7 @@ def test_the_config_text_of_meta_is_dropped(save):
 
 
 def test_reading_changes_no_global_state(save, tmp_path):
-    """No warnings on other pickle protocols, and PyTorch's list as before."""
+    """Warn of no pickle protocol, and leave PyTorch's safe globals unchanged."""
     theirs = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals([getattr])  # common advice on MMEngine's error
     try:

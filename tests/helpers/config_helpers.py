@@ -28,7 +28,7 @@ def configs_of(prefix: str) -> list[str]:
 
 @functools.cache
 def load(name: str) -> Config:
-    """A config by its name; not to be changed."""
+    """Load a config by its name; callers must not change it."""
     return Config.fromfile(CONFIG_DIR / f'{name}.py')
 
 
@@ -56,7 +56,7 @@ def build_model(cfg: Config, random_init: bool) -> nn.Module:
 
 
 def without_gradient(model: nn.Module, cfg: Config) -> list[str]:
-    """Parameters that a training step on two 64x64 images leaves without a gradient."""
+    """Return the parameters without gradient after a training step on two 64x64 images."""
     from mmlinattn.tooling.swapping import dummy_inputs  # needs the tasks' packages
 
     if cfg.default_scope == 'mmpretrain':

@@ -98,7 +98,7 @@ def validation(*metrics):
 
 
 def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, optim=None, kind=Runner, **kwargs):
-    """A Runner of 2 epochs of 3 batches of 4 samples, ready for ``train()``."""
+    """Build a Runner of 2 epochs of 3 batches of 4 samples, ready for ``train()``."""
     return kind(
         model={'type': 'ToyModel', **(model or {})},
         work_dir=str(work_dir),

@@ -33,8 +33,8 @@ def one_a_stage(stages=4):
 
 
 def build(host, attns):
-    """A small host with one attention in all stages, or the given one in each of the first stages, and weights that
-    hide no term."""
+    """Build a small host with one attention in all stages, or one for each of the first stages, and weights that hide
+    no term."""
     arch = copy.deepcopy(ARCHS[host])
     stages = len(arch['depths'])
     attns = (attns,) * stages if isinstance(attns, str) else tuple(attns)[:stages]

@@ -11,8 +11,8 @@ from mmengine.registry import HOOKS
 
 @HOOKS.register_module()
 class HoldHook(Hook):
-    """In iteration ``HOLD`` of the environment (the first is 1), before its loss is logged: waits for a file ``go_on``
-    in the work dir, or for the SIGTERM that a :class:`~mmlinattn.engine.StopHook` has heard."""
+    """Wait in iteration ``HOLD`` (an environment variable, from 1), before its loss is logged, for a file ``go_on`` in
+    the work dir or a SIGTERM seen by :class:`~mmlinattn.engine.StopHook`."""
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if runner.iter + 1 != int(os.environ.get('HOLD', '0')):

@@ -1,92 +1,45 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Small detectors of each family with weights that find boxes in noise, and upstream's own predictions."""
+"""Detectors of upstream's configs with a small backbone and few channels, and upstream's own predictions."""
 
 import torch
 from mmdet.structures import DetDataSample
-from mmengine.config import ConfigDict
+from mmengine.config import Config, ConfigDict
 from mmengine.registry import MODELS, init_default_scope
 from torch.nn import functional as F
 
-CLASSES, CHANNELS = 3, 8
-BACKBONE = dict(
-    type='RAVLT', arch=dict(embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1, 1, 2, 4)), drop_path_rate=0.0
-)
+ARCH = dict(embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1, 1, 2, 4))
 PREPROCESSOR = dict(type='DetDataPreprocessor', pad_size_divisor=32)
-NMS = dict(type='nms', iou_threshold=0.5)
-ANCHORS = dict(type='AnchorGenerator', scales=[8], ratios=[0.5, 1.0, 2.0], strides=[4, 8, 16, 32, 64])
-CODER = dict(type='DeltaXYWHBBoxCoder')
-ROI = dict(
-    type='SingleRoIExtractor',
-    roi_layer=dict(type='RoIAlign', output_size=7, sampling_ratio=0),
-    out_channels=CHANNELS,
-    featmap_strides=[4, 8, 16, 32],
+# channels, classes, boxes
+SMALLER = {256: 8, 1024: 16, 80: 3, 1000: 60, 100: 20}
+GROUPS = dict(norm_cfg=dict(type='GN', num_groups=4))
+UPSTREAM = dict(
+    RetinaNet='_base_/models/retinanet_r50_fpn',
+    FCOS='fcos/fcos_r50-caffe_fpn_gn-head_1x_coco',
+    ATSS='atss/atss_r50_fpn_1x_coco',
+    FasterRCNN='_base_/models/faster-rcnn_r50_fpn',
+    MaskRCNN='_base_/models/mask-rcnn_r50_fpn',
+    CascadeRCNN='_base_/models/cascade-mask-rcnn_r50_fpn',
 )
-BOX_HEAD = dict(
-    type='Shared2FCBBoxHead', in_channels=CHANNELS, fc_out_channels=16, num_classes=CLASSES, bbox_coder=CODER
-)
-MASK_HEAD = dict(type='FCNMaskHead', num_convs=1, in_channels=CHANNELS, conv_out_channels=CHANNELS, num_classes=CLASSES)
-DENSE = dict(nms_pre=60, min_bbox_size=0, score_thr=0.05, nms=NMS, max_per_img=20)
-RCNN = dict(score_thr=0.05, nms=NMS, max_per_img=20, mask_thr_binary=0.5)
 
 
-def dense(kind, head, **neck):
-    if head['type'] != 'RetinaHead':
-        head = dict(head, norm_cfg=dict(type='GN', num_groups=4))
-    head = dict(head, num_classes=CLASSES, in_channels=CHANNELS, feat_channels=CHANNELS, stacked_convs=1)
-    fpn = dict(type='FPN', in_channels=[16, 24, 32], out_channels=CHANNELS, num_outs=5, start_level=0, **neck)
-    backbone = dict(BACKBONE, out_indices=(1, 2, 3))
-    return dict(type=kind, backbone=backbone, neck=fpn, bbox_head=head, test_cfg=DENSE)
+def smaller(node):
+    if isinstance(node, dict):
+        return {key: 1 if key in ('stacked_convs', 'num_convs') else smaller(value) for key, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [smaller(item) for item in node]
+    return SMALLER.get(node, node) if type(node) is int else node
 
 
-def two_stage(kind, roi_head):
-    roi_head = dict(roi_head, bbox_roi_extractor=ROI)
-    if 'mask_head' in roi_head:
-        roi_head['mask_roi_extractor'] = dict(ROI, roi_layer=dict(ROI['roi_layer'], output_size=14))
-    rpn_head = dict(
-        type='RPNHead', in_channels=CHANNELS, feat_channels=CHANNELS, anchor_generator=ANCHORS, bbox_coder=CODER
-    )
-    return dict(
-        type=kind,
-        backbone=BACKBONE,
-        train_cfg=None,
-        neck=dict(type='FPN', in_channels=[8, 16, 24, 32], out_channels=CHANNELS, num_outs=5),
-        rpn_head=rpn_head,
-        roi_head=roi_head,
-        test_cfg=dict(
-            rpn=dict(nms_pre=60, max_per_img=50, nms=dict(NMS, iou_threshold=0.7), min_bbox_size=0), rcnn=RCNN
-        ),
-    )
+def small(name):
+    model = smaller(Config.fromstring(f"_base_ = 'mmdet::{name}.py'", '.py').model.to_dict())
+    model.update(backbone=dict(type='RAVLT', arch=ARCH, drop_path_rate=0.0), train_cfg=None)
+    model['neck']['in_channels'] = list(ARCH['embed_dims'])
+    if model['type'] in ('FCOS', 'ATSS'):
+        model['bbox_head'].update(GROUPS, **dict(centerness_on_reg=True) if model['type'] == 'FCOS' else {})
+    return model
 
 
-STAGE = dict(BOX_HEAD, reg_class_agnostic=True)
-FAMILIES = dict(
-    RetinaNet=dense(
-        'RetinaNet',
-        dict(
-            type='RetinaHead',
-            anchor_generator=dict(
-                ANCHORS, octave_base_scale=4, scales_per_octave=2, scales=None, strides=[8, 16, 32, 64, 128]
-            ),
-        ),
-        add_extra_convs='on_input',
-    ),
-    FCOS=dense('FCOS', dict(type='FCOSHead', centerness_on_reg=True), add_extra_convs='on_output'),
-    ATSS=dense(
-        'ATSS', dict(type='ATSSHead', anchor_generator=dict(ANCHORS, ratios=[1.0], strides=[8, 16, 32, 64, 128]))
-    ),
-    FasterRCNN=two_stage('FasterRCNN', dict(type='StandardRoIHead', bbox_head=BOX_HEAD)),
-    MaskRCNN=two_stage('MaskRCNN', dict(type='StandardRoIHead', bbox_head=BOX_HEAD, mask_head=MASK_HEAD)),
-    CascadeRCNN=two_stage(
-        'CascadeRCNN',
-        dict(
-            type='CascadeRoIHead',
-            num_stages=2,
-            stage_loss_weights=[1, 1],
-            bbox_head=[STAGE, BOX_HEAD],
-            mask_head=MASK_HEAD,
-        ),
-    ),
-)
+FAMILIES = {family: small(name) for family, name in UPSTREAM.items()}
 
 
 def build(family):

@@ -36,7 +36,7 @@ PYRAMIDS = [host for host in ARCHS if host != 'LinearDeiT']
 
 
 def config(host, attn=None, **options):
-    """A small model, ``attn`` in all stages."""
+    """Return the config of a small model with ``attn`` in all stages."""
     options = {'arch': copy.deepcopy(ARCHS[host]), **options}
     if attn is not None:
         options.setdefault('stage_attns', (attn,) * len(ARCHS[host]['depths']))

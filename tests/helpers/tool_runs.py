@@ -39,7 +39,7 @@ custom_hooks = [*_base_.custom_hooks, dict(type='HoldHook')]
 
 
 def environment(**more):
-    """PYTHONPATH lets the tools of other packages find this checkout too, and configs the hook that holds a run."""
+    """Set PYTHONPATH, so that tools of other packages find this checkout, and configs the hook that holds a run."""
     folders = [str(ROOT), str(ROOT / 'tests'), str(ROOT / 'tests' / 'lean'), os.environ.get('PYTHONPATH')]
     path = os.pathsep.join(filter(None, folders))
     own = dict(PYTHONPATH=path, OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='', PYTHON=sys.executable, PORT=free_port())
@@ -57,7 +57,7 @@ def run(*command, cwd, **env):
 
 
 def start(*command, cwd, **env):
-    """The same as a process at work, in a group of its own; held in the iteration ``HOLD``."""
+    """Start a command in a process group of its own; it waits in iteration ``HOLD``."""
     return subprocess.Popen(
         [str(word) for word in command],
         start_new_session=True,
@@ -99,7 +99,7 @@ def in_one_process(jobs, folder):
 
 
 def losses(work_dir):
-    """Loss by iteration over all the runs in a work dir, the later run winning."""
+    """Return the loss of each iteration in a work dir; later runs replace earlier ones."""
     found = {}
     for log in sorted(work_dir.glob('*/vis_data/scalars.json')):
         for line in log.read_text().splitlines():

@@ -70,7 +70,7 @@ REFUSED = [  # options of an attention, words of the error; DIM = 16, HEADS = 2
 
 
 def filled(module, std=0.4):
-    """In float64, with weights that hide no term."""
+    """Fill a module with random float64 weights that hide no term."""
     module = module.double()
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=std)
@@ -171,7 +171,7 @@ def unit(x):
 
 
 def sum_of(kernels, v, grid):
-    """Each item of the patches of ``v`` (B, N, C) convolved with ``kernels`` (B or 1, C, 1, k, k); zero at class
+    """Convolve the patches of each item of ``v`` (B, N, C) with ``kernels`` (B or 1, C, 1, k, k); zero at class
     tokens."""
     images = v[:, grid.prefix :].unflatten(1, grid[:2]).permute(0, 3, 1, 2)
     kernels = kernels.expand(len(v), *kernels.shape[1:])
@@ -312,7 +312,7 @@ def twin(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=None,
 
 
 def attend(attention, x, grid, kv=None, key_grid=None, source=None, mask=None, rotary=None, bias=None):
-    """Projections, convolution and gate around the mixer, on tokens (B, N, C)."""
+    """Apply projections, convolution and gate around the mixer to tokens (B, N, C)."""
     if hasattr(attention, 'qkv'):
         q, k, v, *gate = attention.qkv(x).split(attention.widths, dim=-1)
         if kv is not None:
@@ -335,7 +335,7 @@ def gradients(out, leaves, probe):
 
 
 def assert_same(ours, theirs, leaves, rtol=1e-7, atol=1e-8):
-    """Values and gradients; largest numbers of each gradient set its scale."""
+    """Compare values and gradients, each gradient relative to its largest number."""
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
     probe = torch.randn_like(theirs)
     for mine, other in zip(gradients(ours, leaves, probe), gradients(theirs, leaves, probe)):

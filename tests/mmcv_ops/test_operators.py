@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from helpers import cases
+from launches import launches
 from mmcv import ops
 from mmcv.ops import multi_scale_deform_attn as attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 RECORDS = np.load(cases.RECORDS)
 LOWER = [torch.float16, torch.bfloat16]
@@ -221,23 +221,6 @@ def test_shapes_that_change_in_place():
     assert torch.equal(again, found[1]) and not torch.equal(*found)
 
 
-UNCOUNTED = 'empty', 'new_empty', 'empty_like', 'detach', '_unsafe_view', 'promote_types'
-
-
-class Launches(TorchDispatchMode):
-    """Record the operators that start a kernel on a GPU: neither views nor allocations."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().removeprefix('aten::').partition('.')[0]
-        if not func.is_view and name not in UNCOUNTED:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 def deformable_attention():
     shapes, starts = torch.tensor([[20, 30], [10, 15], [5, 8], [3, 4]]), torch.tensor([0, 600, 750, 790])
     tensors = cases.normal(1, 2, 802, 2, 4), cases.uniform(2, 2, 50, 2, 4, 4, 2), cases.uniform(3, 2, 50, 2, 4, 4)
@@ -266,11 +249,9 @@ def test_kernels_that_a_gpu_starts(ext, monkeypatch, make, forward, backward):
     run, *tensors = make()
     leaves = [tensor.requires_grad_() for tensor in tensors]
     gradient = torch.ones_like(run(*leaves))  # fills the caches
-    with Launches() as first:
-        result = run(*leaves)
-    with Launches() as second:
-        torch.autograd.grad(result, leaves, gradient)
-    assert len(first.names) <= forward and len(second.names) <= backward, (first.names, second.names)
+    assert launches(run, *leaves) <= forward
+    result = run(*leaves)
+    assert launches(torch.autograd.grad, result, leaves, gradient) <= backward
 
 
 def test_carafe_is_not_computed_in_lower_precision_by_autocast(device):

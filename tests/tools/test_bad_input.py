@@ -95,7 +95,7 @@ ROWS = [
     # folders and output files
     bad('train.py {mmdet} --work-dir file', "work dir 'file' cannot be written: File exists"),
     bad('train.py {mmdet} --data-root nowhere', "train_dataloader.dataset.data_root = 'nowhere': no such folder"),
-    bad('swap_backbone.py mmdet::a/b.py ravlt_t --out o.txt', "--out 'o.txt' has to end with .py."),
+    bad('swap_backbone.py mmdet::a/b.py ravlt_t --out o.txt', "--out='o.txt': expected a name that ends with .py."),
     bad(f'test.py {{mmdet}} empty.pth {COCO} --out file/x.pkl', "--out 'file/x.pkl' cannot be written: "),
     # an output that is an input
     bad('swap_backbone.py comment.py ravlt_t --out comment.py', "--out 'comment.py' is 'comment.py', which is read"),
@@ -143,7 +143,10 @@ ROWS = [
     bad(f'{MINE}py --batch 0', '--batch=0: expected at least 1'),
     bad(f'{MINE}py --classes a', '--classes is for label images'),
     bad(MINE.replace('empty', 'nowhere') + 'py', 'no such folder'),
-    bad('analysis_tools/ablation_study.py --study rala --out out --arms fulll', "--arms ['fulll']: study 'rala' has"),
+    bad(
+        'analysis_tools/ablation_study.py --study rala --out out --arms fulll',
+        "--arms=['fulll']: expected some of ['full'",
+    ),
 ]
 
 

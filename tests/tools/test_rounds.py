@@ -167,7 +167,7 @@ METRICS = dict(mmseg='mIoU', mmpretrain='accuracy/top1')
 
 @pytest.mark.parametrize('task', METRICS)
 def test_upstream_tools_and_files_of_a_run(rounds, task):
-    """The same hooks and losses; the same metric of the same checkpoint; drawings."""
+    """Compare losses and metrics with upstream's tools on the same config and checkpoint; look for drawings."""
     pytest.importorskip(task)
     folder, printed, errors = rounds(task)
     assert not errors['upstream'], printed['upstream'][-3000:]

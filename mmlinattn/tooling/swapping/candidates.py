@@ -1,8 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Upstream networks with another backbone, by reading.
 
-The first candidate is wired: necks and heads get the channels of the new maps (:class:`~.wiring.Wiring`). A second one
-is for the families that read maps without naming their channels, if the smoke test of the first fails.
+The first candidate is wired: necks and heads get the channels of the new maps (:class:`~.wiring.Wiring`). If its smoke
+test fails, a second one is tried, for families that do not name the channels they read:
+
+- detectors and segmentors get upstream's channels by a ``MapAdapter``: C4 R-CNN, NAS-FCOS, CGNet, LR-ASPP, SETR-MLA;
+- classifiers get a linear head: Conformer, EfficientFormer, LeViT.
 """
 
 from typing import Any, NamedTuple, Optional
@@ -96,7 +99,9 @@ def _behind(
 def _adapted(network: dict, measured: Measured, new: ZooBackbone, sources: list[int], remark: str) -> Candidate:
     """Make maps of upstream's channels and strides by a ``MapAdapter``, map i of stage ``sources[i]``."""
     old = measured.maps
-    kept = sorted({sources[i] for i in positions_read(network, len(old))})
+    # heads of networks with branches read all of them in training
+    read = positions_read(network, len(old)) if measured.alone is None else range(len(old))
+    kept = sorted({sources[i] for i in read})
     inputs = [kept.index(stage) if stage in kept else None for stage in sources]
     scales = [(new.stages[i].stride or 32) / (out.stride or 32) for i, out in zip(sources, old)]
     neck: dict[str, Any] = dict(type='MapAdapter', in_channels=[new.stages[i].channels for i in kept])

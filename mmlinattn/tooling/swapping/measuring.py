@@ -13,7 +13,7 @@ from ...utils.building import without_pretrained
 from ...utils.errors import RunError, described, printable
 from ...utils.registering import bare_name
 from ..command_line import quiet
-from .upstream import Unsupported, Upstream
+from .upstream import Unsupported, Upstream, listed
 from .zoo import FeatureMap
 
 _MASKING = {'mask', 'masks', 'ids_restore', 'importance'}
@@ -47,7 +47,7 @@ def measure(upstream: Upstream) -> Measured:
         raise Unsupported(upstream.base, f'masked image modelling hides tokens from {cfg["type"]}')
     size = cfg.get('img_size') or (upstream.image_size if upstream.task == 'mmpretrain' else None) or upstream.sizes[0]
     size = (size, size) if isinstance(size, int) else tuple(size)
-    noise, branches = torch.rand(2, upstream.image_channels, *size), []
+    noise, branches, backbone = torch.rand(2, upstream.image_channels, *size), [], None
     with quiet(), torch.no_grad():
         try:
             backbone = _build(cfg)
@@ -56,6 +56,10 @@ def measure(upstream: Upstream) -> Measured:
                 backbone.train()
                 branches = _maps(backbone(noise), size[0])
         except Exception as error:  # anything may be raised by a model of another project
+            channels = [neck.get('in_channels') for neck in listed(network.get('neck'))[:1]]
+            if backbone is None and channels and isinstance(channels[0], (list, tuple)) and len(channels[0]) <= 4:
+                # its package is missing (timm): the neck names its maps, the last one of stride 32
+                return Measured([FeatureMap(dim, 32 >> i) for i, dim in enumerate(channels[0][::-1])][::-1], size)
             raise RunError(
                 f'{upstream.base}: its own backbone does not run here: {printable(described(error))}'
             ) from error

@@ -10,7 +10,7 @@ from .candidates import Candidate, candidates
 from .measuring import measure
 from .settings import check_pipelines, normalise, settings_for
 from .smoke import SmokeResult, smoke_test
-from .upstream import Unsupported, Upstream, join_encoder, read_upstream
+from .upstream import Unsupported, Upstream, join_encoder, listed, read_upstream
 from .writing import changes, difference, statement
 from .zoo import ZooBackbone, find_backbone
 
@@ -115,25 +115,25 @@ def _without_weights(model: dict) -> dict:
 
 def _text(source: Upstream, backbone: str, model: dict, settings: dict) -> str:
     """Return the file: settings, then the model's differences."""
-    text, values, model = f'# {source.base} with {backbone}, by tools/swap_backbone.py of mmlinattn\n', settings, model
+    text, values = f'# {source.base} with {backbone}, by tools/swap_backbone.py of mmlinattn\n', dict(settings)
     if source.is_whole:
         values, model = {**source.cfg.to_dict(), **settings}, dict(model)
     else:
         text += f'_base_ = {source.base!r}\n\n'
         model = difference(source.model, model)
-        if 'optim_wrapper' in settings:
-            values = {**settings, 'optim_wrapper': dict(_delete_=True, **settings['optim_wrapper'])}
+        if 'optim_wrapper' in values:
+            values['optim_wrapper'] = dict(_delete_=True, **values['optim_wrapper'])
     if 'data_preprocessor' in model and not source.cfg.model.get('data_preprocessor'):  # MMPretrain's, beside the model
-        values = {**values, 'data_preprocessor': model.pop('data_preprocessor')}
-    return text + ''.join(statement(key, value) for key, value in {**values, 'model': model}.items())
+        values['data_preprocessor'] = model.pop('data_preprocessor')
+    values['model'] = model
+    return text + ''.join(statement(key, value) for key, value in values.items())
 
 
 def _changed_settings(settings: dict, upstream: Config) -> list[str]:
     """Return the changes of the settings, a line each."""
     old = upstream.to_dict()
     old['optim_wrapper'] = dict(dict(type='OptimWrapper'), **(old.get('optim_wrapper') or {}))
-    if isinstance(old.get('param_scheduler'), dict):
-        old['param_scheduler'] = [old['param_scheduler']]
+    old['param_scheduler'] = listed(old.get('param_scheduler'))
     keys = ('optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'load_from')
     lines = [line for key in keys if key in settings for line in changes(old.get(key), settings[key], key)]
     return [*lines, "custom_hooks, custom_imports, runner_type: this project's, beside upstream's"]

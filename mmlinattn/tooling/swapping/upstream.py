@@ -15,14 +15,12 @@ from ...utils.registering import bare_name
 from ..configs import PIP_NAMES, read_config
 from ..images import image_channels, test_size
 
-_RFP = 'its recursive pyramid feeds the maps of the neck back into this backbone'
-# Backbones that only their own heads understand
-_OWN_HEADS = {
-    'HourglassNet': 'an hourglass gives equal maps of one stride, each supervised by a head of its own',
-    'TridentResNet': 'its head reads three branches of shared weights, which only TridentResNet has',
-    'DetectoRS_ResNet': _RFP,
-    'DetectoRS_ResNeXt': _RFP,
-}
+# Backbones that only their own heads understand, by the beginning of their names
+_OWN_HEADS = dict(
+    HourglassNet='an hourglass gives equal maps of one stride, each supervised by a head of its own',
+    TridentResNet='its head reads three branches of shared weights, which only TridentResNet has',
+    DetectoRS='its recursive pyramid feeds the maps of the neck back into this backbone',
+)
 
 
 class Unsupported(RunError):
@@ -147,9 +145,9 @@ def read_upstream(spec: str) -> Upstream:
         network: Any = model.get(inner) if inner else model
         backbone = split_encoder(network).get('backbone') if isinstance(network, dict) else None
         if isinstance(backbone, dict) and backbone.get('type'):  # Detectron2's and Hugging Face's have none
-            kind = bare_name(backbone['type'])
-            if kind in _OWN_HEADS:
-                raise Unsupported(spec, _OWN_HEADS[kind])
+            for kind, reason in _OWN_HEADS.items():
+                if bare_name(backbone['type']).startswith(kind):
+                    raise Unsupported(spec, reason)
             init_default_scope(task)
             return Upstream(base, cfg, task, inner, is_whole)
     raise Unsupported(spec, f'{bare_name(model.get("type"))} has no backbone of its own to build')

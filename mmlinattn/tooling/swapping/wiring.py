@@ -7,7 +7,7 @@ them.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional
 
 from .upstream import listed
@@ -47,19 +47,31 @@ def nearest_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap]) -> l
 
 
 def positions_read(network: dict, count: int) -> list[int]:
-    """Return the positions of the ``count`` backbone maps that a network reads: from ``start_level`` of its first
-    neck, or ``in_index`` of its heads."""
+    """Return the positions of the ``count`` backbone maps that a network reads.
+
+    They follow from ``start_level`` of its first neck, or ``in_index`` of its heads.
+    """
     necks, found = listed(network.get('neck')), set[int]()
     if necks:
         return list(range(count))[necks[0].get('start_level') or 0 :]
     for head in (head for key, part in network.items() if key not in _NO_READERS for head in listed(part)):
-        if isinstance(head, dict) and 'in_channels' in head:
-            index = head.get('in_index')
-            if index is None:  # as MMSegmentation's heads
-                index = -1 if isinstance(head['in_channels'], int) else range(count)
-            found.update(i % count for i in ([index] if isinstance(index, int) else index))
-            found.update([0] if 'c1_in_channels' in head else [])  # DeepLabV3+ reads the first map, too
+        indices, channels = list(_indices(head)), head.get('in_channels') if isinstance(head, dict) else None
+        if channels and not indices:  # as MMSegmentation's heads
+            indices = [-1] if isinstance(channels, int) else list(range(count))
+        found.update(i % count for i in indices)
     return sorted(found) or list(range(count))
+
+
+def _indices(node: Any) -> Iterator[int]:
+    """Yield ``in_index`` of a head and the heads inside."""
+    if isinstance(node, (list, tuple)):
+        for item in node:
+            yield from _indices(item)
+    elif isinstance(node, dict):
+        index = node.get('in_index')
+        yield from [index] if isinstance(index, int) else index or []
+        yield from [0] if 'c1_in_channels' in node else []  # DeepLabV3+ reads the first map, too
+        yield from _indices(list(node.values()))
 
 
 class Wiring:

@@ -11,42 +11,42 @@ from mmengine.config import Config
 
 from mmlinattn.utils.errors import RunError
 from projects.attention_viewer import __main__ as app
-from projects.attention_viewer.looking import Looker
+from projects.attention_viewer.viewer import AttentionViewer
 
 CONFIG = Path(__file__).resolve().parents[3] / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py'
 
 
 @pytest.fixture(scope='module')
-def looker():
+def viewer():
     pytest.importorskip('mmpretrain')
-    return Looker(Config.fromfile(CONFIG), 'none')
+    return AttentionViewer(Config.fromfile(CONFIG), 'none')
 
 
 def picture(height=90, width=140):
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def test_maps_of_a_click(looker):
-    seen = looker.look(picture())
-    assert [block.mixer_name for block in seen.blocks] == ['rala', 'rala', 'softmax', 'softmax', 'softmax']
-    first, other = looker.maps(seen, 20, 20), looker.maps(seen, 120, 80)
+def test_maps_of_a_click(viewer):
+    forward = viewer.run(picture())
+    assert [block.mixer_name for block in forward.blocks] == ['rala', 'rala', 'softmax', 'softmax', 'softmax']
+    first, other = viewer.maps(forward, 20, 20), viewer.maps(forward, 120, 80)
     assert first.dtype == np.uint8 and first.shape == other.shape and (first != other).any()
-    assert (looker.maps(seen, 20, 20, local=True) != first).any()
+    assert (viewer.maps(forward, 20, 20, local=True) != first).any()
     with pytest.raises(RunError, match='keys of this model have no grid'):
-        looker.maps(seen._replace(blocks=[]), 20, 20)
+        viewer.maps(forward._replace(blocks=[]), 20, 20)
 
 
-def test_large_pictures_are_made_smaller_and_clicks_follow(looker):
-    seen = looker.look(picture(900, 2048))
-    assert seen.scale == (0.5, 0.5) and looker.maps(seen, 2040, 890).any()
+def test_large_pictures_are_made_smaller_and_clicks_follow(viewer):
+    forward = viewer.run(picture(900, 2048))
+    assert forward.scale == (0.5, 0.5) and viewer.maps(forward, 2040, 890).any()
     with pytest.raises(RunError, match='outside of picture'):
-        looker.maps(seen, 2400, 10)
+        viewer.maps(forward, 2400, 10)
 
 
 @pytest.mark.parametrize('shape', [(8, 20000, 3), (4, 100, 3), (64, 64)])
-def test_what_is_no_picture(looker, shape):
+def test_unusable_pictures_are_refused(viewer, shape):
     with pytest.raises(RunError, match=r'too narrow|expected \(H, W, 3\) with at least 8 pixels'):
-        looker.look(np.zeros(shape, np.uint8))
+        viewer.run(np.zeros(shape, np.uint8))
 
 
 def test_the_page_is_served_to_this_machine_only(monkeypatch):

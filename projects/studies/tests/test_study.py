@@ -115,9 +115,9 @@ def test_a_study_goes_seed_by_seed_and_on_where_it_was(trained, tmp_path):
 @pytest.mark.parametrize(('seconds', 'minutes', 'number'), [(100, 6, 3), (30, 1, 2), (100, 0.1, 1)])
 def test_time_is_kept(trained, tmp_path, seconds, minutes, number):
     """The first run always starts; another one only if the slowest so far would fit in the time."""
-    trained.seconds, said = seconds, []
-    results = run_study('flatten', tmp_path, 3, SMALL, max_minutes=minutes, progress=said.append)
-    assert len(results['runs']) == number and f'{24 - number} of 24 runs are left' in said[-1]
+    trained.seconds, progress = seconds, []
+    results = run_study('flatten', tmp_path, 3, SMALL, max_minutes=minutes, progress=progress.append)
+    assert len(results['runs']) == number and f'{24 - number} of 24 runs are left' in progress[-1]
 
 
 def test_two_processes_do_not_share_a_folder(trained, tmp_path):

@@ -136,7 +136,7 @@ def test_processes_have_separate_streams(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('interval', [2, 3])
 def test_checkpoints_by_iterations_of_epochs(tmp_path, interval):
-    """In the middle of an epoch of three batches, and after its last one: the resumed run ends that epoch."""
+    """Save in the middle of an epoch of three batches, or after its last; the resumed run completes that epoch."""
     options = dict(default_hooks=saved_every(interval), load_from=str(tmp_path / f'whole/iter_{interval}.pth'))
     whole, _ = train(tmp_path / 'whole', default_hooks=options['default_hooks'])
     rest, runner = train(tmp_path / 'cut', resume=True, **options)

@@ -37,11 +37,6 @@ def test_the_best_of_a_run_outlives_its_resumption(tmp_path, capsys):
     assert re.search(r'acc +│ +1.0000 │ +8.0000 ', capsys.readouterr().out)
 
 
-def test_lines_are_some_seconds_apart(tmp_path, capsys):
-    make_runner(tmp_path, [dict(type='ProgressHook')]).train()
-    assert capsys.readouterr().out.count(' step ') == 1
-
-
 def test_a_test_builds_no_training(tmp_path, capsys):
     """The training data may be missing."""
     names = {f'test_{key[4:]}': value for key, value in validation().items()}

@@ -77,7 +77,7 @@ OURS = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_PORT', 'MASTER_ADDR')
 
 @pytest.fixture
 def joined(monkeypatch):
-    """Backends of process groups, without an accelerator and a launcher."""
+    """Record the backends of process groups, without an accelerator or launcher."""
     calls = []
     for name in {*OURS, *sum(LAUNCHERS.values(), ())}:
         monkeypatch.setenv(name, '')  # restored after the test
@@ -121,7 +121,7 @@ def test_variables_that_a_launcher_sets(joined, monkeypatch):
 
 
 def test_each_process_takes_its_gpu(joined, monkeypatch):
-    """MMEngine joins them later; a check of operators would run on the first GPU."""
+    """MMEngine selects the GPU later, after our check of operators."""
     chosen = []
     monkeypatch.setattr('mmlinattn.engine.runner.distributed.get_device', lambda: 'cuda')
     monkeypatch.setattr('torch.cuda.is_available', lambda: True)

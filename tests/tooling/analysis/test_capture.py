@@ -19,7 +19,7 @@ from mmlinattn.attention import (
 from mmlinattn.tooling.analysis.capture import watched
 
 
-def looked_into(attention, x):
+def capture_block(attention, x):
     """Return the block of one attention with new random weights, and the output of the attention."""
     for parameter in attention.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -54,7 +54,7 @@ ARRANGEMENTS = {
 @pytest.mark.parametrize('make', ARRANGEMENTS.values(), ids=ARRANGEMENTS)
 def test_features_are_the_input_of_the_output_projection(make):
     attention, x = make(), torch.randn(1, 5, 6, 8)
-    block, out = looked_into(attention, x)
+    block, out = capture_block(attention, x)
     features = block.features()
     assert (block.name, block.size) == ('block', (5, 6)) and len(features) == len(block.branches)
     for branch, (mixed, whole) in zip(block.branches, features):  # the mixer's own, without convolution and gate
@@ -74,7 +74,7 @@ def test_captured_tokens_are_not_overwritten(make):
         if isinstance(module, TokenMixer):
             module.register_forward_pre_hook(lambda mixer, args: given.append([t.clone() for t in args[:3]]))
             module.register_forward_hook(lambda mixer, args, out: gave.append(out.clone()))
-    block, _ = looked_into(attention, torch.randn(1, 5, 6, 8))
+    block, _ = capture_block(attention, torch.randn(1, 5, 6, 8))
     tokens = [torch.cat([one for call in given for one in call[i]]) for i in range(3)]
     caught = torch.cat([window.out for window in block.windows])
     assert torch.equal(caught, torch.cat([out.flatten(0, 1) for out in gave]))
@@ -121,7 +121,9 @@ def test_unsupported_arrangements_are_named():
 
 def test_states_are_of_the_real_tokens_of_a_window():
     """A map of 5 rows in stripes of 2: the last one has a row of tokens that are none."""
-    block, _ = looked_into(StripeAttention(8, 2, dict(type='inline', local_residual=False), 2), torch.randn(1, 5, 6, 8))
+    block, _ = capture_block(
+        StripeAttention(8, 2, dict(type='inline', local_residual=False), 2), torch.randn(1, 5, 6, 8)
+    )
     last = block.branches[1][-1]
     real = last.queries >= 0
     assert real.sum() == 6 and len(real) == 12
@@ -129,5 +131,5 @@ def test_states_are_of_the_real_tokens_of_a_window():
     expected = (k - k.mean(dim=0)).mT @ v
     state = last.state()[0]
     torch.testing.assert_close(state / state.norm(), expected / expected.norm(), rtol=1e-4, atol=1e-5)
-    block, _ = looked_into(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 4, 5, 8))
+    block, _ = capture_block(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 4, 5, 8))
     assert block.windows[0].state() is None

@@ -39,7 +39,7 @@ def measured(attention, x, what=EVERYTHING, **options):
 
 
 def known(monkeypatch, weights, with_local=None):
-    """Whatever an attention is, its weights (n, M) are these."""
+    """Replace the weights of any attention by the given ones, (n, M)."""
     maps = {False: weights, True: with_local}
     monkeypatch.setattr(Window, 'weights', lambda self, rows, local=False: maps[local][None, rows])
     monkeypatch.setattr(Window, 'convolutions', lambda self: [] if with_local is None else ['one'])
@@ -101,7 +101,7 @@ HOSTS = {
 
 
 def literal_row(block, token):
-    """Weights of a token, key by key: (heads, keys)."""
+    """Return the weights of a token, (heads, keys), key by key."""
     rows = []
     for branch in block.branches:
         ((window, index),) = ((w, int(at)) for w in branch for at in (w.queries == token).nonzero())

@@ -21,7 +21,7 @@ from mmlinattn.utils.errors import RunError
 
 
 class Pack:
-    """As upstream's: the image, and all that is known of it."""
+    """Stand-in for upstream's packing transform."""
 
     def __init__(self, times=None):
         self.times = times
@@ -51,7 +51,7 @@ def photo(height, width):
 
 
 def test_a_picture_as_the_pipeline_makes_it():
-    """Resized by half, then its middle: 40 of 60 rows and 64 of 100 columns."""
+    """Resize by half, then crop the middle: 40 of 60 rows and 64 of 100 columns."""
     image = photo(120, 200)
     cfg = config(dict(type=Resize, scale_factor=0.5), dict(type=CenterCrop, crop_size=(64, 40)))
     picture = loading.prepare(cfg, model(), image, 'photo')

@@ -16,7 +16,7 @@ def listed(folder):
 
 
 def test_coco_layout(tmp_path):
-    """Annotations are exact: of the polygons, pycocotools makes the pixels that box and area are of."""
+    """Polygons are exact: pycocotools rasterises them to pixels with the annotated box and area."""
     write_dataset(tmp_path, DatasetSpec('coco', 60, 24, 3))
     assert listed(tmp_path) == ['annotations', 'train2017', 'val2017']
     for split, count in (('train', 60), ('val', 24)):

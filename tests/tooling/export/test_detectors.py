@@ -24,7 +24,7 @@ INF = float('inf')
 
 
 def check(graph, model, shapes=SHAPES, tolerance=2e-3):
-    """All detections of upstream's ``predict``, in its order, and nothing after them."""
+    """Compare with all detections of upstream's ``predict``, in order; padding follows."""
     for batch, *size in shapes:
         images = torch.randn(batch, 3, *size)
         boxes, scores, labels, *masks = graph(images)

@@ -1,33 +1,21 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """``tools/export.py``: files, checks and refusals. Published models, one per format, are slow."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from helpers.graphs import metadata_of
+from helpers.tool_runs import QUICK, ROOT
 from mmengine.config import Config
 
 from mmlinattn.tooling.export import FORMATS
 from mmlinattn.tooling.export.cli import main
 from mmlinattn.utils.building import build_model
 
-ROOT = Path(__file__).resolve().parents[3]
-CLASSIFIER = """
-default_scope = 'mmpretrain'
-custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)
-model = dict(
-    type='ImageClassifier',
-    data_preprocessor=dict(num_classes=3, mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0], to_rgb=True),
-    backbone=dict(
-        type='RAVLT',
-        arch=dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4)),
-        out_indices=(3,),
-    ),
-    neck=dict(type='GlobalAveragePooling'),
-    head=dict(type='LinearClsHead', num_classes=3, in_channels=32),
-)
-test_dataloader = dict(dataset=dict(type='CustomDataset', metainfo=dict(classes=('circle', 'square', 'star'))))
+CLASSIFIER = f"""
+_base_ = {QUICK['mmpretrain']!r}
+model = dict(head=dict(num_classes=3))
+data_preprocessor = dict(num_classes=3, mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0], to_rgb=True)
+test_dataloader = dict(dataset=dict(metainfo=dict(classes=('circle', 'square', 'star'))))
 """
 
 

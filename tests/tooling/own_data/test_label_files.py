@@ -350,7 +350,7 @@ def test_splits_that_files_name(tmp_path):
 
 
 def test_tasks_of_label_studio_without_annotation(tmp_path):
-    """An empty annotation says that nothing is there; none says nothing."""
+    """An empty annotation means no objects; a task without annotation is unlabelled."""
     images(tmp_path)
     label_studio(tmp_path)
     file = tmp_path / 'project-1.json'

@@ -92,7 +92,8 @@ def test_configs_open_without_an_import_before_and_move_with_their_data(tmp_path
 
 
 def test_dense_images_and_ignored_objects_widen_the_limits(tmp_path, untried):
-    """More than 100 objects an image: head, proposals and metric; regions to be ignored are no background."""
+    """Raise the limits of head, proposals and metric for more than 100 objects an image; ignored regions are no
+    background."""
     root = boxes(tmp_path / 'data', outline=(2, 2, 22, 2, 22, 22))
     content = json.loads((root / 'all.json').read_text())
     entry = content['annotations'][0]

@@ -59,7 +59,7 @@ def test_masks_of_0_and_255_are_copied_as_labels(tmp_path):
 
 
 def test_masks_divided_by_the_lists_of_voc(tmp_path):
-    """``ImageSets/Segmentation``; those of boxes beside it are others."""
+    """Read ``ImageSets/Segmentation``, not the lists of boxes beside it."""
     root = tmp_path / 'data'
     for name, listed in (('Segmentation/train', '0\n2\n'), ('Segmentation/val', '3'), ('Main/train', '1\n3\n0')):
         text(root / 'ImageSets' / f'{name}.txt', listed)

@@ -143,8 +143,12 @@ def test_backbones_without_maps():
         measure(upstream_of(dict(type='Measurable')))
     with pytest.raises(RunError, match='its own backbone does not run here: LookupError: of two lines$'):
         measure(upstream_of(dict(type='Measurable', fails=True)))
+    missing = dict(type='Measurable', other=1)
     with pytest.raises(RunError, match='its own backbone does not run here: TypeError'):
-        measure(upstream_of(dict(type='Measurable', other=1)))
+        measure(upstream_of(missing))
+    # the neck names the maps of a backbone that is not installed
+    measured = measure(upstream_of(missing, network=dict(neck=dict(in_channels=[24, 40, 96]))))
+    assert measured.maps == [(24, 8), (40, 16), (96, 32)]
 
 
 @MODELS.register_module()

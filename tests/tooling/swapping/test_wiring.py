@@ -98,7 +98,8 @@ def made(network, old, backbone, task, number=0, alone=None):
         (dict(decode_head=dict(in_channels=2048), auxiliary_head=[dict(in_channels=256, in_index=0)]), [0, 3]),
         (dict(decode_head=dict(in_channels=2048, in_index=-1, c1_in_channels=256)), [0, 3]),
         (dict(decode_head=[dict(in_channels=[512, 1024], in_index=[1, 2]), dict(in_channels=OLD[:1])]), [0, 1, 2, 3]),
-        (dict(panoptic_head=dict(in_channels=OLD, pixel_decoder=dict(in_index=1))), [0, 1, 2, 3]),
+        (dict(panoptic_head=dict(in_channels=OLD, pixel_decoder=dict(type='D'))), [0, 1, 2, 3]),
+        (dict(decode_head=dict(inner=[dict(in_index=3)]), auxiliary_head=dict(in_channels=9, in_index=2)), [2, 3]),
         (dict(teacher=dict(in_channels=256, in_index=1), bbox_head=dict(type='H')), [0, 1, 2, 3]),
     ],
 )

@@ -17,7 +17,7 @@ from mmlinattn.utils.errors import RunError
 LONGEST, THUMB = 1024, 132
 
 
-class Seen(NamedTuple):
+class ForwardPass(NamedTuple):
     """Image and attention calls of a forward pass."""
 
     picture: loading.Picture  # input of the network
@@ -25,7 +25,7 @@ class Seen(NamedTuple):
     blocks: list[BlockCall]
 
 
-class Looker:
+class AttentionViewer:
     """Attention maps of a model.
 
     Args:
@@ -37,9 +37,9 @@ class Looker:
     def __init__(self, cfg: Config, checkpoint: str, device: str = 'cpu') -> None:
         self.cfg, self.device = cfg, device
         self.model = loading.load_model(cfg, checkpoint, device)
-        self._look = functools.lru_cache(2)(self._seen)
+        self._cached = functools.lru_cache(2)(self._run)
 
-    def look(self, image: np.ndarray) -> Seen:
+    def run(self, image: np.ndarray) -> ForwardPass:
         """Run the model on an image, (H, W, 3) uint8 RGB.
 
         Raises:
@@ -47,9 +47,9 @@ class Looker:
         """
         if image.ndim != 3 or image.shape[2] != 3 or min(image.shape[:2]) < 8:
             raise RunError(f'image of shape {image.shape}: expected (H, W, 3) with at least 8 pixels a side')
-        return self._look(image.tobytes(), image.shape)
+        return self._cached(image.tobytes(), image.shape)
 
-    def _seen(self, pixels: bytes, shape: tuple) -> Seen:
+    def _run(self, pixels: bytes, shape: tuple) -> ForwardPass:
         small = resized(np.frombuffer(pixels, np.uint8).reshape(shape), LONGEST)
         if min(small.shape[:2]) < 2:
             raise RunError(f'image of {shape[1]}x{shape[0]} pixels: too narrow for {LONGEST} pixels on the longer side')
@@ -58,20 +58,22 @@ class Looker:
         with watched(self.model, blocks.append):
             self.model.backbone(picture.inputs.to(self.device))
         scale = small.shape[1] / shape[1], small.shape[0] / shape[0]  # sides are rounded separately
-        return Seen(picture, scale, blocks)
+        return ForwardPass(picture, scale, blocks)
 
-    def maps(self, seen: Seen, x: float, y: float, local: bool = False) -> np.ndarray:
+    def maps(self, forward: ForwardPass, x: float, y: float, local: bool = False) -> np.ndarray:
         """Return the attention maps of the token at an uploaded pixel as one image: a row a block, a column a head.
 
         Raises:
             RunError: The pipeline crops that pixel away.
         """
-        column, row = seen.picture.to_shown(x * seen.scale[0], y * seen.scale[1])
+        column, row = forward.picture.to_shown(x * forward.scale[0], y * forward.scale[1])
         with torch.no_grad():
-            found = [collect_query(block, seen.picture, column, row, local) for block in seen.blocks if block.ratio]
+            found = [
+                collect_query(block, forward.picture, column, row, local) for block in forward.blocks if block.ratio
+            ]
         if not found:
             raise RunError('the keys of this model have no grid')
-        return mosaic(found, seen.picture, column, row)
+        return mosaic(found, forward.picture, column, row)
 
 
 def resized(image: np.ndarray, longest: int) -> np.ndarray:
