@@ -101,8 +101,8 @@ def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
 
 
 def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float, keeps_base: bool = False) -> tuple[Tensor, ...]:
-    """Return the focused map ``y`` of (B, N, C) before its norm is restored, the factor (B, N, 1) that restores the
-    norm, r and |r|. Unless ``keeps_base``, r is overwritten by ``y``."""
+    """Return the focused map of (B, N, C) before its norm is restored, the restoring factor (B, N, 1), r and |r|. The
+    map overwrites r unless ``keeps_base``."""
     r = x.to(inverse_scale.dtype).relu()
     r = torch.addcmul(inverse_scale * eps, r, inverse_scale, out=r)
     norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)

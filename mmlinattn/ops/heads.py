@@ -65,8 +65,7 @@ def split_pair(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
 
 
 def copy_pair(q: Tensor, k: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
-    """Copy queries and keys (B, N, heads * d) to (2, B, heads, N, d), or to a tuple of two tensors if their shapes
-    differ.
+    """Copy queries and keys (B, N, heads * d) to (2, B, heads, N, d), or to a tuple of two if their shapes differ.
 
     On CPUs the heads of a token are contiguous in memory. On GPUs the tokens of a head are, so that matmuls need no
     copy.

@@ -17,8 +17,7 @@ TokenCount = Union[int, Tensor]
 
 
 def count_tokens(x: Tensor, mask: Optional[Tensor]) -> TokenCount:
-    """Return the number of real tokens of (..., B, heads, N, d), at least 1: N, or a (B, 1, 1, 1) tensor with a mask.
-    """
+    """Return the number of real tokens of (..., B, heads, N, d), at least 1: N, or (B, 1, 1, 1) with a mask."""
     if mask is None:
         count: Any = x.shape[-2]
         if isinstance(count, Tensor):  # in torch.jit.trace; the root of an int tensor would have the default dtype
