@@ -26,7 +26,7 @@ class TokenMixer(BaseModule):
         grid (tuple[int, int], optional): Height and width of the grid for which position tables are stored. Only mixers
             with ``position_table`` use it.
 
-    Class attributes tell attention modules and backbones what a mixer needs:
+    Class attributes tell attention modules and backbones the needs of a mixer:
 
     - ``quadratic``: the cost grows with N^2, so Swin and CSWin give it small windows or stripes, PVT reduced keys.
     - ``gate``: gate of the output by the block's input: None, ``'projection'``, ``'identity'``, ``'tanh'`` (see
