@@ -1,8 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Choice of the implementation of each op: the plain equation (``'reference'``) or one with an analytic gradient.
 
-Ops and ``inference`` ask this module about device, grad mode, autocast and tracing. Mixers, layers and backbones do
-not.
+Ops and ``inference`` ask this module about device, grad mode, autocast and tracing; mixers and backbones do not.
 
 Every op has its equation in plain PyTorch. It also has an analytic gradient, for every device, if autograd would keep
 or copy many intermediate results. CPU-specific steps inside an op ask :func:`on_cpu`.
@@ -110,8 +109,7 @@ def needs_reference(*tensors: Optional[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def settle():
-    """Skip the checks of :func:`needs_reference` and for dynamic sizes within a context: they answer as for a plain
-    eager call."""
+    """Skip the checks of this module and of dynamic sizes within a context: they answer as for plain eager calls."""
     state.settled = True
     try:
         yield
@@ -154,8 +152,7 @@ def size_oblivious():
 
 
 def autocasts(x: Tensor) -> bool:
-    """Return True if autocast is on for the device of ``x``. The meta device has no autocast, and PyTorch raises for
-    the query."""
+    """Return True if autocast is on for the device of ``x``. The meta device has none, and PyTorch would raise."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
@@ -165,8 +162,7 @@ def without_autocast(x: Tensor):
 
 
 def onednn_takes(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN's fused operators should compute in ``dtype``: float32, or bfloat16 on a CPU with
-    instructions for it."""
+    """Return True for types of oneDNN's fused operators: float32, and bfloat16 on CPUs with instructions for it."""
     if not (private_apis.HAS_ONEDNN and torch.backends.mkldnn.enabled):
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and private_apis.has_bfloat16_units())

@@ -75,7 +75,6 @@ def check_kernel(kernel: str, allowed: Collection[str]) -> str:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Normalise vectors along the last axis: ``x / |x|``. Zero vectors stay zero, and gradients pass through them
-    unchanged."""
+    """Normalise vectors along the last axis, ``x / |x|``. Zero vectors stay zero and pass gradients unchanged."""
     square = (x * x).sum(dim=-1, keepdim=True)  # the second derivative of a norm would be NaN at 0
     return x / torch.where(square > 0, square, 1).sqrt()

@@ -88,14 +88,12 @@ def smallest_base(dtype: torch.dtype, power: float) -> float:
 
 
 def _add_offset(k: Tensor, offset: Optional[Tensor], images: slice, rows: slice) -> Tensor:
-    """Return a block of keys plus their position offset."""
     part = k[images, rows]
     return part if offset is None else part + offset.expand_as(k)[images, rows].to(k.dtype)
 
 
 def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
-    """Return the dot products of ``x`` (B, N, C) with the mean key (B, 1, heads, d) by head, plus ``floor``: (B, N,
-    heads, 1)."""
+    """Return the products of ``x`` (B, N, C) with the mean keys (B, 1, heads, d) plus ``floor``, (B, N, heads, 1)."""
     # on CPUs, a matrix-vector product for each head and image takes several times as long as a sum of products
     return torch.linalg.vecdot(x.unflatten(-1, key_mean.shape[2:]), key_mean).unsqueeze(-1).add_(floor)
 
@@ -113,7 +111,6 @@ def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float, keeps_ba
 
 
 def _focus(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> Tensor:
-    """Return the focused map of (B, N, C) tokens."""
     y, factor, _, _ = _powers(x, inverse_scale, power, eps)
     return y.mul_(factor)
 

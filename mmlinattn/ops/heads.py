@@ -27,8 +27,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def split_heads_5d(x: Tensor, num_heads: int) -> Tensor:
-    """Split channels into heads for plain equations of linear attention: (B, N, heads * d) -> (1, B, heads, N, d), a
-    view.
+    """Split channels into heads for plain equations: (B, N, heads * d) -> (1, B, heads, N, d), a view.
 
     The fifth axis avoids a bug of Inductor (PyTorch 2.11, pytorch/pytorch#196681). In models with convolutions,
     Inductor lays out every 4-d tensor channels-last, with heads innermost, and so copies each tensor. Its C++ code for
@@ -67,8 +66,7 @@ def split_pair(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
 def copy_pair(q: Tensor, k: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
     """Copy queries and keys (B, N, heads * d) to (2, B, heads, N, d), or to a tuple of two if their shapes differ.
 
-    On CPUs the heads of a token are contiguous in memory. On GPUs the tokens of a head are, so that matmuls need no
-    copy.
+    On CPUs the heads of a token are contiguous. On GPUs the tokens of a head are, so that matmuls need no copy.
     """
     if q.shape != k.shape:
         return copy_heads(q, num_heads, dtype), copy_heads(k, num_heads, dtype)
@@ -103,8 +101,7 @@ def empty_pair(q: Tensor, k: Tensor, num_heads: int) -> tuple[Sequence[Tensor], 
 
 
 def have_attention_shapes(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bool:
-    """Return True if q, k and v have matching shapes for ``num_heads`` heads. The plain equation broadcasts other
-    shapes, or raises."""
+    """Return True if q, k and v have matching shapes. The plain equation broadcasts other shapes, or raises."""
     for t in (q, k, v):
         if t.dim() != 3 or not t.numel() or not t.is_floating_point():
             return False
@@ -125,8 +122,7 @@ def needs_equation(q: Tensor, k: Tensor, v: Tensor, num_heads: int, *others: Opt
 
 
 def dots(x: Tensor, y: Tensor) -> Tensor:
-    """Return the scalar products of ``x`` (..., B, heads, N, d) and ``y`` (..., B, heads, N or 1, d): (..., B, heads,
-    N, 1)."""
+    """Return the scalar products of (..., heads, N, d) and (..., heads, N or 1, d) along d, (..., heads, N, 1)."""
     # on CPUs, a matmul with a single column takes several times as long as a sum of products
     if y.shape[-2] == 1 and not dispatch.on_cpu(x):
         return x @ y.transpose(-1, -2)

@@ -109,8 +109,7 @@ def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
 
 
 def forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
-    """Return the output of linear attention or RALA, and [g, 1 / m, w, z, S] for the backward pass (m is the
-    normaliser)."""
+    """Return the output of linear attention or RALA, and [g, 1 / normaliser, w, z, S] for the backward pass."""
     wide = torch.promote_types(accumulation_dtype(q), v.dtype)
     both, values = copy_pair(q, k, num_heads, wide), split_heads(v, num_heads)
     out, *kept = mix(both, values, product_dtype(q, v), kernel, rotary, mask, weight_scale, eps)
@@ -124,7 +123,7 @@ def mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, weig
         products (torch.dtype): Type of the matmuls with values and state; other tensors have the type of ``both``.
 
     Returns:
-        tuple: Output (B, N, heads * e), g, 1 / m, w, z, S.
+        tuple: Output (B, N, heads * e), g, 1 / normaliser, w, z, S.
     """
     each(IN_PLACE[kernel][0], both)
     q, k = both

@@ -26,8 +26,7 @@ def pad_to_multiple(x: Tensor, step: int) -> Tensor:
 
 
 def cut_patches(x: Tensor, size: int) -> Tensor:
-    """Cut a map into patches: (B, H, W, C) -> (B, H / size, W / size, size, size, C), with H and W multiples of
-    ``size``."""
+    """Cut (B, H, W, C) into (B, H / size, W / size, size, size, C); H and W are multiples of ``size``."""
     return clone_if_open(unflatten(unflatten(x, 2, (-1, size)), 1, (-1, size)).transpose(2, 3))
 
 
@@ -51,7 +50,6 @@ def sequence_mean(x: Tensor, length: int, dim: int) -> Tensor:
 
 
 def _conv_mean(image: Tensor, size: tuple[int, int], dim: int) -> Tensor:
-    """Compute ``F.avg_pool2d(image, size)`` by a convolution: for the pool, ``torch.export`` adds guards on divisible
-    sizes."""
+    """Compute ``F.avg_pool2d(image, size)`` by a convolution: ``torch.export`` guards pools on divisible sizes."""
     weight = image.new_full((dim, 1, *size), 1 / (size[0] * size[1]))
     return F.conv2d(image, weight, stride=size, groups=dim)

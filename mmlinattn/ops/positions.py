@@ -47,8 +47,7 @@ def resize_table(table: Tensor, stored: tuple[int, int], size: tuple[int, int], 
 
 
 def resize_table_in_graph(table: Tensor, stored: tuple[int, int], grid: Grid, prefix: int = 0) -> Tensor:
-    """:func:`resize_table` for a grid of dynamic size, by interpolation matrices. At the stored size they are the
-    identity."""
+    """:func:`resize_table` for a grid of dynamic size, by interpolation matrices (the identity at the stored size)."""
     sizes = grid.within or grid[:2]
     rows, columns = (_bilinear_weights(*axis, table) for axis in zip(stored, grid[:2], sizes))
     image = unflatten(table[0, prefix:], 0, stored).to(rows.dtype)

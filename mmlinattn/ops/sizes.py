@@ -66,7 +66,6 @@ def clone_if_open(x: Tensor) -> Tensor:
 
 
 def to_image(x: Tensor) -> Tensor:
-    """Move channels first: (B, H, W, C) -> (B, C, H, W), a view in channels-last memory unless :func:`clone_if_open`
-    copies it."""
+    """Move channels first: (B, H, W, C) -> (B, C, H, W), a view unless :func:`clone_if_open` copies it."""
     x = x.permute(0, 3, 1, 2)
     return x if dispatch.state.settled else clone_if_open(x)

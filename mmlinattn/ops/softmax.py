@@ -62,7 +62,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:
 
 
 def equation(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:
-    """Compute :func:`attend` with an explicit N x M map, differentiable any number of times, in reverse and forward
-    mode."""
+    """Compute :func:`attend` with an explicit map, differentiable any number of times, in reverse and forward mode."""
     logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     return (logits if bias is None else logits + bias).softmax(dim=-1) @ v

@@ -185,8 +185,7 @@ class DynamicWindows:
 
 
 class Axis:
-    """One axis of :class:`DynamicWindows`: ``size`` rows or columns in windows of length ``window``; None is one window
-    of all."""
+    """One axis of :class:`DynamicWindows`: ``size`` positions in windows of length ``window``; None is one window."""
 
     def __init__(self, size, window: Optional[int], shift: bool) -> None:
         self.size = size
@@ -210,7 +209,7 @@ class Axis:
         return first[:, None] + torch.arange(self.window, device=x.device)
 
     def shifted(self, direction: int, x: Tensor, by_window: bool = False) -> Tensor:
-        """Return the index before the shift of each padded position (``direction`` 1), or after it of each map position
+        """Return the index before the shift of each padded position (``direction`` 1), or after it of map positions
         (-1)."""
         length = self.padded if direction == 1 else self.size
         position = self.positions(x) if by_window else torch.arange(length, device=x.device)
