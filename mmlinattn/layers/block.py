@@ -63,8 +63,7 @@ class Block(BaseModule):
         return self.ffn(x)
 
     def add(self, x: Tensor, branch: Tensor, gamma: Optional[Tensor]) -> Tensor:
-        """Return ``x + DropPath(gamma * branch)``. Stochastic depth acts on gamma (one row an image), not on the whole
-        map."""
+        """Return ``x + DropPath(gamma * branch)``. Stochastic depth acts on gamma for each image, not on the map."""
         drop_path = self.drop_path
         drops = drop_path.training and not isinstance(drop_path, nn.Identity)
         if gamma is None and not drops:

@@ -112,8 +112,7 @@ class FactorisedLinear(BaseModule):
         return self.up(self.down(x)) + self.bias
 
     def merged(self) -> tuple[nn.Module, nn.Module]:
-        """Return ``down`` and ``up`` as plain linear layers with merged branches. Merged factors are returned
-        unchanged."""
+        """Return ``down`` and ``up`` as plain linear layers: branches are merged if they are not merged already."""
         if isinstance(self.down, BranchedLinear) and isinstance(self.up, BranchedLinear):
             return self.down.merged(), self.up.merged()
         return self.down, self.up

@@ -63,10 +63,9 @@ class ConvDownsample(BaseModule):
 
 
 class PatchConv2d(nn.Conv2d):
-    """Convolution of non-overlapping patches by a matmul: (B, C, H, W) -> (B, C', H / k, W / k), H and W multiples of
-    k.
+    """Convolution of non-overlapping patches by a matmul: (B, C, H, W) of whole patches -> (B, C', H / k, W / k).
 
-    oneDNN's own convolutions of such kernels return wrong results in bfloat16 on CPUs with AMX, for maps of 8 to 24
+    oneDNN's convolutions of such kernels return wrong results in bfloat16 on CPUs with AMX, for maps of 8 to 24
     channels (PyTorch 2.11).
 
     Args:
@@ -124,8 +123,7 @@ class PatchEmbed(BaseModule):
 
 
 class PatchMerging(BaseModule):
-    """Swin's down-sampling: concatenate the pixels of each 2x2 patch, norm, linear without bias. Odd maps are
-    zero-padded.
+    """Swin's down-sampling: concatenate the pixels of each 2x2 patch, norm, linear. Odd maps are zero-padded.
 
     Shape: (B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), C').
     """
