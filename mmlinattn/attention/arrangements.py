@@ -18,8 +18,7 @@ from .mixer import LocalMixer
 
 
 class ReducedAttention(ReducedKeysAttention):
-    """Spatial-reduction attention: keys and values come from the map after a strided convolution and a norm (PVT Eq.
-    2-3).
+    """Spatial-reduction attention: keys and values of a map after a strided convolution and a norm (PVT Eq. 2-3).
 
     Args:
         dim, num_heads, mixer, kwargs: See :class:`Attention`.

@@ -134,8 +134,7 @@ class Attention(LePEMixer):
         return self.qkv(x).split(self.widths, dim=-1)
 
     def apply_gate(self, out: Tensor, x: Tensor, projected: list) -> Tensor:
-        """Multiply ``out`` by its gate: the projected gate, the input ``x`` or its tanh. Without a gate, return
-        ``out``."""
+        """Return ``out`` times its gate (projected, the input ``x``, or its tanh), or ``out`` itself without a gate."""
         if self.gate is None:
             return out
         return out * (projected[0] if projected else x if self.gate == 'identity' else x.tanh())
@@ -191,14 +190,12 @@ class ReducedKeysAttention(Attention):
 
 
 def source_tokens(x: Tensor, stage: StageContext) -> Tensor:
-    """Return the tokens (B, N, C) for the mean token of a mixer: ``stage.source`` if set, else the attention's input
-    ``x``."""
+    """Return the tokens (B, N, C) to average for the mixer: ``stage.source``, or the attention's input ``x``."""
     return x if stage.source is None else stage.source.flatten(1, -2)
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-    """Average the real tokens: (B, N, C), mask (B, N) -> (B, C), accumulated in float32 or better. Padded tokens are
-    zero."""
+    """Average the real tokens in float32 or better: (B, N, C), mask (B, N) -> (B, C). Padded tokens are zero."""
     dtype = accumulation_dtype(x)
     if mask is None:
         return x.mean(dim=1, dtype=dtype).to(x.dtype)

@@ -75,8 +75,7 @@ class TokenMixer(BaseModule):
         bias: Optional[Tensor] = None,
         context: Optional[Tensor] = None,
     ) -> Tensor:
-        """Mix the values. All keyword arguments are passed to every mixer; it names those that it uses and ignores
-        others (``**_``).
+        """Mix the values. Every mixer gets all keyword arguments; it names those that it uses (others: ``**_``).
 
         Args:
             q (Tensor): Queries, (B, N, widths[0]), before the split into heads.
