@@ -78,8 +78,7 @@ def _call(module, *args):
 
 
 def plain_caller(backbone) -> Callable:
-    """Return the function that calls modules themselves: ``call(module, *args)``. With ``with_cp`` it checkpoints
-    blocks."""
+    """Return the function ``call(module, *args)`` for modules themselves; ``with_cp`` checkpoints blocks."""
     return call_recomputed if backbone.with_cp else getattr(operator, 'call', _call)  # Python 3.11
 
 

@@ -62,8 +62,7 @@ class Twin:
 
     @classmethod
     def prepare(cls, module: Any, children: dict, precision: Precision) -> bool:
-        """Return True if a twin with these ``children`` (by name) computes the same as ``module``. It may replace
-        children."""
+        """Return True if a twin with ``children`` (by name) equals ``module``. It may replace some children."""
         return True
 
 
@@ -115,8 +114,7 @@ def fuse(module: Any, precision: Precision) -> Any:
 
 
 def has_weights(module: nn.Module) -> bool:
-    """Return True if weight and bias are registered parameters (or None) rather than computed, e.g. by a
-    parametrisation."""
+    """Return True if weight and bias are registered parameters (or None), not computed by a parametrisation."""
     return {'weight', 'bias'} <= module._parameters.keys()
 
 
@@ -151,8 +149,7 @@ def product(precision: Precision, x: Tensor, weight: Any, bias: Any, gelu: bool 
 
 
 def is_row(bias: Optional[Tensor], weight: Tensor) -> bool:
-    """Return True for a bias that oneDNN reads correctly: it assumes a contiguous row of the right size without a
-    check."""
+    """Return True for a bias that oneDNN reads correctly: it assumes a contiguous row of the right size."""
     return bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:1])
 
 
@@ -238,8 +235,7 @@ class ResidualDWConvStep(Twin, ResidualDWConv):
 
 
 class FoldedConv(nn.Module):
-    """Convolution with a batch norm folded into it, after GELU of its input (``takes_gelu``) and before GELU
-    (``gelu``).
+    """Convolution with a folded batch norm, GELU before it (``takes_gelu``) and GELU after it (``gelu``).
 
     Weights are folded at each call, since a write to ``p.data``, as by EMA, cannot be detected.
     """

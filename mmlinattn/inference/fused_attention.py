@@ -62,8 +62,7 @@ class LePEStep(Twin, LePEMixer):
 class AttentionStep(LePEStep, Attention):
     @property
     def convolves(self) -> bool:
-        """True if a convolution reads the values. They are projected apart then, as it would copy a slice of a joint
-        tensor."""
+        """True if a convolution reads the values: projected apart, they are contiguous and need no copy."""
         return self.local is not None or isinstance(self.mixer, LocalMixer)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:

@@ -62,8 +62,7 @@ class Snapshot:
         self.groups = [WeightGroup(modules) for modules in backbone.stage_modules()] if self.is_plain else []
 
     def is_current(self, backbone: nn.Module) -> bool:
-        """Return True if no module was since replaced or hooked, or got other attributes or weights of another class or
-        dtype."""
+        """Return True if no module was since replaced or hooked, or got other attributes or kinds of weights."""
         if backbone._modules != self.children:
             return False
         try:
