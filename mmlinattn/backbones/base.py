@@ -134,8 +134,7 @@ class Backbone(Arch, BaseModule):
         raise NotImplementedError
 
     def stage_modules(self) -> list[list[nn.Module]]:
-        """Return the modules that :meth:`features` calls, by stage; under autocast the weights of a stage are cast
-        together."""
+        """Return the modules that :meth:`features` calls, by stage; autocast casts the weights of a stage together."""
         raise NotImplementedError
 
     def freeze(self) -> None:
@@ -220,13 +219,11 @@ class Backbone(Arch, BaseModule):
         self.with_cp = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of tables and scales without weight decay; timm's optimizers exempt biases and norms on
-        their own."""
+        """Return the names of tables and scales without weight decay; timm exempts biases and norms itself."""
         return {name for name, _ in self.named_parameters() if any(part in name for part in UNDECAYED)}
 
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
-        """Return the function that maps a parameter's name to a layer number, for timm's layer-wise learning rate
-        decay.
+        """Return the function from a parameter's name to its layer number, for timm's layer-wise learning rate decay.
 
         Args:
             coarse (bool): Number stages instead of blocks.
@@ -362,8 +359,7 @@ class PyramidBackbone(Backbone):
         self.stages = ModuleList()
 
     def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
-        """Build the input layer of a stage: (B, H, W, in_dim), the image or the map of the stage before, -> (B, h, w,
-        dim)."""
+        """Build the layer from (B, H, W, in_dim), the image or the last stage's map, to (B, h, w, dim)."""
         raise NotImplementedError
 
     def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:
