@@ -122,7 +122,8 @@ class WindowAttention(Attention):
     def map_bias(self, windows, hidden: Optional[Tensor], batch: int) -> Optional[Tensor]:
         """Return the bias of the attention map, (1 or B * windows, heads, N, N); None if there is none.
 
-        It sums the relative position bias and ``hidden`` (windows, 1, N, N), the mask between regions of a shifted map.
+        It sums the relative position bias and ``hidden`` (windows, 1, N, N), the additive mask that keeps regions of a
+        shifted map apart.
         """
         # four dimensions: for a bias of three, PyTorch does not use its fused attention
         bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]

@@ -1,8 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The attention modules around a token mixer: projections, the depth-wise convolution of the values, the gate.
 
-Subclasses call the mixer on whole maps, windows, stripes, reduced keys or tokens with a class token. None depends on
-the kind of mixer.
+Subclasses call the mixer on whole maps, windows, stripes, or with spatially reduced keys, for any kind of mixer.
 """
 
 from collections.abc import Sequence
@@ -164,7 +163,7 @@ class ReducedKeysAttention(Attention):
         raise NotImplementedError
 
     def forward(self, x: Tensor, stage: StageContext) -> Tensor:
-        """Attend from all tokens of a map to its reduced keys: (B, H, W, C) -> (B, H, W, C)."""
+        """Attend from all tokens of a map to the tokens of its reduced map: (B, H, W, C) -> (B, H, W, C)."""
         reduced, tokens = self.reduce(x), x.flatten(1, 2)
         q, *gate = self.q(tokens).split((self.widths[0], *self.widths[3:]), dim=-1)
         k, v = self.kv(reduced.flatten(1, 2)).split(self.widths[1:3], dim=-1)

@@ -84,7 +84,7 @@ class Arch:
 
     @property
     def attn_blocks(self) -> list[list[bool]]:
-        """Flags, by stage, that tell if a block has an attention: by default all have."""
+        """Flags for each block of each stage, True if the block has an attention; by default all have."""
         return [[True] * depth for depth in self.depths]
 
     @property

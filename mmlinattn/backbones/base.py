@@ -359,7 +359,7 @@ class PyramidBackbone(Backbone):
         self.stages = ModuleList()
 
     def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
-        """Build the layer from (B, H, W, in_dim), the image or the last stage's map, to (B, h, w, dim)."""
+        """Build the input layer of a stage: image or map (B, H, W, in_dim) -> (B, h, w, dim), coarser."""
         raise NotImplementedError
 
     def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:

@@ -26,7 +26,7 @@ class LinearDeiT(Backbone):
 
     Args:
         arch (str | dict): ``inline-{tiny,small,base}``, ``flatten-tiny``, ``rala-tiny``, ``hmhsa-{tiny,small}``,
-            ``{hydra,efficient,angular,enhanced}-tiny``, ``softmax-{tiny,small,base}``, or a dict: ``embed_dims``,
+            ``{hydra,efficient,angular,enhanced}-tiny``, ``softmax-{tiny,small,base}``. A dict has ``embed_dims``,
             ``depths``, ``num_heads`` (sequences of length one) and optionally ``mlp_ratios``, ``ffn``, ``grid``
             (patches a side in training), ``stage_attns``, ``drop_path_rate``.
         out_type (str): As MMPretrain's ``VisionTransformer``: ``'cls_token'`` (B, C), ``'featmap'`` (B, C, ceil(H /

@@ -78,7 +78,8 @@ def _call(module, *args):
 
 
 def plain_caller(backbone) -> Callable:
-    """Return the function ``call(module, *args)`` for modules themselves; ``with_cp`` checkpoints blocks."""
+    """Return the caller of modules without twins, ``call(module, *args)``. With ``with_cp``, blocks are recomputed in
+    the backward pass."""
     return call_recomputed if backbone.with_cp else getattr(operator, 'call', _call)  # Python 3.11
 
 

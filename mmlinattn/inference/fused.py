@@ -56,7 +56,7 @@ class Precision(NamedTuple):
 
 
 class Twin:
-    """Base class of twins; subclasses override methods of a module's class."""
+    """Base of the classes in this file, each of methods that replace steps of a module's forward pass in its twin."""
 
     precision: Precision
 
@@ -173,7 +173,7 @@ class LayerNormStep(Twin, nn.LayerNorm):
 
 @twin_of(BranchedLinear)
 class BranchedLinearStep(Twin, BranchedLinear):
-    """Parallel branches merged into one linear layer at each call."""
+    """Twin of :class:`BranchedLinear` that merges the branches into one linear layer at each call."""
 
     @classmethod
     def prepare(cls, module, children, precision) -> bool:

@@ -75,7 +75,7 @@ class Block(BaseModule):
 
 
 class SourceBlock(Block):
-    """:class:`Block` for mixers that use the mean token: the mean is of the block's input, before its norm."""
+    """:class:`Block` that sets its input as ``source``: mixers that need the mean token average it before the norm."""
 
     def forward(self, x: Tensor, stage) -> Tensor:
         return super().forward(x, stage._replace(source=x))

@@ -209,8 +209,7 @@ class Axis:
         return first[:, None] + torch.arange(self.window, device=x.device)
 
     def shifted(self, direction: int, x: Tensor, by_window: bool = False) -> Tensor:
-        """Return the index before the shift of each padded position (``direction`` 1), or after it of map positions
-        (-1)."""
+        """Return the indices that select the shifted axis (``direction`` 1), or undo the shift on the map (-1)."""
         length = self.padded if direction == 1 else self.size
         position = self.positions(x) if by_window else torch.arange(length, device=x.device)
         if not self.shifts:
