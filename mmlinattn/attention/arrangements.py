@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Attention modules on (B, H, W, C) maps with reduced keys, windows or stripes, each for any token mixer."""
+"""Attention modules on (B, H, W, C) maps with spatially reduced keys, windows or stripes, for any token mixer."""
 
 from typing import Optional, Union
 

@@ -114,7 +114,7 @@ class Attention(LePEMixer):
         self.qkv = nn.Linear(dim, sum(self.widths), bias=bias)
 
     def forward(self, x: Tensor, stage: StageContext) -> Tensor:
-        """Attend among tokens.
+        """Project tokens to queries, keys and values, mix them, apply the gate and project the result.
 
         Args:
             x (Tensor): Tokens, (B, N, C).

@@ -60,9 +60,9 @@ class Backbone(Arch, BaseModule):
             files, own checkpoints and ``mmlinattn://NAME``.
 
     Raises:
-        ValueError: For an unknown ``arch`` or attention, or a wrong number of ``stage_attns``. Also for sizes out of
-            range: depths, widths, windows, grids, stripes or reductions below 1, ratios not above 0, a number of heads
-            that does not divide the width, a ``drop_path_rate`` outside of [0, 1). Also for arguments of another type.
+        ValueError: For an unknown ``arch`` or attention, or a wrong number of ``stage_attns``. Also for
+            depths, widths, windows, grids, stripes or reductions below 1, and ratios not above 0. Also for a number of
+            heads that does not divide the width, a ``drop_path_rate`` outside of [0, 1), and arguments of other types.
     """
 
     out_norm_cfg = dict(type='LN', eps=1e-6)

@@ -35,13 +35,13 @@ class LinearNextViT(PyramidBackbone):
             stage's result), ``depths``, ``num_heads`` (of the attentions, on three quarters of the width). Optional
             keys: ``attn_every`` (every n-th block and the last one have an attention; 0 for none), ``mlp_ratios`` (of
             convolution blocks), ``attn_mlp_ratios`` (of transformer blocks). Also ``sr_ratios``, ``key_reduction``,
-            ``group_dim`` (channels of a group of the convolutions), ``stem_dims`` (widths of the first three
+            ``group_dim`` (channels of a convolution's group), ``stem_dims`` (widths of the first three
             convolutions), ``grids`` (trained sizes of the maps), ``ffn``, ``stage_attns``, ``drop_path_rate``.
         stage_attns (Sequence, optional): As in :class:`~mmlinattn.backbones.base.Backbone`; entries of convolution
             blocks (None, or any) have no effect.
         key_reduction (str, optional): How quadratic attentions average keys: ``'grid'`` or ``'sequence'``, see
-            :class:`AveragedKeysAttention`. None takes the arch's: the release's ``'sequence'`` for ``softmax-*``, else
-            ``'grid'``, and ``'grid'`` for an attention with neighbours of keys (``'hallucinated'``).
+            :class:`AveragedKeysAttention`. None takes ``'grid'`` for attentions that use neighbours of keys
+            (``'hallucinated'``), and the arch's value for others: ``'sequence'`` (release) for ``softmax-*``.
         stage_norms (bool, optional): End each stage in a batch norm that also feeds the next stage, as in the released
             segmentation backbones. False applies norms to the outputs alone: the classifier has one, on the last
             stage. None is True if ``out_norm`` is set and there are several outputs.

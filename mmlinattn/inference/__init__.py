@@ -84,7 +84,7 @@ def plain_caller(backbone) -> Callable:
 
 
 def twin_caller(snapshot: Snapshot, precision: Precision) -> Callable:
-    """Return the function ``call(module, *args)`` that calls the fused twin of a module, made at its first call."""
+    """Return the caller ``call(module, *args)`` of twins, fused versions of modules made at their first call."""
     twins = snapshot.twins.setdefault(precision, {})
 
     def call(module, *args) -> Any:

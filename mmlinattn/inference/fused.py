@@ -56,7 +56,7 @@ class Precision(NamedTuple):
 
 
 class Twin:
-    """Base of the classes in this file, each of methods that replace steps of a module's forward pass in its twin."""
+    """Base class of twins, fused versions of modules; subclasses hold the methods that a twin overrides."""
 
     precision: Precision
 
@@ -71,7 +71,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, Sequential, ModuleList)
 
 
 def twin_of(*kinds: type) -> Callable:
-    """Return a decorator that registers a class as the twin of ``kinds``: it overrides methods of each."""
+    """Return a decorator that makes a class the twin (fused version) of ``kinds``: it overrides methods of each."""
 
     def register(steps: type) -> type:
         own = {'__module__': steps.__module__}
@@ -82,14 +82,14 @@ def twin_of(*kinds: type) -> Callable:
 
 
 def replaced_methods(kind: type, twin: type) -> set[str]:
-    """Return the names of methods of a class that its twin overrides, or calls with other arguments."""
+    """Return the names of methods of a class that its twin (fused version) overrides, or calls with other arguments."""
     steps = twin.__mro__[1 : twin.__mro__.index(kind)]
     names = {name for base in steps for name, value in vars(base).items() if callable(value)}
     return {name for name in names if hasattr(kind, name)} | {'__call__', '_call_impl'}
 
 
 def fuse(module: Any, precision: Precision) -> Any:
-    """Return the twin of a module, or the module itself if it has no twin.
+    """Return the twin of a module: a copy with fused operators and the same weights. Without a twin, return the module.
 
     Modules of other packages have no twin, nor have modules with hooks, adapters or patched methods.
     """

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Twins of attentions that add local terms and apply gates in place, in the mixer's result."""
+"""Twins (fused versions) of attentions that add local terms and apply gates in place, in the mixer's result."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -46,7 +46,7 @@ class RALAStep(Twin, RALAMixer):
 class LePEStep(Twin, LePEMixer):
     @classmethod
     def prepare(cls, module, children, precision) -> bool:
-        """Require projections and a mixer of this package: their results are new tensors that may be overwritten."""
+        """Allow a twin for projections and a mixer of this package alone, since it overwrites their results."""
         mixer, projections = module.mixer, [children[name] for name in ('qkv', 'q', 'kv') if name in children]
         is_own = type(mixer).__module__.startswith('mmlinattn.') and not is_altered(mixer)
         if is_own and all(isinstance(layer, LinearStep) for layer in projections):

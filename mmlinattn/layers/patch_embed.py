@@ -123,7 +123,7 @@ class PatchEmbed(BaseModule):
 
 
 class PatchMerging(BaseModule):
-    """Swin's down-sampling: concatenate the pixels of each 2x2 patch, norm, linear. Odd maps are zero-padded.
+    """Swin's down-sampling: concatenate each 2x2 patch, norm, linear without bias. Odd maps are zero-padded.
 
     Shape: (B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), C').
     """

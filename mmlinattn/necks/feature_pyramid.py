@@ -46,8 +46,8 @@ class SimpleFeaturePyramid(BaseModule):
         ValueError: For ``num_outs`` other than 4 and 5, an ``in_channels`` that is no multiple of 4, or a map of
             another width.
 
-    Shape: the last map of a sequence, or one map, (B, in_channels, h, w) of stride 16 -> tuple of ``num_outs`` maps
-    (B, out_channels, ., .) of sizes (4h, 4w), (2h, 2w), (h, w), (ceil(h / 2), ceil(w / 2)), (ceil(h / 4), ceil(w / 4)).
+    Shape: one map (B, in_channels, h, w) of stride 16, or the last of a sequence -> ``num_outs`` maps of width
+    out_channels. Their sizes: (4h, 4w), (2h, 2w), (h, w), (ceil(h / 2), ceil(w / 2)), (ceil(h / 4), ceil(w / 4)).
 
     Examples:
         >>> import torch

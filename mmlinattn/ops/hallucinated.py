@@ -14,7 +14,7 @@ from .padding import masked_bias
 from .sizes import is_known, to_image, unflatten
 from .softmax import attend
 
-Step = Union[None, Tensor, nn.Module]
+Step = Union[None, Tensor, nn.Module]  # IHH or CHH: its weight, a convolution, or None to skip it
 
 _BLOCK_NUMEL = 2**18  # logits of a block of queries, for each thread
 _MIN_ROWS = 32  # least queries of a block, since each block reads all keys
@@ -155,10 +155,10 @@ def _halves(bias: Tensor, half: int) -> tuple[Tensor, Tensor]:
 
 
 def _kernel(step: Step, size: int, groups: int) -> Optional[Tensor]:
-    """Return the kernels (h/2, 3, 3) or the matrix (h/2, h/2) of a step; None for a module that is no plain
+    """Return the kernels (h/2, 3, 3) of IHH or the matrix (h/2, h/2) of CHH; None for a module that is no plain
     convolution.
 
-    The convolution's bias is dropped: it adds the same value to all logits of a query, which softmax ignores. It is
+    The convolution's bias has no effect: it adds the same value to all logits of a query, which softmax ignores. It is
     multiplied by 0 rather than left out, since distributed training expects a gradient of it.
     """
     if not isinstance(step, nn.Module):
