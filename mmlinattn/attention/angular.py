@@ -14,17 +14,17 @@ CONVS = ('grid', 'sequence', None)
 class AngularMixer(LocalMixer):
     """Linear angular attention of Castling-ViT (You et al. 2023, Eq. 4-6) plus a depth-wise convolution of the values.
 
-    The auxiliary softmax branch of the released training code builds N x N maps and is left out; so it is in the
+    The auxiliary softmax branch of the released training code builds N x N maps. It is left out here, as in the
     released inference code.
 
     Args:
         dim (int): Width C.
         num_heads (int): Number of heads.
         grid (tuple[int, int], optional): Not used.
-        form (str): ``'released'``: half of the token's own value, and outputs of norm 1 within the head; ``'paper'``:
-            weights ``1/2 + q . k / pi`` that sum to 1.
+        form (str): ``'released'`` adds half of the token's own value, and divides outputs by their norm within the
+            head. ``'paper'`` takes weights ``1/2 + q . k / pi``, divided by their sum.
         conv (str, optional): The convolution, one kernel a head, no bias: ``'grid'``, 3x3 over the map; ``'sequence'``,
-            9x1 over the token sequence, class token included (release; not for windows); None for none.
+            9x1 over the token sequence, class token included (release; not for windows). None leaves it out.
 
     Raises:
         ValueError: For an unknown ``form`` or ``conv``.

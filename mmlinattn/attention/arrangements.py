@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""How hosts lay tokens around an attention. All take and give (B, H, W, C) maps; none knows a method."""
+"""Attention modules on (B, H, W, C) maps with spatially reduced keys, windows or stripes, for any token mixer."""
 
 from typing import Optional, Union
 
@@ -18,7 +18,7 @@ from .mixer import LocalMixer
 
 
 class ReducedAttention(ReducedKeysAttention):
-    """Keys and values of a map reduced by a strided convolution and a norm (PVT Eq. 2-3).
+    """Spatial-reduction attention: keys and values of a map after a strided convolution and a norm (PVT Eq. 2-3).
 
     Args:
         dim, num_heads, mixer, kwargs: See :class:`Attention`.
@@ -26,7 +26,7 @@ class ReducedAttention(ReducedKeysAttention):
         norm_cfg (dict): Norm of the reduced map.
 
     Raises:
-        ValueError: For a ratio above 1 with an attention that adds a convolution of the values.
+        ValueError: For a ratio above 1 with a mixer or ``local_kernel`` that convolves the values of the whole map.
     """
 
     def __init__(self, dim: int, num_heads: int, mixer, ratio: int, norm_cfg: dict, **kwargs) -> None:
@@ -43,8 +43,10 @@ class ReducedAttention(ReducedKeysAttention):
 
 
 def check_order(mixer, spec) -> None:
-    """Raises:
-    ValueError: For a mixer that reads tokens in an order that windows do not keep.
+    """Refuse a mixer for windows and stripes if it depends on the order of all tokens.
+
+    Raises:
+        ValueError: For such a mixer.
     """
     if mixer.sequential:
         raise ValueError(f'attention {spec!r} reads the sequence of all tokens; windows and stripes cut it')
@@ -53,16 +55,16 @@ def check_order(mixer, spec) -> None:
 class WindowAttention(Attention):
     """Attention within windows, shifted or not; padding never changes the output of a real token.
 
-    The map is projected before it is cut and after it is put together.
+    Linear projections run on the whole map, before windows are cut and after they are merged.
 
     Args:
         dim, num_heads, mixer, kwargs: See :class:`Attention`.
-        window (tuple[int, int], optional): Largest window; None for the whole map.
-        shift (bool): Shift the windows by half, as every second block of Swin.
-        relative_bias (bool): Swin's relative position bias, for mixers that take a bias.
+        window (tuple[int, int], optional): Largest height and width of a window; None for the whole map.
+        shift (bool): Shift the windows by half, as in every second block of Swin.
+        relative_bias (bool): Add Swin's relative position bias if the mixer supports a bias.
 
     Raises:
-        ValueError: For ``shift`` with a mixer that takes no bias.
+        ValueError: For ``shift`` with a mixer that supports no bias.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class WindowAttention(Attention):
         return self.proj(self.apply_gate(self.mix_windows(projected, x, stage), x, gate))
 
     def mix_windows(self, projected: Tensor, x: Tensor, stage: StageContext) -> Tensor:
-        """Mix the values of each window.
+        """Cut queries, keys and values into windows, mix the values within each, and merge the windows.
 
         Args:
             projected (Tensor): Queries, keys and values side by side, (B, H, W, sum of their widths).
@@ -106,7 +108,7 @@ class WindowAttention(Attention):
             Tensor: (B, H, W, widths[2]).
         """
         windows, real, hidden = windows_of(stage, x).get(self.window, self.shift)
-        # padding is zero, values of it too
+        # windows are padded with zeros after the projection, so values of padding are zero
         q, k, v = windows.partition(projected).split(self.widths[:3], dim=-1)
         context = None
         if self.mixer.context:
@@ -118,9 +120,12 @@ class WindowAttention(Attention):
         return windows.merge(self.mix(q, k, v, grid, mask=real, bias=bias, context=context), x.shape[0])
 
     def map_bias(self, windows, hidden: Optional[Tensor], batch: int) -> Optional[Tensor]:
-        """The bias of the attention map, (1 or B * windows, heads, N, N): relative positions, and the mask (windows, 1,
-        N, N) that hides foreign regions of a shifted map."""
-        # four dimensions: with three, PyTorch leaves its fused attention
+        """Return the bias of the attention map, (1 or B * windows, heads, N, N); None if there is none.
+
+        It sums the relative position bias and ``hidden`` (windows, 1, N, N), the additive mask that keeps regions of a
+        shifted map apart.
+        """
+        # four dimensions: for a bias of three, PyTorch does not use its fused attention
         bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]
         if hidden is None or not self.mixer.bias:
             return bias
@@ -128,17 +133,17 @@ class WindowAttention(Attention):
 
 
 class StripeAttention(BaseModule):
-    """Cross-shaped windows: half of the heads mix within vertical, half within horizontal stripes (CSWin Eq. 3-5).
+    """Cross-shaped windows: half of the heads attend in vertical, half in horizontal stripes (CSWin Eq. 3-5).
 
     Args:
         dim (int): Width C, a multiple of ``num_heads``.
         num_heads (int): Number of heads, even.
         mixer (str | dict): The attention of both halves.
-        stripe (int): Width of a stripe; its length follows the map.
+        stripe (int): Width of a stripe; it is as long as the map.
         local_kernel (int, optional): Size of the locally-enhanced position encoding of the values.
 
     Raises:
-        ValueError: For an odd ``num_heads``.
+        ValueError: For an odd ``num_heads``, or a mixer that depends on the order of tokens or has another gate.
     """
 
     def __init__(
@@ -183,5 +188,5 @@ class StripeAttention(BaseModule):
 
 
 def windows_of(stage: StageContext, x: Tensor) -> MapWindows:
-    """Return the windows that the blocks of the stage share, or those of ``x``."""
+    """Return the windows that the blocks of the stage share, or new ones of the map ``x`` if the context has none."""
     return stage.windows or MapWindows(x)

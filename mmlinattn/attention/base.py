@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The modules around a token mixer: projections, the depth-wise convolution of the values, the gate.
+"""The attention modules around a token mixer: projections, the depth-wise convolution of the values, the gate.
 
-Hosts arrange tokens (whole maps, windows, stripes, reduced keys, a class token) around it and name no method.
+Subclasses call the mixer on whole maps, windows, stripes, or with spatially reduced keys, for any kind of mixer.
 """
 
 from collections.abc import Sequence
@@ -27,11 +27,11 @@ class LePEMixer(BaseModule):
         dim (int): Width C of the tokens.
         num_heads (int): Number of heads.
         mixer (str | dict): The attention, see :func:`get_mixer`.
-        grid (tuple[int, int], optional): Trained grid of position tables.
+        grid (tuple[int, int], optional): Height and width of the grid for which position tables are stored.
         local_kernel (int, optional): Size of the convolution, odd; None for none.
 
     Raises:
-        ValueError: For another ``local_kernel``.
+        ValueError: For an even ``local_kernel``, or one that is no int.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class LePEMixer(BaseModule):
             self.local = nn.Conv2d(width, width, size, padding=size // 2, groups=width)  # type: ignore[operator,arg-type]
 
     def mix(self, q, k, v, grid, key_grid=None, mask=None, rotary=None, bias=None, context=None) -> Tensor:
-        """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`, values of padding zero."""
+        """Mix the values and add their convolution: (B, N, widths[2]). Arguments as in :meth:`TokenMixer.forward`;
+        values of padded tokens are zero."""
         mixer, local = self.mixer, self.local
         out = mixer(
             q,
@@ -76,12 +77,13 @@ class Attention(LePEMixer):
 
     Args:
         dim, num_heads, mixer, grid, local_kernel: See :class:`LePEMixer`.
-        gate (str, optional): Gate of mixers with ``gate = 'host'``: ``'projection'`` multiplies the output
-            with a linear projection of the input (RALA Eq. 6), ``'identity'`` with the input, ``'tanh'`` with its tanh.
+        gate (str, optional): Gate for mixers that leave it to the backbone (``gate = 'host'``): ``'projection'``
+            multiplies the output by a linear projection of the input (RALA Eq. 6), ``'identity'`` by the input,
+            ``'tanh'`` by its tanh. None is no gate.
         qkv_bias (bool): Bias of the input projection.
 
     Raises:
-        ValueError: For another ``gate``, or one of the input with a mixer of another width.
+        ValueError: For another ``gate``, or for ``'identity'`` or ``'tanh'`` if the mixer's values are not C wide.
     """
 
     qkv: Any
@@ -108,15 +110,15 @@ class Attention(LePEMixer):
         self.proj = nn.Linear(self.widths[2], dim)
 
     def build_projections(self, dim: int, bias: bool) -> None:
-        """One matrix for queries, keys, values and the gate: a single pass over the tokens."""
+        """Build one linear layer, so one matmul, for queries, keys, values and the projected gate."""
         self.qkv = nn.Linear(dim, sum(self.widths), bias=bias)
 
     def forward(self, x: Tensor, stage: StageContext) -> Tensor:
-        """Attend among tokens.
+        """Project tokens to queries, keys and values, mix them, apply the gate and project the result.
 
         Args:
             x (Tensor): Tokens, (B, N, C).
-            stage (StageContext): Their grid, and the rotary encoding if there is one.
+            stage (StageContext): Grid of the tokens, and the rotary encoding if there is one.
 
         Returns:
             Tensor: (B, N, C).
@@ -127,11 +129,11 @@ class Attention(LePEMixer):
         return self.proj(self.apply_gate(out, x, gate))
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
-        """Queries, keys, values and, with a projected gate, the gate of (B, N, C) tokens."""
+        """Return queries, keys and values of (B, N, C) tokens, and the gate with ``gate='projection'``."""
         return self.qkv(x).split(self.widths, dim=-1)
 
     def apply_gate(self, out: Tensor, x: Tensor, projected: list) -> Tensor:
-        """``out`` times its gate: projected, or of the input ``x``."""
+        """Return ``out`` times its gate (projected, the input ``x``, or its tanh), or ``out`` itself without a gate."""
         if self.gate is None:
             return out
         return out * (projected[0] if projected else x if self.gate == 'identity' else x.tanh())
@@ -145,10 +147,10 @@ class GlobalAttention(Attention):
 
 
 class ReducedKeysAttention(Attention):
-    """Attention over a whole map, with keys and values of a smaller one (:meth:`reduce` of a subclass).
+    """Attention over a whole map with keys and values of a smaller map, made by :meth:`reduce` of a subclass.
 
-    Queries (and the gate) are projected by ``q``, keys and values by ``kv``. Checkpoints that hold both as ``qkv``
-    load.
+    Queries (and the gate) are projected by ``q``, keys and values by ``kv``. On loading, the joint ``qkv`` of a
+    checkpoint is split into these.
     """
 
     def build_projections(self, dim: int, bias: bool) -> None:
@@ -157,11 +159,11 @@ class ReducedKeysAttention(Attention):
         self.kv = nn.Linear(dim, k + v, bias=bias)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, h, w, C)."""
+        """Return the smaller map for keys and values: (B, H, W, C) -> (B, h, w, C)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, stage: StageContext) -> Tensor:
-        """Attend; (B, H, W, C) -> (B, H, W, C). Arguments as of :class:`Attention`."""
+        """Attend from all tokens of a map to the tokens of its reduced map: (B, H, W, C) -> (B, H, W, C)."""
         reduced, tokens = self.reduce(x), x.flatten(1, 2)
         q, *gate = self.q(tokens).split((self.widths[0], *self.widths[3:]), dim=-1)
         k, v = self.kv(reduced.flatten(1, 2)).split(self.widths[1:3], dim=-1)
@@ -171,7 +173,7 @@ class ReducedKeysAttention(Attention):
         return self.proj(self.apply_gate(out, tokens, gate)).reshape(x.shape)
 
     def adapt_state(self, state: dict, prefix: str) -> None:
-        """Take ``qkv`` apart in a state dict, in place."""
+        """Split the joint ``qkv`` in a checkpoint's ``state`` dict into ``q`` (with the gate) and ``kv``, in place."""
         q, k, v, *gate = self.widths
         for kind in ('weight', 'bias'):
             whole = state.get(f'{prefix}qkv.{kind}')
@@ -187,12 +189,12 @@ class ReducedKeysAttention(Attention):
 
 
 def source_tokens(x: Tensor, stage: StageContext) -> Tensor:
-    """Return the tokens (B, N, C) for the mean that a mixer reads."""
+    """Return the tokens (B, N, C) to average for the mixer: ``stage.source``, or the attention's input ``x``."""
     return x if stage.source is None else stage.source.flatten(1, -2)
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-    """Mean of the real tokens: (B, N, C), (B, N) -> (B, C), accumulated in float32 or better. Padding is zero."""
+    """Average the real tokens in float32 or better: (B, N, C), mask (B, N) -> (B, C). Padded tokens are zero."""
     dtype = accumulation_dtype(x)
     if mask is None:
         return x.mean(dim=1, dtype=dtype).to(x.dtype)

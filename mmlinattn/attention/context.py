@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The context that the blocks of a stage share, made once a forward pass."""
+"""The context that the blocks of a stage share, made once for each forward pass."""
 
 from typing import NamedTuple, Optional, Union
 
@@ -12,7 +12,7 @@ from ..ops.windows import DynamicWindows, Windows
 
 
 class MapWindows:
-    """The windows of one map with their masks, each kind made when a block first asks for it.
+    """Windows of one map and their masks, made when a block first asks for them and shared with later blocks.
 
     Args:
         x (Tensor): The map, (B, H, W, C).
@@ -25,7 +25,10 @@ class MapWindows:
     def get(
         self, window, shift: bool = False
     ) -> tuple[Union[Windows, DynamicWindows], Optional[Tensor], Optional[Tensor]]:
-        """Windows, mask of real tokens (B * windows, N) and additive mask of foreign regions (windows, 1, N, N)."""
+        """Return windows, mask of real tokens (B * windows, N), additive mask between regions (windows, 1, N, N).
+
+        The masks are None without padding and without a shift.
+        """
         key = (window, shift)
         if key not in self._made:
             height, width = self.map.shape[1:3]
@@ -43,10 +46,11 @@ class StageContext(NamedTuple):
     """Grid, rotary encoding and windows of a stage.
 
     Attributes:
-        grid (Grid): Their grid.
+        grid (Grid): Grid of the stage's tokens.
         rotary (Tensor, optional): Rotary encoding, see :func:`mmlinattn.ops.rotary_table`.
-        windows (MapWindows, optional): Windows of the map, for windowed arrangements.
-        source (Tensor, optional): Map or tokens for the mean that the mixer reads; by default the attention's input.
+        windows (MapWindows, optional): Windows of the map, for attention in windows and stripes.
+        source (Tensor, optional): Map or tokens to average for mixers with ``context``; by default the attention's
+            input.
     """
 
     grid: Grid
@@ -56,5 +60,5 @@ class StageContext(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, rotary: Optional[Tensor] = None) -> 'StageContext':
-        """The context of a map (B, H, W, C)."""
+        """Return the context of a map (B, H, W, C), with windows."""
         return cls(Grid(x.shape[1], x.shape[2]), rotary, MapWindows(x))

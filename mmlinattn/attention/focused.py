@@ -18,11 +18,11 @@ class FocusedMixer(LocalMixer):
     Args:
         dim (int): Width C.
         num_heads (int): Number of heads.
-        grid (tuple[int, int]): Grid (height, width) of the stored position table of the keys; other grids resize it.
+        grid (tuple[int, int]): Height and width of the stored position table of the keys, resized for other grids.
         power (float): Focusing factor p, in [1, 32].
         local_kernel (int, optional): Size of the depth-wise convolution of the values, its weights shared by the heads
             (Eq. 12); None for none (Tab. 4).
-        focus (bool): False is plain ReLU linear attention (Tab. 4).
+        focus (bool): False takes plain linear attention with the ReLU kernel (Tab. 4).
 
     Raises:
         ValueError: For a power out of range, or a ``local_kernel`` that is not odd.

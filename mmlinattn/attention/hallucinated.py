@@ -14,22 +14,21 @@ STEPS = ('ihh', 'chh')
 class HallucinatedMixer(TokenMixer):
     """Hallucinated multi-head self-attention, hMHSA (Xu et al. 2023, Eq. 2); no N x N map is built.
 
-    It has twice the heads of the host, half as wide. Queries and keys exist for the first half of them only; the maps
-    of the others are derived from theirs, before the softmax, by
+    The mixer has ``2 * num_heads`` heads, half as wide as the backbone's. Queries and keys exist for the first half of
+    the heads. Their maps give the maps of the other half, before the softmax, by
 
     - IHH (intra-head hallucination): a 3x3 convolution of each map over the grid of the keys, one kernel a head;
     - CHH (cross-head hallucination): a 1x1 convolution over the heads.
 
     Args:
         dim (int): Width C, a multiple of ``2 * num_heads``.
-        num_heads (int): Heads of the host.
+        num_heads (int): Heads of the backbone.
         grid (tuple[int, int], optional): Not used.
-        steps (Sequence[str]): Steps of the hallucination in their order, of ``'ihh'`` and ``'chh'``: ``('ihh', 'chh')``
-            is the published form; ``('ihh',)``, ``('chh',)``, ``('chh', 'ihh')`` and ``()`` (copies of the real
-            maps) are its ablations (Tab. 2, 3).
+        steps (Sequence[str]): Order of the steps: ``('ihh', 'chh')`` is the published form. Its ablations (Tab. 2, 3)
+            are ``('ihh',)``, ``('chh',)``, ``('chh', 'ihh')`` and ``()`` (copies of the real maps).
 
     Raises:
-        ValueError: For heads that cannot be halved, or other ``steps``.
+        ValueError: For heads of odd width, or other ``steps``.
     """
 
     quadratic = True
@@ -51,7 +50,7 @@ class HallucinatedMixer(TokenMixer):
             raise ValueError(f"steps={steps!r}: expected some of 'ihh' and 'chh', each once at most, in any order")
         self.steps = tuple(steps)
         self.ihh = nn.Conv2d(num_heads, num_heads, 3, padding=1, groups=num_heads) if 'ihh' in steps else None
-        # a bias before IHH would be convolved, and no longer be the same for all keys
+        # no bias before IHH: its convolution over zero padding would differ between keys, and softmax not cancel it
         self.chh_first = self.steps == ('chh', 'ihh')
         self.chh = nn.Conv2d(num_heads, num_heads, 1, bias=not self.chh_first) if 'chh' in steps else None
 

@@ -8,8 +8,7 @@ from .mixer import TOKEN_MIXERS, TokenMixer
 
 @TOKEN_MIXERS.register_module('hydra')
 class HydraMixer(TokenMixer):
-    """Hydra attention: as many heads as channels (Bolya et al. 2022, Eq. 5-7). The host's number of heads has no
-    influence."""
+    """Hydra attention with as many heads as channels (Bolya et al. 2022, Eq. 5-7); ``num_heads`` has no influence."""
 
     def __init__(self, dim: int, num_heads: int, grid=None, init_cfg=None) -> None:
         super().__init__(dim, num_heads, grid, init_cfg)

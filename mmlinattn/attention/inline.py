@@ -11,7 +11,7 @@ from .mixer import TOKEN_MIXERS, LocalMixer
 
 
 class GroupedLinear(nn.Conv1d):
-    """A grouped 1x1 convolution on vectors (B, C): one batched product instead of a convolution a group."""
+    """A grouped 1x1 convolution of vectors (B, C), computed by one batched matmul."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = unflatten(self.weight.squeeze(-1), 0, (self.groups, -1))  # (groups, outputs, inputs)
@@ -22,7 +22,7 @@ class GroupedLinear(nn.Conv1d):
 
 
 class PredictedConv(nn.Module):
-    """Depth-wise convolution by kernels predicted for each image from its mean token (InLine Eq. 6).
+    """Depth-wise convolution with kernels predicted for each image from its mean token (InLine Eq. 6).
 
     Two 1x1 convolutions, grouped by head, with GELU between, map the mean token (B, C) to a 3x3 kernel a channel.
     """
@@ -33,24 +33,24 @@ class PredictedConv(nn.Module):
         self.fc2 = GroupedLinear(dim, dim * 3**2, 1, groups=num_heads)
 
     def kernels(self, mean: Tensor) -> Tensor:
-        """The kernels (B, C, 3, 3) of mean tokens (B, C)."""
+        """Predict the kernels (B, C, 3, 3) from mean tokens (B, C)."""
         return unflatten(self.fc2(F.gelu(self.fc1(mean))), 1, (-1, 3, 3))
 
     def forward(self, image: Tensor, mean: Tensor) -> Tensor:
-        """Convolve ``image`` (B, C, h, w) with the kernels of the mean tokens ``mean`` (B, C)."""
+        """Convolve ``image`` (B, C, h, w) with the kernels predicted from the mean tokens ``mean`` (B, C)."""
         return ops.dynamic_depthwise_conv2d(image, self.kernels(mean).to(image.dtype))
 
 
 @TOKEN_MIXERS.register_module('inline')
 class InLineMixer(LocalMixer):
-    """Injective linear attention with the local residual (InLine Eq. 3-6).
+    """Injective linear attention with a local residual, a convolution of the values (InLine Eq. 3-6).
 
     Args:
         dim (int): Width C.
         num_heads (int): Number of heads.
         kernel (str): phi: ``'identity'``, ``'relu'``, ``'leakyrelu'`` or ``'exp'`` (``exp(0.2 x)``).
         local_residual (bool): Add the depth-wise 3x3 convolution of the values with predicted kernels (Tab. 4).
-        injective (bool): False is plain linear attention with division, the ablation of Tab. 3.
+        injective (bool): False takes plain linear attention with division, the ablation of Tab. 3.
 
     Raises:
         ValueError: For an unknown ``kernel``.

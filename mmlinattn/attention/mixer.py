@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The interface between token mixers and hosts.
+"""The interface of token mixers: attention operations without their projections.
 
-A **mixer** turns projected tokens into mixed tokens. It never sees an image, a window or a host: it gets
-``(q, k, v)`` as ``(B, N, width)`` tensors, the grids of the tokens, and the mask of real ones.
+A **mixer** turns projected tokens into mixed tokens. It gets ``(q, k, v)`` as ``(B, N, width)`` tensors, the grids of
+the tokens, and the mask of real ones. It knows nothing of images, windows or the backbone.
 """
 
 from typing import Optional, Union
@@ -23,19 +23,19 @@ class TokenMixer(BaseModule):
     Args:
         dim (int): Width C of the tokens.
         num_heads (int): Number of heads; has to divide ``dim``.
-        grid (tuple[int, int], optional): The grid (height, width) that tables over token positions are stored for.
-            Only mixers with ``position_table`` read it.
+        grid (tuple[int, int], optional): Height and width of the grid for which position tables are stored. Only mixers
+            with ``position_table`` use it.
 
-    Class attributes describe the needs of a mixer:
+    Class attributes tell attention modules and backbones the needs of a mixer:
 
-    - ``quadratic``: the cost grows with N^2, so a windowed host gives it small windows and shifts them.
+    - ``quadratic``: the cost grows with N^2, so Swin and CSWin give it small windows or stripes, PVT reduced keys.
     - ``gate``: gate of the output by the block's input: None, ``'projection'``, ``'identity'``, ``'tanh'`` (see
-      :class:`~mmlinattn.attention.Attention`), or ``'host'`` (default) for that of the host.
-    - ``rotary``: understands ``rotary``, the encoding of :func:`mmlinattn.layers.rotary_table`.
-    - ``bias``: understands an additive ``bias`` on its attention map (relative position bias).
-    - ``local_keys``: looks at the neighbours of a key, so that it needs ``regions`` of its grid.
-    - ``sequential``: reads the tokens in their order; not for windows and stripes.
-    - ``context``: wants the mean input token.
+      :class:`~mmlinattn.attention.Attention`). ``'host'`` (default) leaves the choice to the backbone.
+    - ``rotary``: uses the encoding ``rotary`` of :func:`mmlinattn.layers.rotary_table`.
+    - ``bias``: adds ``bias`` to its attention map (relative position bias).
+    - ``local_keys``: uses the spatial neighbours of a key, so shifted windows pass ``regions`` in the grid of the keys.
+    - ``sequential``: depends on the order of all tokens, so windows and stripes refuse it.
+    - ``context``: uses the mean input token, passed as ``context``.
     - ``position_table``: needs ``grid`` at construction.
     """
 
@@ -59,7 +59,7 @@ class TokenMixer(BaseModule):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Projection widths (q, k, v) the mixer wants."""
+        """Projection widths of q, k and v."""
         return self.dim, self.dim, self.dim
 
     def forward(
@@ -75,7 +75,7 @@ class TokenMixer(BaseModule):
         bias: Optional[Tensor] = None,
         context: Optional[Tensor] = None,
     ) -> Tensor:
-        """Mix the values. A mixer names the terms that it understands; the others are passed all the same (``**_``).
+        """Mix the values. Every mixer gets all keyword arguments; it names those that it uses (others: ``**_``).
 
         Args:
             q (Tensor): Queries, (B, N, widths[0]), before the split into heads.
@@ -98,11 +98,11 @@ class LocalMixer(TokenMixer):
     """A mixer that adds a convolution of the values to its attention: ``out = attend(q, k, v) + convolve(v)``."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_grid: Grid, mask: Optional[Tensor] = None) -> Tensor:
-        """The attention alone, (B, N, widths[2]); arguments as in :meth:`forward`."""
+        """Compute the attention without the convolution, (B, N, widths[2]); arguments as in :meth:`forward`."""
         raise NotImplementedError
 
     def convolve(self, v: Tensor, key_grid: Grid, context: Optional[Tensor] = None) -> Optional[Tensor]:
-        """The convolution of the values, (B, M, widths[2]); None for none."""
+        """Convolve the values, (B, M, widths[2]); return None if the mixer is configured without a convolution."""
         raise NotImplementedError
 
     def forward(self, q, k, v, grid, key_grid, mask=None, context=None, **_) -> Tensor:
@@ -114,13 +114,13 @@ class LocalMixer(TokenMixer):
 
 
 class RepeatedConv2d(nn.Conv2d):
-    """Depth-wise convolution of (B, C, h, w) with kernels shared by several channels.
+    """Depth-wise convolution of (B, C, h, w) maps, each kernel used by several channels.
 
     Args:
-        channels (int): Kernels.
-        repeats (int): C / channels.
-        kernel_size (tuple[int, int]): Odd; the map keeps its size.
-        interleaved (bool): The channels of a kernel lie side by side; else ``channels`` apart.
+        channels (int): Number of kernels.
+        repeats (int): Channels that share a kernel, C / channels.
+        kernel_size (tuple[int, int]): Odd height and width; the map keeps its size.
+        interleaved (bool): True if channels that share a kernel are adjacent; False if they are ``channels`` apart.
         bias (bool): Add a bias.
     """
 
@@ -137,7 +137,7 @@ class RepeatedConv2d(nn.Conv2d):
         self.repeats, self.interleaved = repeats, interleaved
 
     def repeated(self, x: Tensor) -> Tensor:
-        """Weights or biases (channels, ...) of all C channels."""
+        """Expand weights or biases (channels, ...) to all C channels."""
         if self.interleaved:
             return x.repeat_interleave(self.repeats, dim=0)
         return x.repeat(self.repeats, *(1,) * (x.dim() - 1))
@@ -151,11 +151,11 @@ class RepeatedConv2d(nn.Conv2d):
 
 
 def get_mixer(spec: Union[str, dict]) -> tuple[type['TokenMixer'], dict]:
-    """Class and options of an attention named as in ``stage_attns``.
+    """Return class and options of the mixer that an entry of ``stage_attns`` names.
 
     Args:
-        spec (str | dict): A registered name, or ``dict(type=name, **options)``; as in MMEngine, the type may be
-            a class.
+        spec (str | dict): A registered name, or ``dict(type=name, **options)``; as in MMEngine, the type may be a
+            class.
 
     Raises:
         ValueError: For an unknown name; lists the known ones.
@@ -171,10 +171,10 @@ def get_mixer(spec: Union[str, dict]) -> tuple[type['TokenMixer'], dict]:
 
 
 def check_local_kernel(size: Optional[int]) -> Optional[int]:
-    """``size`` itself, of a convolution that keeps the size of its map, or None for none.
+    """Return ``size``: None for no convolution, or the kernel size of one that keeps the size of its map.
 
     Raises:
-        ValueError: For another one.
+        ValueError: If ``size`` is neither None nor an odd int >= 1.
     """
     if size is not None and (type(size) is not int or size < 1 or size % 2 == 0):
         raise ValueError(f'local_kernel={size!r}: expected None or an odd int >= 1')

@@ -17,10 +17,10 @@ class RALAMixer(TokenMixer):
         num_heads (int): Number of heads.
         augment_kv (bool): Weigh the keys by their relation to the mean query (Eq. 3, 4); False is the ablation
             "without KV augmentation" (Tab. 9).
-        output_gate (str, optional): phi of Eq. 6, multiplied with the output: ``'projection'``, ``'identity'``,
-            ``'tanh'``, or None for "without output augmentation" (Tab. 9, 10).
+        output_gate (str, optional): Function phi of the input that multiplies the output (Eq. 6): ``'projection'``,
+            ``'identity'``, ``'tanh'``, or None for "without output augmentation" (Tab. 9, 10).
         kernel (str): kappa, ``'elu'`` (ELU + 1), ``'relu'`` or ``'softmax'`` (Tab. 10).
-        scale_weights (bool): Logits of the token weights are divided by sqrt(d) as in the release; the paper does not.
+        scale_weights (bool): Divide the logits of the token weights by sqrt(d), as the release does and the paper not.
 
     Raises:
         ValueError: For an unknown ``kernel``.

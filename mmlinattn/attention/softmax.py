@@ -8,7 +8,7 @@ from .mixer import TOKEN_MIXERS, TokenMixer
 
 @TOKEN_MIXERS.register_module('softmax')
 class SoftmaxMixer(TokenMixer):
-    """Scaled dot-product attention, ``softmax(q k^T / sqrt(d)) v``; no N x N map is built by hand.
+    """Scaled dot-product attention, ``softmax(q k^T / sqrt(d)) v``, by PyTorch's fused kernels.
 
     Source: Vaswani et al. 2017, Eq. 1; the baseline of all four papers and stages 3-4 of the released RAVLT.
     """

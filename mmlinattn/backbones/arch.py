@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The arch of a host: published sizes by name, a user's own as a dict, and their checks."""
+"""The architecture (``arch``) of a backbone: published sizes by name, a user's dict, and their checks."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -12,10 +12,10 @@ Spec = Union[str, dict]
 
 
 def check_type(name: str, value, allowed):
-    """``value`` itself.
+    """Return ``value`` if it is of the type ``allowed``, or of one of these types.
 
     Raises:
-        ValueError: If it is not of the type ``allowed``, or one of these types.
+        ValueError: If it is not; a bool does not count as an int.
     """
     types = allowed if isinstance(allowed, tuple) else (allowed,)
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
@@ -24,10 +24,10 @@ def check_type(name: str, value, allowed):
 
 
 def check_count(name: str, value: int) -> int:
-    """``value`` itself.
+    """Return ``value`` if it is an int >= 1.
 
     Raises:
-        ValueError: If it is no int of at least 1.
+        ValueError: If it is not.
     """
     if type(value) is not int or value < 1:
         raise ValueError(f'{name}={value!r}: expected an int >= 1')
@@ -35,7 +35,7 @@ def check_count(name: str, value: int) -> int:
 
 
 class Arch:
-    """Sizes and attentions of a backbone by its arch, see :class:`~mmlinattn.backbones.base.Backbone`."""
+    """Sizes and attentions of a backbone, read from its ``arch``; see :class:`~mmlinattn.backbones.base.Backbone`."""
 
     arch: dict
     depths: tuple[int, ...]
@@ -44,13 +44,13 @@ class Arch:
     arch_zoo: dict[str, dict] = {}
     arch_defaults: dict = dict(drop_path_rate=0.0)
     arch_counts: tuple[str, ...] = ()  # keys of the arch that hold numbers of tokens, pixels or patches
-    arch_optional_counts: tuple[str, ...] = ()  # those of them that may hold None
-    arch_ratios: tuple[str, ...] = ('mlp_ratios', 'attn_mlp_ratios')  # keys of the arch that widths are multiplied with
+    arch_optional_counts: tuple[str, ...] = ()  # keys among arch_counts that may hold None
+    arch_ratios: tuple[str, ...] = ('mlp_ratios', 'attn_mlp_ratios')  # keys of the arch that multiply widths
 
     @classmethod
     def resolve_arch(cls, arch: Spec) -> dict:
-        """The arch as a dict with all keys: a zoo name's, or the given dict over :attr:`arch_defaults`; softmax
-        attention if neither names one."""
+        """Return the arch with all keys: the zoo's entry of this name, or the given dict, completed by
+        :attr:`arch_defaults`. If no attention is named, all stages get softmax attention."""
         defaults = {'ffn': None, 'stage_attns': None, **cls.arch_defaults}
         if isinstance(arch, str) and arch in cls.arch_zoo:
             arch = cls.arch_zoo[arch]
@@ -75,7 +75,7 @@ class Arch:
         return resolved
 
     def per_stage(self, key: str) -> tuple:
-        """An arch value for every stage; a single one is repeated."""
+        """Return the arch's value of ``key`` for every stage; a single value is repeated."""
         value = self.arch[key]
         values = tuple(value) if isinstance(value, (list, tuple)) else (value,) * len(self.depths)
         if len(values) != len(self.depths):
@@ -84,16 +84,16 @@ class Arch:
 
     @property
     def attn_blocks(self) -> list[list[bool]]:
-        """Flags of the blocks of each stage with an attention: by default all."""
+        """Flags for each block of each stage, True if the block has an attention; by default all have."""
         return [[True] * depth for depth in self.depths]
 
     @property
     def attn_dims(self) -> tuple[int, ...]:
-        """Width of the attentions of each stage, a multiple of ``num_heads``."""
+        """Width of the attentions in each stage, a multiple of ``num_heads``."""
         return self.embed_dims
 
     def _check_sizes(self) -> None:
-        """Sizes of the arch: its depths and widths, and those of :attr:`arch_counts` and :attr:`arch_ratios`."""
+        """Check depths, widths, and the keys of :attr:`arch_counts` and :attr:`arch_ratios`."""
         for key in ('depths', 'embed_dims', *self.arch_counts):
             optional = key in self.arch_optional_counts
             for value in self.per_stage(key):
@@ -109,7 +109,7 @@ class Arch:
                 raise ValueError(f'arch: layer_scales={self.arch["layer_scales"]!r}: expected numbers or None')
 
     def _check_outputs(self, out_indices: Sequence[int], outputs: int) -> tuple[int, ...]:
-        """Return ``out_indices`` and check ``frozen_stages`` against the number of stages or blocks."""
+        """Return ``out_indices`` as a tuple; check them and ``frozen_stages`` for a number of stages or blocks."""
         indices = tuple(check_type('out_indices', out_indices, (list, tuple)))
         valid = indices and all(type(index) is int and 0 <= index < outputs for index in indices)
         if not valid or list(indices) != sorted(set(indices)):
@@ -119,7 +119,7 @@ class Arch:
         return indices
 
     def _block_attns(self, stage_attns: Sequence) -> list[list[Any]]:
-        """One :data:`Spec` a block, None for those without an attention."""
+        """Return one :data:`Spec` for each block, by stage; None for a block without an attention."""
         if isinstance(stage_attns, (str, dict)) or len(stage_attns) != len(self.depths):
             raise ValueError(
                 f'stage_attns={stage_attns!r}: expected one entry for each of the {len(self.depths)} stages'
@@ -138,7 +138,7 @@ class Arch:
 
     @staticmethod
     def zoo(sizes: dict[str, dict], methods: dict[str, dict], **common) -> dict[str, dict]:
-        """Every size with every method: ``{'method-size': arch}``."""
+        """Combine every size with every method: ``{'method-size': arch}``."""
         return {
             f'{method}-{size}': {**common, **arch, **attns}
             for method, attns in methods.items()

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The base classes of hosts: OpenMMLab arguments, checks, stage bookkeeping, freezing, checkpoints."""
+"""Base classes of backbones: OpenMMLab arguments, checks, stage bookkeeping, freezing, checkpoints."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -21,48 +21,48 @@ from ..ops.sizes import clone_if_open, to_image
 from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
 
-# Learned tables and scales of the backbones, exempt from weight decay in every recipe
+# parts of the names of learned tables and scales, exempt from weight decay in every recipe
 UNDECAYED = ('relative_bias.table', 'position_table', 'cls_token', 'mixer.position', 'mixer.scale')
 
 
 def describe_output(stage: int, channels: int, stride: int, module: str) -> dict:
-    """Entry of ``feature_info``, with timm's keys (``num_chs``, ``reduction``, ``module``) beside this package's."""
+    """Return an entry of ``feature_info``: this package's keys and timm's (``num_chs``, ``reduction``, ``module``)."""
     return dict(stage=stage, channels=channels, stride=stride, num_chs=channels, reduction=stride, module=module)
 
 
 def numbered(key: str) -> tuple[str, Optional[int]]:
-    """Return part and index of a key: ``('stages', 2)`` for ``'stages.2.0.ffn'``; the index is None if the key has
-    none."""
+    """Return the first part of a state dict key and the index after it: ``('stages', 2)`` for ``'stages.2.0.ffn'``. The
+    index is None if no number follows."""
     part, _, rest = key.partition('.')
     number = rest.partition('.')[0]
     return part, int(number) if number.isdecimal() else None
 
 
 class Backbone(Arch, BaseModule):
-    """Base class of pyramids and plain backbones.
+    """Base class of all backbones.
 
-    Subclasses fill :attr:`arch_zoo` (published sizes) and :attr:`arch_defaults` (shared by all sizes). The
-    arch of every host may name a feed-forward network under ``ffn``, for all stages or for each, see
+    Subclasses fill :attr:`arch_zoo` (published sizes) and :attr:`arch_defaults` (shared by all sizes). Every arch may
+    name a feed-forward network under ``ffn``, one for all stages or one for each, see
     :func:`~mmlinattn.layers.build_ffn`.
 
     Args:
         arch (str | dict): A name of :attr:`arch_zoo`, or a dict with ``embed_dims``, ``depths``, ``num_heads`` (one
             entry a stage) and keys of :attr:`arch_defaults`.
         in_channels (int): Channels of the input image.
-        frozen_stages (int): Stem and first stages that are frozen: -1 none, 0 the stem, i the stem and stages 1..i.
-        norm_eval (bool): Keep batch norms in eval mode while training (their running statistics stay).
+        frozen_stages (int): -1 freezes nothing, 0 the stem, i the stem and stages 1 to i.
+        norm_eval (bool): Keep batch norms in eval mode in training, so that running statistics do not change.
         with_cp (bool): Recompute blocks in the backward pass to save memory.
         drop_path_rate (float, optional): Largest stochastic depth rate, linear over depth; None takes the arch's.
         stage_attns (Sequence, optional): One attention a stage: a registered name, ``dict(type=name, **options)``, or a
             list of these with one entry a block. None takes the arch's.
         deploy (bool): Build the model as :meth:`switch_to_deploy` leaves it, to load a merged checkpoint.
-        init_cfg (dict, optional): ``dict(type='Pretrained', checkpoint=...)`` takes released files, own checkpoints and
-            ``mmlinattn://NAME``.
+        init_cfg (dict, optional): MMEngine's initialisation. ``dict(type='Pretrained', checkpoint=...)`` takes released
+            files, own checkpoints and ``mmlinattn://NAME``.
 
     Raises:
-        ValueError: For an unknown ``arch`` or attention, a wrong number of ``stage_attns``, a head count that does not
-            divide its width, depths, widths, windows, grids, stripes or reductions below 1, ratios that are no positive
-            numbers, a ``drop_path_rate`` out of range, arguments of other types than these.
+        ValueError: For an unknown ``arch`` or attention, or a wrong number of ``stage_attns``. Also for
+            depths, widths, windows, grids, stripes or reductions below 1, and ratios not above 0. Also for a number of
+            heads that does not divide the width, a ``drop_path_rate`` outside of [0, 1), and arguments of other types.
     """
 
     out_norm_cfg = dict(type='LN', eps=1e-6)
@@ -105,7 +105,7 @@ class Backbone(Arch, BaseModule):
         self.drop_paths: list[list[float]] = [list(islice(rates, depth)) for depth in self.depths]
 
     def build_ffn(self, stage: int, default: type):
-        """Feed-forward network of a block: the arch's, or ``default``."""
+        """Build the feed-forward network of a block: the one that the arch names under ``ffn``, or ``default``."""
         dim, ratio = self.embed_dims[stage], self.per_stage('mlp_ratios')[stage]
         hidden = int(dim * ratio)
         if hidden < 1:
@@ -119,10 +119,10 @@ class Backbone(Arch, BaseModule):
             )
 
     def __prepare_scriptable__(self):
-        """Asked by ``torch.jit.script`` before anything else.
+        """Refuse ``torch.jit.script``, which calls this method before it compiles anything.
 
         Raises:
-            NotImplementedError: Always, in place of a message that depends on the host.
+            NotImplementedError: Always. Without this method, the message would depend on the backbone.
         """
         raise NotImplementedError(
             f'torch.jit.script does not take {type(self).__name__}; torch.jit.trace and torch.export do, and their '
@@ -130,15 +130,15 @@ class Backbone(Arch, BaseModule):
         )
 
     def frozen_modules(self) -> list:
-        """The stem and the first ``frozen_stages`` stages, with their norms and tables."""
+        """Return the stem and the first ``frozen_stages`` stages, with their norms and position tables."""
         raise NotImplementedError
 
     def stage_modules(self) -> list[list[nn.Module]]:
-        """Modules that :meth:`features` calls, by stage; their weights are cast together under autocast."""
+        """Return the modules that :meth:`features` calls, by stage; autocast casts the weights of a stage together."""
         raise NotImplementedError
 
     def freeze(self) -> None:
-        """Freeze the modules of ``frozen_stages``; subclasses call it at the end of ``__init__``."""
+        """Freeze the modules of ``frozen_stages``: eval mode, no gradients."""
         if self.frozen_stages < 0:
             return
         for module in self.frozen_modules():
@@ -148,12 +148,12 @@ class Backbone(Arch, BaseModule):
 
     @torch.no_grad()
     def switch_to_deploy(self) -> 'Backbone':
-        """Merge training-time branches (of compact FFNs) into single layers for inference, in place.
+        """Merge the parallel branches of compact FFNs into single linear layers for inference, in place.
 
         Returns:
-            Backbone: The model itself, in eval mode. Its ``state_dict`` loads into one built with ``deploy=True``.
+            Backbone: The model itself, in eval mode. Its ``state_dict`` loads into a model built with ``deploy=True``.
         """
-        # all are merged before any is replaced: an error leaves the model as it was
+        # merge all layers before the first is replaced, so that an error leaves the model as it was
         merged = [(module, module.merged()) for module in self.modules() if isinstance(module, FactorisedLinear)]
         for module, factors in merged:
             module.down, module.up = factors
@@ -163,8 +163,11 @@ class Backbone(Arch, BaseModule):
         return run(self, x)
 
     def features(self, x: Tensor, call: Callable) -> tuple[Tensor, ...]:
-        """The outputs for an image. ``call(module, *args)`` is ``module(*args)``, recomputed in the backward pass or
-        fused on a CPU without gradients, see :mod:`mmlinattn.inference`. Blocks alone get a stage's context."""
+        """Return the outputs for images ``x``, with every module called as ``call(module, *args)``.
+
+        This runs ``module(*args)``, recomputed in the backward pass, or fused on a CPU without gradients, see
+        :mod:`mmlinattn.inference`. Only blocks are called with a stage's context.
+        """
         raise NotImplementedError
 
     def forward_intermediates(
@@ -182,7 +185,7 @@ class Backbone(Arch, BaseModule):
             x (Tensor): (B, in_channels, H, W).
             indices (int | Sequence[int], optional): Entries of ``feature_info``; an int n selects the last n, None
                 all. Negative entries count from the end.
-            norm (bool, optional): The model's ``out_norm``. None takes either.
+            norm (bool, optional): Has to equal the model's ``out_norm``; None accepts either.
             stop_early (bool): Ignored: the model has no stages after the last output.
             output_fmt (str): ``'NCHW'``.
             intermediates_only (bool): Return the selected maps without the last output.
@@ -212,18 +215,18 @@ class Backbone(Arch, BaseModule):
         return maps if intermediates_only else (outs[-1], maps)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Set ``with_cp``, by timm's name."""
+        """Set ``with_cp``, under the name that timm uses."""
         self.with_cp = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of tables and scales without weight decay; timm's optimizers exempt vectors themselves."""
+        """Return the names of tables and scales without weight decay; timm exempts biases and norms itself."""
         return {name for name, _ in self.named_parameters() if any(part in name for part in UNDECAYED)}
 
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
-        """Return the function from a parameter's name to its layer, for timm's layer-wise learning rate decay.
+        """Return the function from a parameter's name to its layer number, for timm's layer-wise learning rate decay.
 
         Args:
-            coarse (bool): Number stages rather than blocks.
+            coarse (bool): Number stages instead of blocks.
         """
         ends = list(accumulate(self.built_depths, initial=0))
 
@@ -248,8 +251,8 @@ class Backbone(Arch, BaseModule):
         if self.is_init or not pretrained:
             super().init_weights()
             return
-        # weights that the checkpoint lacks start as in training from scratch; MMEngine's initialiser knows no released
-        # layouts
+        # MMEngine's Pretrained initialiser cannot load released files. Weights that the checkpoint lacks start as in
+        # training from scratch.
         others = [cfg for cfg in configs if not is_pretrained(cfg)]
         given, self.init_cfg = self.init_cfg, deepcopy(others or self.default_init_cfg)
         super().init_weights()
@@ -262,17 +265,17 @@ class Backbone(Arch, BaseModule):
             load_pretrained(self, **{'checkpoint': None, **options})
 
     def finish_init(self) -> None:
-        """Freeze and merge as the arguments say; hosts call it last."""
+        """Apply ``frozen_stages`` and ``deploy``; subclasses call it at the end of ``__init__``."""
         self.freeze()
         if self.deploy:
             self.switch_to_deploy()
 
     def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
-        """The depth of a parameter between image and head, for learning rates that decay layer by layer.
+        """Return the depth of a parameter between image and head, for layer-wise learning rate decay.
 
-        The stem has depth 0, block i (counted over all stages) depth i + 1. Down-sampling has the depth of the last
-        block before it, as in MMPretrain's Swin, and so have norms between stages. Output norms and parameters outside
-        the backbone have the largest depth.
+        The stem has depth 0, block i (counted over all stages from 0) depth i + 1. Down-sampling and norms between
+        stages have the depth of the last block before them, as in MMPretrain's Swin. Output norms and parameters
+        outside of the backbone have the largest depth.
 
         Args:
             param_name (str): Name of the parameter.
@@ -296,16 +299,16 @@ class Backbone(Arch, BaseModule):
 
     @property
     def built_depths(self) -> tuple[int, ...]:
-        """Blocks of the stages that are built."""
+        """Number of blocks of each stage that is built."""
         raise NotImplementedError
 
     def depth_of(self, part: str, *rest: str) -> Optional[int]:
-        """:meth:`get_layer_depth` of the parameter ``part.rest``; None for the largest."""
+        """Return the depth of the parameter ``part.rest`` for :meth:`get_layer_depth`; None stands for the largest."""
         raise NotImplementedError
 
     def adapt_state_dict(self, state_dict: dict) -> dict:
-        """A checkpoint's weights as this model has them, by the ``adapt_state`` of its modules: tables of another
-        (square) grid resized, e.g. from 224 to 384 pixels; projections of reduced keys taken apart."""
+        """Return a checkpoint's weights, converted to this model by the ``adapt_state`` of its modules: position tables
+        are resized to other grids (e.g. from 224 to 384 pixels), and a joint ``qkv`` is split for reduced keys."""
         state_dict = dict(state_dict)
         for name, module in self.named_modules():
             if hasattr(module, 'adapt_state'):
@@ -314,23 +317,23 @@ class Backbone(Arch, BaseModule):
 
 
 def build_output_norm(norm_cfg: dict, dim: int) -> nn.Module:
-    """A norm of (B, C, H, W) maps; ``'LN'`` is one over the channels."""
+    """Build a norm of (B, C, H, W) maps; ``'LN'`` gives a LayerNorm over the channels."""
     options = dict(norm_cfg)
     return MapLayerNorm(dim, **options) if options.pop('type') == 'LN' else build_norm_layer(norm_cfg, dim)[1]
 
 
 class PyramidBackbone(Backbone):
-    """Base class of the four-stage hosts.
+    """Base class of backbones with four stages.
 
-    A host defines the input layer of a stage (:meth:`build_embed`: from the (B, H, W, C) image, or map before, to the
-    stage's map) and its blocks (:meth:`build_block`). Its ``__init__`` calls :meth:`build_stages` last; one that fills
-    ``self.patch_embeds`` and ``self.stages`` itself calls :meth:`finish_init`.
+    A subclass defines the input layer of a stage (:meth:`build_embed`) and its blocks (:meth:`build_block`). Its
+    ``__init__`` ends with :meth:`build_stages`. A subclass that fills ``self.patch_embeds`` and ``self.stages`` itself
+    calls :meth:`finish_init` instead.
 
     Args:
         arch, in_channels, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy, init_cfg: See
             :class:`Backbone`.
         out_indices (Sequence[int]): Stages to return, ascending. Stages after the last one are not built.
-        out_norm (bool): A LayerNorm on each output; False returns raw stage outputs.
+        out_norm (bool): Apply a LayerNorm to each output; False returns raw stage outputs.
 
     Raises:
         ValueError: As :class:`Backbone`, and for ``out_indices`` or ``frozen_stages`` out of range.
@@ -341,9 +344,9 @@ class PyramidBackbone(Backbone):
     Shape: (B, in_channels, H, W) with H, W >= 32 -> tuple of (B, C_i, ceil(H / 4 / 2^i), ceil(W / 4 / 2^i)).
     """
 
-    num_extra_tokens = 0  # beside those of the map, for tools that ask as of MMPretrain's ViT
-    norms_feed_on = False  # True if a stage's norm feeds the next stage
-    stage_inputs: tuple[str, ...] = ('patch_embeds',)  # lists of the input layers of stages
+    num_extra_tokens = 0  # number of class tokens, an attribute of MMPretrain's ViT that tools read
+    norms_feed_on = False  # True if the norm at the end of a stage also feeds the next stage
+    stage_inputs: tuple[str, ...] = ('patch_embeds',)  # module lists of layers before the blocks, one entry a stage
 
     def __init__(
         self, arch: Spec, *, out_indices: Sequence[int] = (0, 1, 2, 3), out_norm: bool = True, **kwargs
@@ -356,15 +359,15 @@ class PyramidBackbone(Backbone):
         self.stages = ModuleList()
 
     def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
-        """From the map before, (B, H, W, in_dim), of the first stage the image, to the stage's, (B, h, w, dim)."""
+        """Build the input layer of a stage: image or map (B, H, W, in_dim) -> (B, h, w, dim), coarser."""
         raise NotImplementedError
 
     def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:
-        """Block ``index`` of a stage, with the attention ``spec``."""
+        """Build block ``index`` of a stage, with the attention ``spec``."""
         raise NotImplementedError
 
     def build_stages(self) -> None:
-        """Build all that is needed for the outputs; hosts call it at the end of ``__init__``."""
+        """Build the stages up to the last output; subclasses call it at the end of ``__init__``."""
         widths = (self.in_channels, *self.embed_dims)
         for i in range(self.num_stages):
             self.patch_embeds.append(self.build_embed(i, *widths[i : i + 2]))
@@ -389,11 +392,11 @@ class PyramidBackbone(Backbone):
         return [describe_output(i, self.embed_dims[i], 4 * 2**i, modules[i]) for i in self.out_indices]
 
     def embed(self, stage: int, x: Tensor, call: Callable) -> Tensor:
-        """The map that enters the blocks of a stage."""
+        """Return the map that enters the blocks of a stage, from the output ``x`` of the stage before or the image."""
         return call(self.patch_embeds[stage], x)
 
     def stage_context(self, stage: int, x: Tensor) -> StageContext:
-        """The context of a stage for the map that enters it."""
+        """Return the context of a stage for the map that enters its blocks."""
         return StageContext(Grid(x.shape[1], x.shape[2]))
 
     def features(self, x: Tensor, call: Callable) -> tuple[Tensor, ...]:
@@ -435,8 +438,8 @@ class PyramidBackbone(Backbone):
         return before
 
     def ignorable_keys(self, key: str) -> bool:
-        """Return True for a checkpoint's key of a part that this model was configured without (stages after the last
-        output, norms of other outputs)."""
+        """Return True for a checkpoint's key that this model leaves out by its arguments: stages after the last output,
+        and norms of stages that are no outputs."""
         part, number = numbered(key)
         if number is None or number >= len(self.depths):  # no stage of this architecture
             return False

@@ -16,13 +16,13 @@ LEPE = 3
 class LinearCSWin(PyramidBackbone):
     """CSWin Transformer with any attention (Dong et al. 2022; InLine Tab. 18, FLatten supplement).
 
-    Blocks with a quadratic attention look at cross-shaped windows, half of the heads in vertical and half in horizontal
-    stripes as long as the map; those of the last stage and blocks with a linear attention at the whole map.
-    Each branch adds a locally-enhanced position encoding (LePE, depth-wise 3x3 convolution of the values).
+    Quadratic attentions act in cross-shaped windows: half of the heads in vertical and half in horizontal stripes as
+    long as the map. In the last stage they act on the whole map, and linear attentions do so in every stage.
+    Attentions add a locally-enhanced position encoding (LePE, a depth-wise 3x3 convolution of the values).
 
     Args:
         arch (str | dict): ``{inline,flatten}-{tiny,small,base,base-384}``, ``softmax-{tiny,small,base,base-384}``, or a
-            dict with ``embed_dims``, ``depths``, ``num_heads`` and optionally ``mlp_ratios``, ``stripes`` (widths of
+            dict with ``embed_dims``, ``depths``, ``num_heads``. Optional keys: ``mlp_ratios``, ``stripes`` (widths of
             the stripes, None for the whole map), ``grids`` (trained sizes of the maps), ``stage_attns``,
             ``drop_path_rate``.
         in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy,
@@ -71,7 +71,7 @@ class LinearCSWin(PyramidBackbone):
         self.build_stages()
 
     def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
-        # padded to a multiple of 4 first, so that odd sizes round up
+        # PatchEmbed pads at the bottom and right, so that sizes that are no multiple of 4 round up
         kernel_size, stride, padding = (7, 4, 2) if stage == 0 else (3, 2, 1)
         return PatchEmbed(in_dim, dim, kernel_size, stride, padding, norm_cfg=NORM)
 

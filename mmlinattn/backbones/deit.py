@@ -21,26 +21,26 @@ OUT_TYPES = ('raw', 'cls_token', 'featmap', 'avg_featmap')
 class LinearDeiT(Backbone):
     """DeiT with any attention (Touvron et al. 2021; InLine Tab. 14, FLatten Fig. 6).
 
-    One stage of equal blocks over 16x16 patches, class token in front. Attention is global; terms over the grid (local
-    residual, depth-wise convolution) act on the patch tokens.
+    One stage of equal blocks over 16x16 patches, with a class token in front. Attention is global. Convolutions over
+    the grid (local residual, depth-wise convolution) act on the patch tokens.
 
     Args:
         arch (str | dict): ``inline-{tiny,small,base}``, ``flatten-tiny``, ``rala-tiny``, ``hmhsa-{tiny,small}``,
-            ``{hydra,efficient,angular,enhanced}-tiny``, ``softmax-{tiny,small,base}``, or a dict with ``embed_dims``,
+            ``{hydra,efficient,angular,enhanced}-tiny``, ``softmax-{tiny,small,base}``. A dict has ``embed_dims``,
             ``depths``, ``num_heads`` (sequences of length one) and optionally ``mlp_ratios``, ``ffn``, ``grid``
             (patches a side in training), ``stage_attns``, ``drop_path_rate``.
-        out_indices (Sequence[int] | int): Blocks to return the tokens of; negative ones count from the last.
         out_type (str): As MMPretrain's ``VisionTransformer``: ``'cls_token'`` (B, C), ``'featmap'`` (B, C, ceil(H /
             16), ceil(W / 16)), ``'avg_featmap'`` (B, C), the mean of the patch tokens, ``'raw'`` (B, 1 + N, C).
-        out_norm (bool): The final LayerNorm on each output.
-        stage_attns (Sequence, optional): One entry: an attention, or a list of one a block.
+        out_indices (Sequence[int] | int): Blocks to return the tokens of; negative ones count from the last.
+        out_norm (bool): Apply the final LayerNorm to each output.
+        stage_attns (Sequence, optional): One entry: an attention for all blocks, or a list with one for each block.
         in_channels, frozen_stages, norm_eval, with_cp, drop_path_rate, deploy, init_cfg: See
             :class:`~mmlinattn.backbones.base.Backbone`; ``frozen_stages`` counts blocks.
 
     Raises:
-        ValueError: For an unknown ``out_type``, and for an arch of more stages than one.
+        ValueError: For an unknown ``out_type``, and for an arch of more than one stage.
 
-    Shape: (B, in_channels, H, W), H, W >= 32, any size -> tuple with one tensor an output, see ``out_type``.
+    Shape: (B, in_channels, H, W), H, W >= 32, any size -> tuple with one tensor for each of ``out_indices``.
 
     Examples:
         >>> import torch
@@ -59,12 +59,12 @@ class LinearDeiT(Backbone):
         'base': dict(embed_dims=(768,), depths=(12,), num_heads=(12,)),
     }
     arch_zoo = {
-        # InLine Tab. 14: width, heads and resolution are its own
+        # InLine Tab. 14: width, heads and resolution differ from DeiT's
         'inline-tiny': dict(embed_dims=(192,), depths=(12,), num_heads=(6,), stage_attns=('inline',)),
         'inline-small': dict(embed_dims=(320,), depths=(12,), num_heads=(10,), grid=18, stage_attns=('inline',)),
         'inline-base': dict(embed_dims=(384,), depths=(12,), num_heads=(12,), grid=28, stage_attns=('inline',)),
-        # no code was released; of the plausible forms this one has the 6.1 M of FLatten Fig. 6 (6.19 M with both): each
-        # block's attention has a position table of its own
+        # No code was released. Position tables in the attentions alone give the 6.1 M parameters of FLatten Fig. 6; an
+        # absolute position table as well would give 6.19 M.
         'flatten-tiny': dict(sizes['tiny'], stage_attns=('focused',), qkv_bias=False, absolute_position=False),
         'hmhsa-tiny': dict(sizes['tiny'], stage_attns=('hallucinated',), ffn=dict(type='compact')),
         'hmhsa-small': dict(sizes['small'], stage_attns=('hallucinated',), ffn=dict(type='compact')),
@@ -115,7 +115,7 @@ class LinearDeiT(Backbone):
         attn, ffn = Attention(dim, heads, spec, grid=grid, qkv_bias=self.arch['qkv_bias']), self.build_ffn(0, MLP)
         kind = TokenBlock if hasattr(ffn, 'dwconv') else Block
         if kind is TokenBlock and any(isinstance(layer, FactorisedLinear) for layer in ffn.children()):
-            # class tokens go through it apart, and their statistics are others
+            # TokenBlock passes class tokens apart, and their batch statistics differ
             raise ValueError("arch: ffn of type 'compact' has batch norms: not with a convolution here")
         return kind(dim, attn, ffn, norm_cfg=NORM, drop_path=drop_path)
 
@@ -144,7 +144,7 @@ class LinearDeiT(Backbone):
         return to_map(x, grid).contiguous() if self.out_type == 'featmap' else x[:, 1:].mean(dim=1)
 
     def stage_modules(self) -> list[list[nn.Module]]:
-        # four blocks each: their gradients are cast, and sent by DDP, while earlier ones are computed
+        # groups of four blocks: their gradients are cast, and sent by DDP, while those of earlier blocks are computed
         blocks = list(self.blocks)
         return [list(self.patch_embeds), *(blocks[i : i + 4] for i in range(0, len(blocks), 4))]
 

@@ -27,31 +27,31 @@ class LinearNextViT(PyramidBackbone):
     """Next-ViT with any attention (Li et al. 2022; hMHSA/cFFN Tab. 1): convolution blocks, and transformer blocks that
     mix an attention with a convolution.
 
-    Every stage but the first ends in a transformer block; the long third one has one in five. Linear attentions see the
-    whole map, quadratic ones keys averaged over the stage's ``sr_ratios``.
+    Every stage but the first ends in a transformer block; in the long third stage, every fifth block is one. Linear
+    attentions use all keys of the map, quadratic ones keys averaged over patches of the side ``sr_ratios``.
 
     Args:
         arch (str | dict): ``hmhsa-small``, ``softmax-{small,base,large}``, or a dict with ``embed_dims`` (width of a
-            stage's result), ``depths``, ``num_heads`` (of the attentions, on three quarters of the width) and
-            optionally ``attn_every`` (every n-th block and the last one have an attention; 0 for none), ``mlp_ratios``
-            (of convolution blocks), ``attn_mlp_ratios`` (of transformer blocks), ``sr_ratios``, ``key_reduction``,
-            ``group_dim`` (channels of a group of the convolutions), ``stem_dims`` (widths of the first three
+            stage's result), ``depths``, ``num_heads`` (of the attentions, on three quarters of the width). Optional
+            keys: ``attn_every`` (every n-th block and the last one have an attention; 0 for none), ``mlp_ratios`` (of
+            convolution blocks), ``attn_mlp_ratios`` (of transformer blocks). Also ``sr_ratios``, ``key_reduction``,
+            ``group_dim`` (channels of a convolution's group), ``stem_dims`` (widths of the first three
             convolutions), ``grids`` (trained sizes of the maps), ``ffn``, ``stage_attns``, ``drop_path_rate``.
         stage_attns (Sequence, optional): As in :class:`~mmlinattn.backbones.base.Backbone`; entries of convolution
             blocks (None, or any) have no effect.
         key_reduction (str, optional): How quadratic attentions average keys: ``'grid'`` or ``'sequence'``, see
-            :class:`AveragedKeysAttention`. None takes the arch's: the release's ``'sequence'`` for ``softmax-*``, else
-            ``'grid'``, and ``'grid'`` for an attention with neighbours of keys (``'hallucinated'``).
-        stage_norms (bool, optional): End each stage in a batch norm that feeds the next one too, as in the
-            released segmentation backbones. None: if several outputs are normalised. Without it, norms act on the
-            outputs alone: the classifier has one, on the last stage.
-        norm_cfg (dict, optional): All norms, batch norms with eps 1e-5 by default.
+            :class:`AveragedKeysAttention`. None takes ``'grid'`` for attentions that use neighbours of keys
+            (``'hallucinated'``), and the arch's value for others: ``'sequence'`` (release) for ``softmax-*``.
+        stage_norms (bool, optional): End each stage in a batch norm that also feeds the next stage, as in the released
+            segmentation backbones. False applies norms to the outputs alone: the classifier has one, on the last
+            stage. None is True if ``out_norm`` is set and there are several outputs.
+        norm_cfg (dict, optional): Config of all norms; by default batch norms with eps 1e-5.
         in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, deploy, init_cfg:
             See :class:`~mmlinattn.backbones.base.PyramidBackbone`; the output norms are batch norms.
 
     Raises:
-        ValueError: For a ``key_reduction`` that is unknown or leaves an attention without the grid it needs, widths
-            that groups do not divide, an ``attn_every`` below 0.
+        ValueError: For a ``key_reduction`` that is unknown or leaves an attention without the grid it needs. Also for
+            widths that ``group_dim`` does not divide, and for an ``attn_every`` below 0.
 
     Examples:
         >>> import torch
@@ -82,7 +82,7 @@ class LinearNextViT(PyramidBackbone):
         'base': dict(depths=(3, 4, 20, 3), drop_path_rate=0.2),
         'large': dict(depths=(3, 4, 30, 3), drop_path_rate=0.2),
     }
-    # heads of 32 channels: those of attentions are of three quarters of the width
+    # heads have 32 channels of the attention's width, three quarters of embed_dims
     _widths: dict = dict(embed_dims=(96, 256, 512, 1024), num_heads=(3, 6, 12, 24))
     arch_zoo = {
         'hmhsa-small': dict(_widths, **sizes['small'], stage_attns=('hallucinated',) * 4, ffn=dict(type='compact')),
@@ -111,7 +111,7 @@ class LinearNextViT(PyramidBackbone):
         norm: Any
         for norm in self.out_norms.values():
             if getattr(norm, 'running_var', None) is not None:
-                # the identity, to the last digit: a classifier's file lacks them and gives its own features
+                # exactly the identity: a classifier's file lacks these norms, and features stay as trained
                 norm.running_var.fill_(1 - norm.eps)
 
     def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
@@ -147,7 +147,7 @@ class LinearNextViT(PyramidBackbone):
         return AveragedKeysAttention(dim, heads, spec, ratio, reduction, self.out_norm_cfg, grid=grid)
 
     def _ffn(self, stage: int, dim: int, ratios: str):
-        """The branches of compact FFNs have the host's kind of batch norm."""
+        """Build a feed-forward network; branches of a compact one get the batch norm type of the backbone."""
         spec, norm_cfg = self.per_stage('ffn')[stage], dict(self.out_norm_cfg)
         if isinstance(spec, dict) and spec.get('type') == 'compact':
             norm_cfg['type'] = 'BN1d' if norm_cfg['type'] == 'BN' else norm_cfg['type']
@@ -164,7 +164,7 @@ class LinearNextViT(PyramidBackbone):
 
     @property
     def attn_dims(self) -> tuple[int, ...]:
-        """Also the widths of the convolution blocks: three quarters, in whole groups, in stages with attentions."""
+        """Width of attentions and convolution blocks: three quarters, in whole groups, in stages with attentions."""
         group = self.arch['group_dim']
         return tuple(
             int(SHARE * dim / group + 0.5) * group if any(blocks) else dim
@@ -191,5 +191,5 @@ class LinearNextViT(PyramidBackbone):
     def ignorable_keys(self, key: str) -> bool:
         part, number = numbered(key)
         if part == 'out_norms' and number is not None and number < self.num_stages - 1:
-            return False  # it would feed the next stage: another network
+            return False  # this norm feeds the next stage, so the network would compute something else
         return super().ignorable_keys(key)

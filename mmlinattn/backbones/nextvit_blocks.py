@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Blocks of Next-ViT: convolutions with batch norms, convolutional attention, attention on averaged keys."""
+"""Blocks of Next-ViT: convolutions with batch norms, convolutional attention, attention with averaged keys."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ from ..layers import MLP, build_map_norm
 from ..ops.maps import mean_pool, sequence_mean
 from ..ops.sizes import to_image
 
-SHARE = 0.75  # of a transformer block's channels, and of its stochastic depth, that belong to the attention
+SHARE = 0.75  # share of the attention in a transformer block's channels and stochastic depth rate
 
 
 def norm_map(norm: nn.Module, x: Tensor) -> Tensor:
-    """A batch norm of a (B, H, W, C) map."""
+    """Apply a batch norm to a (B, H, W, C) map."""
     return norm(to_image(x)).permute(0, 2, 3, 1)
 
 
@@ -56,7 +56,7 @@ class ConvNorm(BaseModule):
 class PooledEmbed(ConvNorm):
     """2x2 average pooling, then a :class:`ConvNorm` of 1x1: (B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), C').
 
-    At odd borders the pixels that are there are averaged.
+    A partial patch at an odd border averages the pixels that it has.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ class Stem(nn.Sequential):
 
     Args:
         in_channels (int): Channels C of the image.
-        dims (Sequence[int]): Widths of the first three; the last one has the third's.
-        norm_cfg (dict): The norms.
+        dims (Sequence[int]): Widths of the first three convolutions; the fourth has the width of the third.
+        norm_cfg (dict): Config of all norms.
     """
 
     def __init__(self, in_channels: int, dims: Sequence[int], norm_cfg: dict) -> None:
@@ -101,22 +101,23 @@ class ConvAttention(BaseModule):
 
 
 class ReLUMLP(MLP):
-    """Feed-forward network with ReLU. Arguments as :class:`~mmlinattn.layers.MLP`."""
+    """Feed-forward network with ReLU instead of GELU: linear, ReLU, linear. Arguments as
+    :class:`~mmlinattn.layers.MLP`."""
 
     def hidden(self, x: Tensor) -> Tensor:
         return F.relu(self.fc1(x))
 
 
 class AveragedKeysAttention(ReducedKeysAttention):
-    """Global attention with keys and values of averaged tokens, after a batch norm (Next-ViT Eq. 5).
+    """Global attention with keys and values projected from averages of tokens, after a batch norm (Next-ViT Eq. 5).
 
     Args:
         dim, num_heads, mixer, kwargs: See :class:`~mmlinattn.attention.Attention`.
         ratio (int): Reduction r of height and width.
-        reduction (str): ``'grid'`` averages patches of r x r tokens, those at the border over the tokens they have.
-            ``'sequence'``, as in the released code, averages r^2 consecutive tokens of the flattened map: this mixes
-            rows, leaves the keys without a grid and drops the remaining tokens;
-            a map has to have r^2 tokens.
+        reduction (str): ``'grid'`` averages patches of r x r tokens; a partial patch at the border averages the tokens
+            that it has. ``'sequence'``, as in the released code, averages r^2 consecutive tokens of the flattened map.
+            It mixes rows, leaves the keys without a grid, drops the remaining tokens, and needs a map of at least r^2
+            tokens.
         norm_cfg (dict): Norm of the averages.
     """
 
@@ -127,7 +128,7 @@ class AveragedKeysAttention(ReducedKeysAttention):
         self.norm = build_map_norm(norm_cfg, dim)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, h, w, C); of sequences, h is 1."""
+        """Average the map for keys and values: (B, H, W, C) -> (B, h, w, C), with h = 1 for ``'sequence'``."""
         dim, ratio = self.mixer.dim, self.ratio
         mean = mean_pool(x, ratio, dim) if self.reduction == 'grid' else sequence_mean(x, ratio**2, dim)
         return self.norm(mean).permute(0, 2, 3, 1)
@@ -138,7 +139,7 @@ class ConvBlock(BaseModule):
 
     Args:
         in_dim (int): Width of the map that enters.
-        dim (int): Width C; a 1x1 convolution leads to it if it differs.
+        dim (int): Width C of the block; if it differs from ``in_dim``, a 1x1 convolution comes first.
         group_dim (int): See :class:`ConvAttention`.
         ffn (nn.Module): Takes and gives maps of width C.
         norm_cfg (dict): All norms.
@@ -162,13 +163,12 @@ class ConvBlock(BaseModule):
 class TransformerBlock(BaseModule):
     """Next transformer block (Next-ViT Eq. 6): attention on three quarters of the channels, a convolution on the rest.
 
-    ``x + Attention(BN(x))``; of that, a 1x1 convolution ``y``, and ``y + ConvAttention(y)``; of both side by side
-    ``z + FFN(BN(z))``.
+    ``a = x + Attention(BN(x)); y = Conv1x1(a); c = y + ConvAttention(y); z = concat(a, c); out = z + FFN(BN(z))``.
 
     Args:
         in_dim (int): Width of the map that enters.
         attn (nn.Module): Attention on maps of width ``attn_dim``.
-        attn_dim (int): Its width; a 1x1 convolution leads to it if it differs from ``in_dim``.
+        attn_dim (int): Width of x and a; if it differs from ``in_dim``, a 1x1 convolution comes first.
         dim (int): Width of the result, above ``attn_dim``.
         group_dim, ffn, norm_cfg, drop_path: See :class:`ConvBlock`.
     """

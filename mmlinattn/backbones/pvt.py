@@ -11,11 +11,11 @@ from ..ops.sizes import unflatten
 from .base import PyramidBackbone
 
 NORM = dict(type='LN', eps=1e-6)
-INNER_NORM = dict(type='LN', eps=1e-5)  # of patch embeddings and reduced keys
+INNER_NORM = dict(type='LN', eps=1e-5)  # norm of patch embeddings and of reduced maps for keys
 
 
 def spatial_attention(host: PyramidBackbone, stage: int, spec: Any) -> Attention:
-    """Attention over the whole map; a quadratic one gets its keys from a map reduced by ``sr_ratios``."""
+    """Build an attention over the whole map; a quadratic one gets its keys from a map reduced by ``sr_ratios``."""
     dim, heads, ratio = host.embed_dims[stage], host.arch['num_heads'][stage], host.per_stage('sr_ratios')[stage]
     grid = (host.per_stage('grids')[stage],) * 2
     if ratio > 1 and get_mixer(spec)[0].quadratic:
@@ -27,8 +27,8 @@ def spatial_attention(host: PyramidBackbone, stage: int, spec: Any) -> Attention
 class LinearPVT(PyramidBackbone):
     """Pyramid Vision Transformer with any attention (Wang et al. 2021; InLine Tab. 15, FLatten supplement).
 
-    Position tables, one a stage, are added to the patch embedding and resized to the map. Linear attentions see the
-    whole map, quadratic ones keys reduced by the stage's ``sr_ratios``.
+    Each stage adds a position table, resized to the map, to its patch embedding. Linear attentions use all keys of the
+    map; quadratic ones use keys of a map reduced by ``sr_ratios`` (spatial-reduction attention).
 
     Args:
         arch (str | dict): ``{inline,flatten,softmax}-{tiny,small,medium,large}``, or a dict with ``embed_dims``,

@@ -14,7 +14,7 @@ class LinearPVTv2(PyramidBackbone):
     """PVT v2 with any attention (Wang et al. 2022, Tab. 1; FLatten supplement): overlapping patch embedding,
     convolutional FFN.
 
-    Each stage ends in a LayerNorm that also feeds the next stage; it is the output norm of ``out_norm=True``.
+    The LayerNorm at the end of each stage also feeds the next stage; ``out_norm=False`` returns the map before it.
 
     Args:
         arch (str | dict): ``{flatten,softmax}-{b0,b1,b2,b3,b4}``, ``hmhsa-b1``, or a dict with ``embed_dims``,

@@ -164,7 +164,7 @@ class RAVLT(PyramidBackbone):
         uses = Counter(module for _, module in self.named_modules(remove_duplicate=False))
         for block, layer, name in scaled:
             gamma, parts = getattr(block, name), list(layer.modules())
-            # beside an adapter with factors of its own, and in a layer of several blocks, the scale stays
+            # the scale stays beside an adapter with its own factors, and if several blocks share the layer
             is_plain = all(type(part) in (nn.Linear, FactorisedLinear) and uses[part] == 1 for part in parts)
             if gamma is None or not is_plain or is_altered(*parts):
                 continue
@@ -178,19 +178,19 @@ class RAVLT(PyramidBackbone):
 
 
 def ends_in_products(block: Any) -> bool:
-    """Return True if both branches of a block end in products that can hold the layer scales."""
+    """Return True if both branches of a block end in a linear layer that can absorb the layer scale."""
     if type(block) not in (Block, SourceBlock) or is_altered(block, block.attn, block.ffn):
         return False
     return type(block.attn) is GlobalAttention and type(block.ffn).forward is MLP.forward
 
 
 def scaled_rows(value: Tensor, gamma: Tensor) -> nn.Parameter:
-    """A weight or bias times a layer scale, as a new parameter: the old one may be a buffer, or shared."""
+    """Return a weight or bias times a layer scale as a new parameter: the old one may be a buffer, or shared."""
     return nn.Parameter(value * (gamma if value.dim() == 1 else gamma[:, None]), value.requires_grad)
 
 
 def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:
-    """``conv, norm`` pairs become one convolution; other layers stay, with their names."""
+    """Return the layers with each ``conv, norm`` pair folded into one convolution; other layers keep their names."""
     folded: OrderedDict = OrderedDict()
     for name, layer in layers.named_children():
         if isinstance(layer, _BatchNorm):

@@ -16,23 +16,23 @@ NORM = dict(type='LN', eps=1e-5)
 class LinearSwin(PyramidBackbone):
     """Swin Transformer with any attention (Liu et al. 2021; InLine Tab. 16-17, FLatten supplement).
 
-    Blocks with a linear attention look at windows of the size of the stage in training, without shift and relative
-    bias; blocks with a quadratic one at ordinary shifted windows with relative position bias. Maps are padded to whole
-    windows and padding is masked.
+    Linear attentions act in windows as large as the stage's map in training, without shift and relative bias. Quadratic
+    attentions act in Swin's shifted windows with relative position bias. Maps are padded to whole windows, and padding
+    is masked.
 
     Args:
         arch (str | dict): ``{inline,flatten,softmax}-{tiny,small,base,base-384}``, ``rala-{tiny,small}``,
             ``{hydra,efficient,angular,enhanced}-tiny``, or a dict with ``embed_dims``, ``depths``, ``num_heads`` and
             optionally ``mlp_ratios``, ``ffn``, ``window`` (of quadratic attentions), ``linear_windows`` (of linear
             ones), ``stage_attns``, ``drop_path_rate``.
-        window_size (str | int | Sequence | None): ``'trained'`` takes the arch's windows. None makes the stages with a
-            linear attention global (quadratic ones keep their windows), an int is the window of all stages, a sequence
-            has one such entry a stage.
+        window_size (str | int | Sequence | None): ``'trained'`` takes the arch's windows. None makes linear attentions
+            global, while quadratic ones keep their windows. An int is the window of all stages. A sequence has one of
+            these entries for each stage.
         in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy,
             init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
 
     Raises:
-        ValueError: For a ``window_size`` of another form, or below 1.
+        ValueError: For another ``window_size``, or one below 1.
 
     Examples:
         >>> import torch
@@ -98,7 +98,7 @@ class LinearSwin(PyramidBackbone):
         mixer = get_mixer(spec)[0]
         quadratic = mixer.quadratic
         window = self.arch['window'] if quadratic else self.per_stage('linear_windows')[stage]
-        grid = window  # of position tables: the trained window, also in a global block
+        grid = window  # grid of stored position tables: the trained window, also in a global block
         if isinstance(given, int):
             window = grid = given
         elif given is None and not quadratic:

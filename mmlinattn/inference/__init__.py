@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""How a backbone runs: chosen here once a forward pass, never in layers, attentions or hosts.
+"""Choice of how a backbone calls its modules, made once for each forward pass.
 
-Modules are plain PyTorch. On a CPU without gradients their twins are called (:mod:`.fused`): the same forward passes
-with fused operators and reused memory. In graphs, on GPUs, in training, and if they are patched or hooked, the modules
-themselves are.
+Modules are plain PyTorch. In inference on CPUs their twins are called instead (:mod:`.fused`): copies with the same
+weights that use fused operators and reuse memory. In training under autocast, the weights of a stage are cast together
+(:mod:`.mixed_precision`). Modules themselves are called in graphs, and if they are patched or hooked.
 """
 
 import operator
@@ -26,7 +26,7 @@ from .snapshot import Snapshot, dtype_of, snapshot_of
 
 __all__ = ['run']
 
-# functions that modules call and twins may not: users may replace them
+# functions and methods that modules call but twins may bypass; if a user replaces one, twins are not used
 _HOLDERS: list[tuple[Any, str]] = [
     *((kind, name) for kind, twin in TWINS.items() for name in replaced_methods(kind, twin)),
     *((kind, 'forward') for kind in (nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, ConvOfGELU)),
@@ -36,7 +36,7 @@ _FUNCTIONS = [(holder, name, getattr(holder, name)) for holder, name in _HOLDERS
 
 
 def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of a backbone for a batch of images, by its ``features``.
+    """Return the outputs of a backbone for a batch of images, by calling its ``features``.
 
     Raises:
         ValueError: For images of another shape or type than the backbone takes.
@@ -44,7 +44,7 @@ def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
     backbone.check_input(x)
     dtype = dtype_of(backbone) or x.dtype  # replicas of DataParallel have no parameters
     casts = dispatch.autocasts(x) and torch.float64 not in (x.dtype, dtype)
-    # autocast turns any of its types into any other, but leaves float64 alone
+    # autocast converts between half precision and float32, but not float64
     if not x.is_floating_point() or (x.dtype != dtype and not casts):
         raise ValueError(f'x has the type {x.dtype}; the model is in {dtype} and takes images of that type')
     if dispatch.is_traced():
@@ -57,7 +57,7 @@ def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _run(backbone, x: Tensor, products: torch.dtype) -> tuple[Tensor, ...]:
-    """Outputs with products of type ``products``."""
+    """Return the outputs, with matmuls and convolutions in the type ``products``."""
     call = plain_caller(backbone)
     if dispatch.needs_reference(x) or private_apis.has_global_hooks() or _functions_are_replaced():
         return backbone.features(x, call)
@@ -65,7 +65,7 @@ def _run(backbone, x: Tensor, products: torch.dtype) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled():
         if snapshot.is_plain and products != x.dtype and snapshot.dtype == torch.float32:
             call = MixedPrecision(snapshot.groups, x, backbone.with_cp)
-    # float16 would lose small layer scales in a matrix
+    # not in float16, which would lose small layer scales merged into weights
     elif dispatch.on_cpu(x) and not backbone.training and products != torch.float16:
         if not private_apis.has_function_modes():
             call = twin_caller(snapshot, Precision.of(products))
@@ -78,12 +78,13 @@ def _call(module, *args):
 
 
 def plain_caller(backbone) -> Callable:
-    """Return the default caller of modules."""
+    """Return the caller of modules without twins, ``call(module, *args)``. With ``with_cp``, blocks are recomputed in
+    the backward pass."""
     return call_recomputed if backbone.with_cp else getattr(operator, 'call', _call)  # Python 3.11
 
 
 def twin_caller(snapshot: Snapshot, precision: Precision) -> Callable:
-    """Return the caller of fused twins."""
+    """Return the caller ``call(module, *args)`` of twins, fused versions of modules made at their first call."""
     twins = snapshot.twins.setdefault(precision, {})
 
     def call(module, *args) -> Any:
@@ -98,7 +99,7 @@ def twin_caller(snapshot: Snapshot, precision: Precision) -> Callable:
 
 
 def _functions_are_replaced() -> bool:
-    """Return True if a function of PyTorch, or a method that twins replace, is another than at import."""
+    """Return True if a function or method of ``_FUNCTIONS`` was replaced after import."""
     for holder, name, function in _FUNCTIONS:
         if getattr(holder, name) is not function:
             return True
@@ -106,7 +107,7 @@ def _functions_are_replaced() -> bool:
 
 
 def _is_slow(x: Tensor) -> bool:
-    """Return True if autocast casts to bfloat16 on a CPU without units for it: a depth-wise convolution takes a hundred
-    times as long there as in float32."""
+    """Return True if autocast casts to bfloat16 on a CPU without instructions for it. A depth-wise convolution takes a
+    hundred times as long there as in float32."""
     is_bfloat16 = torch.get_autocast_dtype('cpu') == torch.bfloat16
     return dispatch.on_cpu(x) and is_bfloat16 and not private_apis.has_bfloat16_units()

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Fused inference on CPUs: twins of modules that share their weights.
+"""Fused inference on CPUs by twins: copies of modules that share their weights.
 
-A twin has the attributes of its module, and children that are twins. Its class is a subclass that replaces small steps
-of the forward pass: a linear layer takes GELU along, a convolution the batch norm, sums and gates are in place.
+A twin has the attributes of its module, and twins as children. Its class is a subclass of the module's class with
+cheaper steps: linear layers are fused with GELU, convolutions with batch norms, and sums and gates are in place.
 """
 
 from collections.abc import Callable
@@ -33,15 +33,15 @@ from ..ops import dispatch
 from ..utils import private_apis
 from ..utils.private_apis import is_altered
 
-STRIP_NUMEL = 2**22  # of the hidden map of a feed-forward network: 16 MiB in float32
+STRIP_NUMEL = 2**22  # elements of a strip of a feed-forward network's hidden map: 16 MiB in float32
 
 
 class Precision(NamedTuple):
-    """Types of one forward pass.
+    """Data types of one forward pass.
 
     Attributes:
-        products: Type of products; under autocast, its type.
-        onednn: oneDNN's fused operators take ``products``.
+        products: Type of matmuls and convolutions; under autocast, the autocast type.
+        onednn: True if oneDNN's fused operators support ``products``.
     """
 
     products: torch.dtype
@@ -53,13 +53,13 @@ class Precision(NamedTuple):
 
 
 class Twin:
-    """Base class of twins."""
+    """Base class of twins, fused versions of modules; subclasses hold the methods that a twin overrides."""
 
     precision: Precision
 
     @classmethod
     def prepare(cls, module: Any, children: dict, precision: Precision) -> bool:
-        """Return True if the twin computes the same as the module, with ``children``; it may replace some of them."""
+        """Return True if a twin with ``children`` (by name) equals ``module``. It may replace some children."""
         return True
 
 
@@ -68,7 +68,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, Sequential, ModuleList)
 
 
 def twin_of(*kinds: type) -> Callable:
-    """Register the twin of classes; it overrides methods of each."""
+    """Return a decorator that makes a class the twin (fused version) of ``kinds``: it overrides methods of each."""
 
     def register(steps: type) -> type:
         own = {'__module__': steps.__module__}
@@ -79,16 +79,16 @@ def twin_of(*kinds: type) -> Callable:
 
 
 def replaced_methods(kind: type, twin: type) -> set[str]:
-    """Return the names of methods of a class that its twin replaces, or calls with other arguments."""
+    """Return the names of methods of a class that its twin (fused version) overrides, or calls with other arguments."""
     steps = twin.__mro__[1 : twin.__mro__.index(kind)]
     names = {name for base in steps for name, value in vars(base).items() if callable(value)}
     return {name for name in names if hasattr(kind, name)} | {'__call__', '_call_impl'}
 
 
 def fuse(module: Any, precision: Precision) -> Any:
-    """Return the twin of a module.
+    """Return the twin of a module: a copy with fused operators and the same weights. Without a twin, return the module.
 
-    Modules of other packages, and those with hooks, adapters or methods of their own are returned themselves.
+    Modules of other packages have no twin, nor have modules with hooks, adapters or patched methods.
     """
     kind = type(module)
     is_container = kind in CONTAINERS or kind.__module__.startswith('mmlinattn.')
@@ -110,7 +110,7 @@ def fuse(module: Any, precision: Precision) -> Any:
 
 
 def has_weights(module: nn.Module) -> bool:
-    """Return True if weight and bias are parameters; others may be computed."""
+    """Return True if weight and bias are registered parameters (or None), not computed by a parametrisation."""
     return {'weight', 'bias'} <= module._parameters.keys()
 
 
@@ -124,7 +124,7 @@ class LinearStep(Twin, nn.Linear):
         return product(self.precision, x, self.weight, self.bias, gelu)
 
     def project(self, x: Tensor, widths: list[int]) -> list[Tensor]:
-        """Outputs by a product for each of ``widths``, with memory of their own."""
+        """Compute the outputs by one matmul for each of ``widths``, so that each result is contiguous."""
         if not is_row(self.bias, self.weight):
             return list(self(x).split(widths, dim=-1))
         weights, biases = self.weight.split(widths), [None] * len(widths)
@@ -134,7 +134,7 @@ class LinearStep(Twin, nn.Linear):
 
 
 def product(precision: Precision, x: Tensor, weight: Any, bias: Any, gelu: bool = False) -> Tensor:
-    """``x @ weight.T + bias``, or its GELU by the pass that writes the product."""
+    """Compute ``x @ weight.T + bias`` or its GELU, by a single oneDNN kernel if possible."""
     dtype = precision.products
     x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if precision.onednn and x.numel() and weight.is_contiguous():
@@ -145,22 +145,22 @@ def product(precision: Precision, x: Tensor, weight: Any, bias: Any, gelu: bool 
 
 
 def is_row(bias: Optional[Tensor], weight: Tensor) -> bool:
-    """Return True for a bias that oneDNN reads right: it takes a row of numbers, whatever their strides and size."""
+    """Return True for a bias that oneDNN reads correctly: it assumes a contiguous row of the right size."""
     return bias is None or (bias.is_contiguous() and bias.shape == weight.shape[:1])
 
 
 def linear_gelu(layer: nn.Module, x: Tensor) -> Tensor:
-    """GELU of a linear layer."""
+    """Return the GELU of a linear layer's output, in one kernel if the layer is a twin."""
     return layer(x, gelu=True) if isinstance(layer, LinearStep) else F.gelu(layer(x))
 
 
 @twin_of(BranchedLinear)
 class BranchedLinearStep(Twin, BranchedLinear):
-    """Branches merged into one matrix."""
+    """Twin of :class:`BranchedLinear` that merges the branches into one linear layer at each call."""
 
     @classmethod
     def prepare(cls, module, children, precision) -> bool:
-        children.update(module._modules)  # read, not called
+        children.update(module._modules)  # the twin reads their weights and does not call them
         return not any(norm.training for norm in module.norms) and all(map(merges, module.linears, module.norms))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,13 +184,13 @@ class FactorisedLinearStep(Twin, FactorisedLinear):
 
 
 def is_ordinary(conv: Any) -> bool:
-    """Return True if a convolution is defined by its weights, pads with zeros and is not dilated."""
+    """Return True if a convolution is unaltered, has registered weights, pads with zeros and is not dilated."""
     plain = conv.padding_mode == 'zeros' and not isinstance(conv.padding, str) and conv.dilation == (1, 1)
     return plain and has_weights(conv) and not is_altered(conv)
 
 
 def conv_gelu(precision: Precision, x: Tensor, conv: Any, norm: Any = None, gelu: bool = False) -> Tensor:
-    """``gelu(norm(conv(x)))`` of (B, C, H, W), a batch norm folded into the convolution."""
+    """Compute ``conv(x)`` of (B, C, H, W), with ``norm`` (a batch norm) folded into it and GELU if ``gelu``."""
     weight, bias = (conv.weight, conv.bias) if norm is None else fold_batch_norm(conv, norm)
     dtype = precision.products
     x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -207,9 +207,9 @@ class ResidualDWConvStep(Twin, ResidualDWConv):
         return is_ordinary(module) and module.stride == (1, 1)
 
     def forward(self, x: Tensor, activated: bool = False) -> Tensor:
-        """``activated``: GELU has been applied to ``x``."""
+        """Run the layer; ``activated`` tells that ``x`` has gone through GELU already."""
         x = (F.gelu(x) if self.of_gelu and not activated else x).permute(0, 3, 1, 2)
-        # one more on the central tap adds x in the same pass; bfloat16 would round the tap
+        # a central tap larger by 1 adds x in the same kernel; bfloat16 would round the tap
         if self.precision.products.itemsize < 4 or self.groups != len(self.weight):
             return add_in_place(conv_gelu(self.precision, x, self), x).permute(0, 2, 3, 1)
         weight = self.weight.clone()
@@ -218,9 +218,9 @@ class ResidualDWConvStep(Twin, ResidualDWConv):
 
 
 class FoldedConv(nn.Module):
-    """Convolution with a batch norm folded into it, and GELU by the pass that writes its result.
+    """Convolution with a folded batch norm, GELU before it (``takes_gelu``) and GELU after it (``gelu``).
 
-    Weights are folded in each pass: nothing tells that ``p.data`` was written, as EMA does.
+    Weights are folded at each call, since a write to ``p.data``, as by EMA, cannot be detected.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class FoldedConv(nn.Module):
 
 
 def fold_layers(layers: nn.Sequential, precision: Precision) -> nn.Sequential:
-    """Return the layers of a stem with convolutions, batch norms and GELU folded together."""
+    """Return the layers of a stem with batch norms and GELU merged into the convolutions."""
     given, folded, activated = list(layers), [], False
     while given:
         layer = given.pop(0)
@@ -269,15 +269,15 @@ class StemStep(Twin):
 
 
 class FeedForwardStep(Twin, MLP):
-    """Feed-forward network of large maps in strips of rows: the hidden map, several times as wide as its input, is
-    never allocated whole."""
+    """Feed-forward network that processes large maps in strips of rows. The hidden map, several times as wide as the
+    input, is never allocated whole."""
 
     @classmethod
     def prepare(cls, module, children, precision) -> bool:
         return isinstance(children['fc1'], Twin) and isinstance(children['fc2'], Twin)
 
     def halo(self) -> int:
-        """Rows above and below that a row of the hidden map depends on."""
+        """Return the number of rows above and below a strip that its hidden map depends on."""
         return 0
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -338,11 +338,11 @@ class DWConvFFNStep(FeedForwardStep, DWConvFFN):
 
 @twin_of(Block, SourceBlock, TokenBlock)
 class BlockStep(Twin, Block):
-    """Block whose residual connections are in place of the results of its branches."""
+    """Block that adds residual connections in place, into the results of its branches."""
 
     @classmethod
     def prepare(cls, module, children, precision) -> bool:
-        # a product of our own: nobody else has its result
+        # branches end in linear twins: their results are new tensors, so they may be overwritten
         attn_proj, ffn = children['attn']._modules.get('proj'), children['ffn']
         return isinstance(attn_proj, LinearStep) and isinstance(ffn, FeedForwardStep)
 
@@ -354,5 +354,5 @@ class BlockStep(Twin, Block):
 
 
 def add_in_place(x: Tensor, y: Tensor) -> Tensor:
-    """``x + y``, in place of ``x`` if both are of one type."""
+    """Return ``x + y``, written to ``x`` if both have the same dtype."""
     return x.add_(y) if x.dtype == y.dtype else x + y

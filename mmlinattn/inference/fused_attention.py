@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Twins of attentions: local terms and gates are added and multiplied in place of the mixer's result."""
+"""Twins (fused versions) of attentions that add local terms and apply gates in place, in the mixer's result."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ twin_of(AngularMixer, FocusedMixer, InLineMixer)(LocalStep)
 
 @twin_of(RALAMixer)
 class RALAStep(Twin, RALAMixer):
-    """RALA that overwrites queries and keys."""
+    """RALA that overwrites queries and keys instead of allocating new tensors."""
 
     def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, **_) -> Tensor:
         return rala_in_place(q, k, v, self.num_heads, self.kernel, rotary, mask, self.weight_scale)
@@ -46,7 +46,7 @@ class RALAStep(Twin, RALAMixer):
 class LePEStep(Twin, LePEMixer):
     @classmethod
     def prepare(cls, module, children, precision) -> bool:
-        """Require projections and a mixer of this package: nobody else has their results."""
+        """Allow a twin for projections and a mixer of this package alone, since it overwrites their results."""
         mixer, projections = module.mixer, [children[name] for name in ('qkv', 'q', 'kv') if name in children]
         is_own = type(mixer).__module__.startswith('mmlinattn.') and not is_altered(mixer)
         if is_own and all(isinstance(layer, LinearStep) for layer in projections):
@@ -62,7 +62,7 @@ class LePEStep(Twin, LePEMixer):
 class AttentionStep(LePEStep, Attention):
     @property
     def convolves(self) -> bool:
-        """True if a convolution reads the values: it would copy those of a wider projection."""
+        """True if a convolution reads the values: projected apart, they are contiguous and need no copy."""
         return self.local is not None or isinstance(self.mixer, LocalMixer)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
@@ -81,7 +81,8 @@ class AttentionStep(LePEStep, Attention):
 
 @twin_of(WindowAttention)
 class WindowStep(AttentionStep, WindowAttention):
-    """Windows of a linear attention are large, and padding may be most of the last ones: see :mod:`.regions`."""
+    """Attention in windows without padding, see :mod:`.regions`: linear attentions have large windows, and padding may
+    be most of the last ones."""
 
     def mix_windows(self, projected: Tensor, x: Tensor, stage) -> Tensor:
         windows: Any = windows_of(stage, x).get(self.window, self.shift)[0]
@@ -92,7 +93,7 @@ class WindowStep(AttentionStep, WindowAttention):
         means = cut(source, regions, mean=True) if self.mixer.context else [None] * len(regions)
         grids = (Grid(part.window[0], part.window[1], within=windows.window) for _, _, part in regions)
         widths = self.widths[:3]
-        # values for a convolution get memory of their own
+        # values for a convolution are cut apart from queries and keys, to be contiguous
         groups = [widths[:2], widths[2:]] if self.convolves else [widths]
         parts = projected.split([*map(sum, groups)], dim=-1)
 

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Training under autocast with the weights of a stage cast by one operation.
 
-Autocast casts each weight, and each of their gradients, by a kernel of its own, and keeps LayerNorm in float32 although
-the next product rounds to half precision anyway. With two images a GPU waits for these launches.
+Autocast casts each weight and each gradient by its own kernel, and a GPU waits for these launches if it has only two
+images. It also keeps LayerNorm in float32, although the next linear layer rounds to half precision anyway.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 
 
 class CastTogether(torch.autograd.Function):
-    """Cast tensors by one operation, and their gradients by another."""
+    """Cast a list of tensors by one operation, and their gradients by one operation in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -32,7 +32,7 @@ class CastTogether(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
-        if torch.is_grad_enabled():  # gradients of gradients
+        if torch.is_grad_enabled():  # create_graph=True: the casts have to be differentiable
             found = [None if grad is None else grad.to(t.dtype) for grad, t in zip(grads, ctx.tensors)]
             return None, *found
         outs = [None if grad is None else torch.empty_like(t) for grad, t in zip(grads, ctx.tensors)]
@@ -42,12 +42,13 @@ class CastTogether(torch.autograd.Function):
         return None, *outs
 
 
-Slot = tuple[dict, str]  # the dictionary of a module's parameters, and a name
+Slot = tuple[dict, str]  # place of a weight: the dictionary of a module's parameters, and the name in it
 KINDS = ('products', 'stream')
 
 
 class WeightGroup:
-    """Weights that are cast together: those of products, and those that act on the residual stream.
+    """Weights of a stage that are cast together: ``'products'`` of linear layers and convolutions, ``'stream'`` of
+    LayerNorm and layer scale.
 
     Args:
         modules (list[nn.Module]): Modules of a stage that the forward pass of the backbone calls.
@@ -58,7 +59,7 @@ class WeightGroup:
         self.spans: dict[nn.Module, dict[str, slice]] = {}
         for module in modules:
             parts = list(module.modules())
-            # the norm of a patch embedding gives the residual stream, kept in its precision
+            # not the norm of a patch embedding: it makes the residual stream, which keeps its precision
             stream = () if isinstance(module, PatchEmbed) else (nn.LayerNorm, Block)
             self.spans[module] = {}
             for kind, classes in zip(KINDS, (PRODUCTS, stream)):
@@ -68,13 +69,14 @@ class WeightGroup:
 
 
 class MixedPrecision:
-    """One training pass under autocast.
+    """Caller of modules in one training forward pass under autocast.
 
-    Modules with a residual stream in half precision run without autocast: all of their weights are cast, those of
-    LayerNorm and layer scale included. With a float32 stream autocast stays on, and the weights of products are cast.
+    If the residual stream is in half precision, modules run without autocast and all of their weights are cast,
+    LayerNorm and layer scale included. If it is in float32, autocast stays on, and weights of linear layers and
+    convolutions are cast.
 
     Args:
-        groups (list[WeightGroup]): Of the backbone's stages.
+        groups (list[WeightGroup]): Weights of the backbone's stages.
         x (Tensor): The images.
         recomputes (bool): Recompute blocks in the backward pass.
     """
@@ -105,7 +107,7 @@ class MixedPrecision:
             torch.set_autocast_enabled(self.device_type, True)
 
     def _cast(self, group: WeightGroup, in_half: bool) -> None:
-        """Cast the weights of a group that were not cast before, and list them by module."""
+        """Cast the weights of a group that are not cast yet, and store the casts by module."""
         kinds = KINDS if in_half else KINDS[:1]
         missing = [kind for kind in kinds if (group, kind) not in self.casts]
         weights = [own[name] for kind in missing for own, name in group.slots[kind]]
@@ -120,7 +122,7 @@ class MixedPrecision:
 
 
 def _with_weights(module: nn.Module, weights: list[tuple[Slot, Tensor]], *args) -> Any:
-    """``module(*args)`` with other weights."""
+    """Call ``module(*args)`` with the casts in ``weights`` in place of its parameters."""
     kept = []
     for (own, name), cast in weights:
         kept.append(own[name])

@@ -12,14 +12,15 @@ from ..ops import dispatch
 
 
 def call_recomputed(module: nn.Module, x: Tensor, *stage) -> Tensor:
-    """Call ``module(x, *stage)``. Of a block, called with the context of its stage, only ``x`` is kept."""
+    """Call ``module(x, *stage)``. Blocks, the modules called with a stage's context, are recomputed from ``x`` in the
+    backward pass."""
     if not stage or not x.requires_grad:
         return module(x, *stage)
     return recompute(module, module, x, *stage)
 
 
 def recompute(module: nn.Module, function: Callable, *args) -> Tensor:
-    """Call ``function(*args)``, a forward pass of ``module`` that the backward pass repeats."""
+    """Call ``function(*args)``, a forward pass of ``module``, and repeat it in the backward pass to save memory."""
     contexts: dict = {}
     if not dispatch.is_traced():  # compilers take no contexts
         contexts['context_fn'] = lambda: (nullcontext(), PreserveStatistics(module))
@@ -27,8 +28,8 @@ def recompute(module: nn.Module, function: Callable, *args) -> Tensor:
 
 
 class PreserveStatistics:
-    """A context that leaves running statistics of batch norms alone: the forward pass has updated them. A class, as
-    several backward passes of one graph enter it again."""
+    """Context for the repeated forward pass: batch norms keep the running statistics that the first pass has updated.
+    It is a class, since several backward passes of one graph enter it again."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Windows without padding: a map is cut into regions of equal windows."""
+"""Windows without padding: a map is cut into up to four regions, each of equal windows."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,12 +12,12 @@ from ..ops.windows import Windows
 
 # Rows and columns of a map, and the windows without a shift that they are cut into.
 Region = tuple[slice, slice, Windows]
-SMALL_NUMEL = 2**22  # of a padded map: up to it, padding is cheaper than the parallel regions of a group
+SMALL_NUMEL = 2**22  # elements of a map up to which padding is cheaper than one attention call for each region
 
 
 def regions_of(x: Tensor, windows: Windows) -> list[Region]:
     """Return the unpadded regions of ``x`` (B, H, W, C): whole windows, and the partial ones at the right and bottom.
-    The list is empty if nothing pads, or little of a small map."""
+    Return an empty list if nothing is padded, or a small map by less than half of its area."""
     pads_little = 2 * math.prod(windows.padded) <= 3 * windows.height * windows.width
     if windows.padded == (windows.height, windows.width) or (pads_little and x.numel() <= SMALL_NUMEL):
         return []
@@ -29,13 +29,14 @@ def regions_of(x: Tensor, windows: Windows) -> list[Region]:
 
 
 def _spans(size: int, window: int) -> list[tuple[int, int, int]]:
-    """First and last position and window of the whole windows of an axis, and of the remainder."""
+    """Return (first, last, window length) of an axis for its whole windows, and for the remainder if there is one."""
     whole = size - size % window
     return [(0, whole, window)] + [(whole, size, size - whole)] * (whole < size)
 
 
 def cut(x: Tensor, regions: Sequence[Region], mean: bool = False) -> Iterator[Tensor]:
-    """The windows of each region of (B, H, W, C): (B * windows, h * w, C), or their mean tokens, (B * windows, C)."""
+    """Yield the windows of each region of (B, H, W, C), (B * windows, h * w, C), or with ``mean`` their mean tokens, (B
+    * windows, C)."""
     for rows, columns, part in regions:
         windows = _windows(x[:, rows, columns], part)
         yield (
@@ -46,8 +47,8 @@ def cut(x: Tensor, regions: Sequence[Region], mean: bool = False) -> Iterator[Te
 
 
 def assemble(pieces: Iterable[Tensor], regions: Sequence[Region]) -> Tensor:
-    """(B, H, W, C) from the windows of its regions, the inverse of :func:`cut`. Those of a region are written to their
-    places before the next are asked for."""
+    """Put the windows of all regions back into a map (B, H, W, C), the inverse of :func:`cut`. Each region is written
+    before the next piece is requested, so ``pieces`` may be lazy."""
     out: Any = None
     for (rows, columns, part), tokens in zip(regions, pieces):
         if out is None:
@@ -60,6 +61,6 @@ def assemble(pieces: Iterable[Tensor], regions: Sequence[Region]) -> Tensor:
 
 
 def _windows(x: Tensor, windows: Windows) -> Tensor:
-    """(B, H, W, C) as (B, rows, columns, h, w, C), a view."""
+    """View (B, H, W, C) as (B, rows, columns, h, w, C)."""
     (rows, columns), (h, w) = windows.counts, windows.window
     return x.unflatten(2, (columns, w)).unflatten(1, (rows, h)).transpose(2, 3)

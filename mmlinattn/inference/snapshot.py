@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""A check, without a call for each module, that nobody changed the modules of a backbone."""
+"""Detection of changes to a backbone's modules (hooks, patches, replaced children) without a call for each module."""
 
 from typing import Any, Optional
 from weakref import WeakKeyDictionary
@@ -21,29 +21,30 @@ KNOWN = {
 
 
 def is_known(kind: type) -> bool:
-    """Return True for a class of this package, or one of PyTorch's and OpenMMLab's that it builds on."""
+    """Return True for a class of this package, or a class of PyTorch or OpenMMLab that its backbones use unchanged."""
     return kind in KNOWN or kind.__module__.startswith('mmlinattn.')
 
 
 class Snapshot:
-    """Modules below a backbone as they were, the weights that are cast together, and twins for inference.
+    """Recorded state of a backbone's modules, with weight groups for training and twins for inference derived from it.
 
     Args:
         backbone (nn.Module): The backbone; no reference to it is kept.
 
     Attributes:
-        is_plain (bool): All modules are of known classes, without hooks, and have weights of their own.
+        is_plain (bool): True if all modules are of known classes, without hooks, and all weights are parameters of one
+            type.
         dtype (torch.dtype): The type of all weights.
-        groups (list[WeightGroup]): Weights by stage.
+        groups (list[WeightGroup]): Weights that are cast together in training, by stage; empty unless ``is_plain``.
         modules (set[nn.Module]): Modules below the backbone.
-        twins (dict): Fused twins by precision and module.
+        twins (dict): Fused twins for inference, by precision and module.
     """
 
     def __init__(self, backbone: Any) -> None:
         parts = list(backbone.modules())
         self.children = dict(backbone._modules)
         self.modules = set(parts[1:])
-        # modules of other packages are called themselves, and may write their attributes
+        # modules of other packages are left out: they have no twins, and may change their own attributes
         self.entries = [
             (part, part.__dict__, type(part), dict(part.__dict__), dict(part._modules), _hooks(part), _weights(part))
             for part in parts[1:]
@@ -51,7 +52,7 @@ class Snapshot:
         ]
         self.twins: dict[Precision, dict[nn.Module, Any]] = {}
         self.dtype = dtype_of(backbone)
-        # hooks of the backbone itself run around all of this
+        # the backbone itself may have hooks: they run before and after ``features``
         self.is_plain = not is_altered(*parts[1:]) and all(is_known(type(part)) for part in parts)
         for part in parts:
             weights = [kind for kind in _weights(part).values() if kind is not None]
@@ -61,7 +62,7 @@ class Snapshot:
         self.groups = [WeightGroup(modules) for modules in backbone.stage_modules()] if self.is_plain else []
 
     def is_current(self, backbone: nn.Module) -> bool:
-        """Return True if no module was replaced, hooked or given other attributes or kinds of weights since."""
+        """Return True if no module was since replaced or hooked, or got other attributes or kinds of weights."""
         if backbone._modules != self.children:
             return False
         try:
@@ -87,18 +88,18 @@ class Snapshot:
 
 
 def _hooks(module: nn.Module) -> tuple[int, ...]:
-    """Numbers of hooks of each kind."""
+    """Return the number of hooks of each kind."""
     kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return tuple(map(len, kinds))
 
 
 def _weights(module: nn.Module) -> dict[str, Optional[tuple]]:
-    """Classes and types of weights by name."""
+    """Return class and dtype of each weight by name; None for an absent weight."""
     return {name: None if p is None else (type(p), p.dtype) for name, p in module._parameters.items()}
 
 
 def dtype_of(module: nn.Module) -> Optional[torch.dtype]:
-    """Return the type of the first weight that is found, None if there is none."""
+    """Return the dtype of the first weight of a module or its children, None if there is none."""
     for weight in module._parameters.values():
         if weight is not None:
             return weight.dtype
@@ -113,7 +114,7 @@ _snapshots: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def snapshot_of(backbone: nn.Module) -> Snapshot:
-    """Return the snapshot of a backbone in its mode, taken anew if it is out of date."""
+    """Return the snapshot of a backbone for its mode, training or eval; an outdated one is replaced."""
     of_modes = _snapshots.setdefault(backbone, {})
     found = of_modes.get(backbone.training)
     if found is None or not found.is_current(backbone):

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The transformer block of all hosts, and its feed-forward networks on (B, H, W, C) maps."""
+"""The transformer block of all backbones, and its feed-forward networks on (B, H, W, C) maps."""
 
 from typing import Any, Optional
 
@@ -15,16 +15,16 @@ from .norms import build_token_norm
 
 
 class Block(BaseModule):
-    """Pre-norm transformer block of all hosts.
+    """Pre-norm transformer block of all backbones.
 
     ``x = position(x); x = x + gamma1 * attn(norm1(x)); x = x + gamma2 * ffn(norm2(x))``, each branch under stochastic
     depth.
 
     Args:
         dim (int): Width C.
-        attn (nn.Module): Takes maps (or tokens) of width C and the stage's context, gives maps of width C.
-        ffn (nn.Module): Takes and gives maps of width C.
-        norm_cfg (dict): Both norms, over the last axis.
+        attn (nn.Module): Called with a map (or tokens) of width C and the stage's context; returns the same shape.
+        ffn (nn.Module): Feed-forward network on maps of width C.
+        norm_cfg (dict): Config of both norms, over the last axis.
         drop_path (float): Rate of stochastic depth.
         layer_scale (float, optional): Initial value of gamma; None for no layer scale.
         position (nn.Module, optional): Position encoding that includes its own residual connection.
@@ -55,7 +55,7 @@ class Block(BaseModule):
         position = self.position
         if position is not None:
             x = position(x)
-        # norms get three dimensions: upstream's FLOP counters take four for (B, C, H, W)
+        # norms get three dimensions: upstream's FLOP counters assume that four are (B, C, H, W)
         x = self.add(x, self.attn(self.norm1(x.flatten(1, -2)).reshape(x.shape), stage), self.gamma1)
         return self.add(x, self.feed_forward(self.norm2(x.flatten(1, -2)).reshape(x.shape), stage), self.gamma2)
 
@@ -63,7 +63,7 @@ class Block(BaseModule):
         return self.ffn(x)
 
     def add(self, x: Tensor, branch: Tensor, gamma: Optional[Tensor]) -> Tensor:
-        """``x + DropPath(gamma * branch)``. Paths are dropped in a small tensor of scales, not in the map."""
+        """Return ``x + DropPath(gamma * branch)``. Stochastic depth acts on gamma for each image, not on the map."""
         drop_path = self.drop_path
         drops = drop_path.training and not isinstance(drop_path, nn.Identity)
         if gamma is None and not drops:
@@ -75,14 +75,15 @@ class Block(BaseModule):
 
 
 class SourceBlock(Block):
-    """:class:`Block` with an attention that reads the mean token of the block's input."""
+    """:class:`Block` that sets its input as ``source``: mixers that need the mean token average it before the norm."""
 
     def forward(self, x: Tensor, stage) -> Tensor:
         return super().forward(x, stage._replace(source=x))
 
 
 class TokenBlock(Block):
-    """:class:`Block` of tokens (B, N, C) with class tokens and a feed-forward network of maps."""
+    """:class:`Block` on tokens (B, N, C) with a feed-forward network that takes maps. Each class token passes the
+    network as a map of one pixel."""
 
     def feed_forward(self, x: Tensor, stage) -> Tensor:
         height, width, prefix = stage.grid[:3]
@@ -111,7 +112,7 @@ class MLP(BaseModule):
         self.fc2: Any = nn.Linear(hidden_dim, dim)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """The hidden map of ``x``."""
+        """Return the hidden activations of ``x``."""
         return F.gelu(self.fc1(x))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ class ResidualDWConv(nn.Conv2d):
     Args:
         dim (int): Channels C.
         kernel_size (int): Odd size of the depth-wise convolution.
-        of_gelu (bool): ``y = gelu(x)``, with only ``x`` kept for the backward pass; else ``y = x``.
+        of_gelu (bool): Take ``y = gelu(x)`` and keep only ``x`` for the backward pass; False takes ``y = x``.
     """
 
     def __init__(self, dim: int, kernel_size: int = 3, of_gelu: bool = False) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Feed-forward networks with a factorised matrix (cFFN), and the choice of a feed-forward network by name."""
+"""Compact feed-forward networks with a factorised matrix (cFFN), and the choice of a feed-forward network by name."""
 
 from typing import Any, Optional, Union
 
@@ -18,12 +18,14 @@ MATRICES = {'M1': 'fc1', 'M2': 'fc2'}
 
 
 def merges(layer: nn.Module, norm: nn.Module) -> bool:
-    """Return True if a linear layer and a batch norm are one matrix in eval mode."""
+    """Return True if a linear layer and the batch norm after it can be merged into one linear layer in eval mode."""
     return type(layer) is nn.Linear and not is_altered(layer) and is_foldable(norm)
 
 
 class BranchedLinear(BaseModule):
-    """Parallel linear layers, each with a batch norm over the tokens, summed: one matrix to all but the optimiser.
+    """Sum of parallel linear layers, each followed by a batch norm over the tokens.
+
+    The branches serve training (structural re-parameterisation) and are merged into one linear layer for inference.
 
     Args:
         in_features, out_features (int): Widths.
@@ -48,7 +50,7 @@ class BranchedLinear(BaseModule):
         return unflatten(out, 0, x.shape[:-1])
 
     def merged_weights(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of the linear layer that equals the branches in eval mode."""
+        """Return weight and bias of the one linear layer that equals the sum of the branches in eval mode."""
         weight: Any = 0
         bias: Any = 0
         for layer, norm in zip(self.linears, self.norms):
@@ -75,10 +77,10 @@ class BranchedLinear(BaseModule):
 
 
 class FactorisedLinear(BaseModule):
-    """A linear layer through a narrow middle: two factors, each of parallel branches while training, and a bias.
+    """Linear layer factorised through a narrow middle, ``up(down(x)) + bias``.
 
-    The bias stays beside those of the merged factors: the paper does not speak of it, but with it the printed sizes of
-    all four models (4.68, 17.91, 12.15 and 27.26 M) come out.
+    Both factors are :class:`BranchedLinear` in training and plain linear layers after merging. The paper does not
+    mention ``bias``. With it, the printed sizes of all four models (4.68, 17.91, 12.15 and 27.26 M) are met.
 
     Args:
         in_features, out_features (int): Widths.
@@ -110,13 +112,13 @@ class FactorisedLinear(BaseModule):
         return self.up(self.down(x)) + self.bias
 
     def merged(self) -> tuple[nn.Module, nn.Module]:
-        """Both factors, each with its branches merged."""
+        """Return ``down`` and ``up`` as plain linear layers: branches are merged if they are not merged already."""
         if isinstance(self.down, BranchedLinear) and isinstance(self.up, BranchedLinear):
             return self.down.merged(), self.up.merged()
         return self.down, self.up
 
     def switch_to_deploy(self) -> None:
-        """Merge the branches of each factor, in place."""
+        """Replace both factors by linear layers with merged branches."""
         self.down, self.up = self.merged()
 
 
@@ -127,18 +129,18 @@ def compact(
     matrix: str = 'M2',
     norm_cfg: Optional[dict] = None,
 ) -> MLP:
-    """Compact feed-forward network, cFFN (Xu et al. 2023, Sec. 3.3): one matrix of ``ffn`` is factorised, in place.
+    """Factorise one matrix of ``ffn`` in place: the compact feed-forward network, cFFN (Xu et al. 2023, Sec. 3.3).
 
-    Its rank ``k = t m C / (m + 1)``, m the ratio of hidden width and width C, leaves the share t of its parameters.
-    The paper does not give its initialisation. With the usual gains of one, the branch drowns the residual stream,
-    and small models learned far less. So M2, the end of the residual branch, starts at zero, as the
-    last batch norms of ResNet's blocks do (Goyal et al. 2017, Sec. 5.1), and M1 with the variance of the linear layer
-    in its place, of weights of deviation 0.02, for tokens of unit variance.
+    The rank ``k = t m C / (m + 1)``, with m = hidden width / C, keeps the share t of the matrix's parameters. The paper
+    does not give its initialisation. With batch norm gains of one, the branch drowns the residual stream, and small
+    models learned far less. So the last gains of M2, the end of the residual branch, start at zero, as in ResNet (Goyal
+    et al. 2017, Sec. 5.1). The last gains of M1 keep the variance of the linear layer that it replaces (weights of
+    deviation 0.02, tokens of unit variance).
 
     Args:
-        ffn (MLP): Any feed-forward network of the hosts; its depth-wise convolution stays.
+        ffn (MLP): Any feed-forward network of the backbones; its depth-wise convolution stays.
         t (float): Share of parameters, in (0, 1] (Tab. 6).
-        r (int): Parallel branches of each factor while training (Tab. 5).
+        r (int): Parallel branches of each factor in training (Tab. 5).
         matrix (str): ``'M1'``, input to hidden, or ``'M2'``, hidden to output (Tab. 7).
         norm_cfg (dict, optional): Batch norm of the branches, ``BN1d`` (default) or ``SyncBN``.
 
@@ -160,13 +162,13 @@ def compact(
 
 
 def build_ffn(spec: Union[None, str, dict], default: type, dim: int, hidden_dim: int) -> Any:
-    """The feed-forward network that an arch names under ``ffn``.
+    """Build the feed-forward network that an arch names under ``ffn``.
 
     Args:
-        spec (str | dict, optional): None for the host's own; ``'mlp'``, ``'conv'`` (RAVLT's), ``'dwconv'`` (PVTv2's);
-            or ``dict(type='compact', ffn=None, **options)``: one of these, the host's own by default, made
-            :func:`compact`.
-        default (type): The host's own.
+        spec (str | dict, optional): None for ``default``; ``'mlp'``, ``'conv'`` (RAVLT's), ``'dwconv'`` (PVTv2's).
+            ``dict(type='compact', ffn=None, **options)`` builds the network that its ``ffn`` names in the same way, and
+            factorises a matrix by :func:`compact` with the options.
+        default (type): Class of the backbone's own feed-forward network.
         dim, hidden_dim (int): Widths.
 
     Raises:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Norms of tokens and maps, and batch norms folded into convolutions."""
+"""Norms of tokens and maps, and folding of batch norms into convolutions."""
 
 from typing import Optional
 
@@ -13,10 +13,10 @@ from ..utils.private_apis import is_altered
 
 
 def build_map_norm(norm_cfg: dict, dim: int) -> nn.Module:
-    """A norm of (B, C, H, W) maps.
+    """Build a norm of (B, C, H, W) maps.
 
     Raises:
-        ValueError: For one over the last axis.
+        ValueError: For a norm over the last axis (``'LN'``).
     """
     norm = build_norm_layer(norm_cfg, dim)[1]
     if type(norm) is nn.LayerNorm:
@@ -25,10 +25,10 @@ def build_map_norm(norm_cfg: dict, dim: int) -> nn.Module:
 
 
 def build_token_norm(norm_cfg: dict, dim: int) -> nn.Module:
-    """A norm over the last axis, of (B, N, C) tokens or (B, H, W, C) maps.
+    """Build a norm over the last axis, for (B, N, C) tokens or (B, H, W, C) maps.
 
     Raises:
-        ValueError: For a norm of (B, C, ...) maps: it would take rows or tokens for channels.
+        ValueError: For a norm over the second axis, which holds tokens or rows here instead of channels.
     """
     norm = build_norm_layer(norm_cfg, dim)[1]
     if isinstance(norm, (_NormBase, nn.GroupNorm)):
@@ -37,19 +37,20 @@ def build_token_norm(norm_cfg: dict, dim: int) -> nn.Module:
 
 
 class MapLayerNorm(nn.LayerNorm):
-    """LayerNorm over the channels of (B, C, H, W), the layout that tools expect of a backbone's last norm."""
+    """LayerNorm over the channels of (B, C, H, W) maps, the layout in which tools expect a backbone's last norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Return True for a batch norm, also for MMCV's ``MMSyncBN``, no subclass of PyTorch's ``_BatchNorm``."""
+    """Return True for a batch norm, including MMCV's ``MMSyncBN`` that does not subclass PyTorch's ``_BatchNorm``."""
     return isinstance(module, _BatchNorm) or type(module).__name__ == 'SyncBatchNorm'
 
 
 def is_foldable(norm: Optional[nn.Module]) -> TypeGuard[_BatchNorm]:
-    """Return True for an unaltered batch norm with running statistics and weights."""
+    """Return True if a norm can be folded into the layer before it: an unaltered batch norm with running statistics,
+    weight and bias."""
     if not isinstance(norm, _BatchNorm) or is_altered(norm):
         return False
     if norm.running_var is None or norm.weight is None or norm.bias is None:
@@ -58,7 +59,7 @@ def is_foldable(norm: Optional[nn.Module]) -> TypeGuard[_BatchNorm]:
 
 
 def fold_batch_norm(conv: nn.Conv2d, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
-    """Return weight and bias of ``conv`` with ``norm``, in eval mode, folded into it."""
+    """Return weight and bias of the convolution that equals ``conv`` followed by ``norm`` in eval mode."""
     wide = accumulation_dtype(conv.weight)
     assert norm.running_mean is not None and norm.running_var is not None  # see is_foldable
     scale = (norm.weight.to(wide) / (norm.running_var.to(wide) + norm.eps).sqrt()).to(wide)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Convolutions from images to maps, and from a map to the next coarser one. Maps are (B, H, W, C)."""
+"""Stems, patch embeddings and down-sampling between stages, on (B, H, W, C) maps."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class ConvStem(BaseModule):
     def __init__(self, in_channels: int, dim: int, norm_cfg: dict, init_cfg=None) -> None:
         super().__init__(init_cfg)
         widths = (in_channels, dim // 2, dim // 2, dim // 2, dim)
-        layers: OrderedDict = OrderedDict()  # numbered as in the release: its GELUs are layers
+        layers: OrderedDict = OrderedDict()  # names as in the release, where the GELUs are numbered layers too
         for i, stride in enumerate((2, 1, 1, 2)):
             kind = nn.Conv2d if i == 0 else ConvOfGELU
             layers[str(3 * i)] = kind(widths[i], widths[i + 1], 3, stride, 1)
@@ -63,11 +63,10 @@ class ConvDownsample(BaseModule):
 
 
 class PatchConv2d(nn.Conv2d):
-    """Convolution of patches that do not overlap, (B, C, H, W) of whole patches -> (B, C', H / k, W / k): a product of
-    matrices.
+    """Convolution of non-overlapping patches by a matmul: (B, C, H, W) of whole patches -> (B, C', H / k, W / k).
 
-    oneDNN's convolutions of such kernels are wrong in bfloat16 on CPUs with AMX, for maps of 8 to 24 channels
-    (PyTorch 2.11).
+    oneDNN's convolutions of such kernels return wrong results in bfloat16 on CPUs with AMX, for maps of 8 to 24
+    channels (PyTorch 2.11).
 
     Args:
         in_channels, out_channels (int): C and C'.
@@ -78,7 +77,7 @@ class PatchConv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, size, size)
 
     def forward(self, x: Tensor) -> Tensor:
-        if (self.stride, self.padding) != (self.kernel_size, (0, 0)):  # somebody wants a finer grid
+        if (self.stride, self.padding) != (self.kernel_size, (0, 0)):  # a user changed them, e.g. for a finer grid
             return super().forward(x)
         patches = cut_patches(x.permute(0, 2, 3, 1), self.kernel_size[0])
         weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # (C', rows * columns * C)
@@ -124,7 +123,7 @@ class PatchEmbed(BaseModule):
 
 
 class PatchMerging(BaseModule):
-    """Swin's down-sampling: four neighbours side by side, norm, linear without bias. Odd maps are zero-padded.
+    """Swin's down-sampling: concatenate each 2x2 patch, norm, linear without bias. Odd maps are zero-padded.
 
     Shape: (B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), C').
     """

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Learned position encodings, resized to other grids and windows."""
+"""Learned position encodings that are resized to other grids and windows."""
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +11,12 @@ from ..ops.sizes import unflatten
 
 
 class PositionTable(nn.Module):
-    """A learned vector for every token of a grid, resized bilinearly to other grids.
+    """A learned vector for every token of a grid, resized bilinearly for other grids.
 
     Args:
         dim (int): Width C.
         grid (tuple[int, int]): Height and width of the stored table.
         prefix (int): Leading class tokens; their vectors are never resized.
-
-    At the stored grid the table is added as it is.
     """
 
     def __init__(self, dim: int, grid: tuple[int, int], prefix: int = 0) -> None:
@@ -29,22 +27,22 @@ class PositionTable(nn.Module):
         nn.init.trunc_normal_(self.weight, std=0.02)
 
     def adapt_state(self, state: dict, prefix: str) -> None:
-        """Resize the table in a state dict to this grid, in place."""
+        """Resize the table in a checkpoint's ``state`` dict to the grid of this module, in place."""
         key = f'{prefix}weight'
         if key in state:
             state[key] = self.fit(state[key])
 
     def fit(self, weight: Tensor) -> Tensor:
-        """A checkpoint's table, (1, prefix + n * n, C), for this grid; of another form it stays as it is, for the
-        report."""
+        """Resize a checkpoint's table of a square grid, (1, prefix + n * n, C), to the grid of this module. A table of
+        another shape is returned unchanged, so that the loading report names it."""
         side = round(max(weight.shape[1] - self.prefix, 0) ** 0.5) if weight.dim() == 3 else 0
         if weight.shape == self.weight.shape or not side or side**2 + self.prefix != weight.shape[1]:
             return weight
         return resize_table(weight, (side, side), self.grid, self.prefix)
 
     def forward(self, grid: Grid) -> Tensor:
-        """The table for the tokens of a grid, (1, prefix + height * width, C); zero for class tokens that the table has
-        no vectors for."""
+        """Return the vectors for the tokens of ``grid``, (1, grid.num_tokens, C); zero for class tokens without a
+        stored vector."""
         return table_on(self.weight, self.grid, grid, self.prefix)
 
 
@@ -59,7 +57,7 @@ class RelativePositionBias(nn.Module):
         ValueError: For a window of more than :attr:`max_tokens` tokens.
     """
 
-    # N tokens have N^2 pairs: at 8192, 512 MiB of index a block, and 256 MiB of bias a head and block in each pass
+    # N tokens have N^2 pairs: at 8192, each block has 512 MiB of index, and 256 MiB of bias for each head
     max_tokens = 8192
 
     def __init__(self, window: tuple[int, int], num_heads: int) -> None:
@@ -74,14 +72,14 @@ class RelativePositionBias(nn.Module):
         nn.init.trunc_normal_(self.table, std=0.02)
 
     def adapt_state(self, state: dict, prefix: str) -> None:
-        """Resize the table in a state dict to this window, in place."""
+        """Resize the table in a checkpoint's ``state`` dict to the window of this module, in place."""
         key = f'{prefix}table'
         if key in state:
             state[key] = self.fit(state[key])
 
     def fit(self, table: Tensor) -> Tensor:
-        """A checkpoint's table of another square window, ((2n - 1)^2, heads), resized bicubically as Swin's
-        fine-tuning does; of another form it stays as it is, for the report."""
+        """Resize a checkpoint's table of a square window, ((2n - 1)^2, heads), bicubically as Swin's fine-tuning does.
+        A table of another shape is returned unchanged, so that the loading report names it."""
         side = round(table.shape[0] ** 0.5) if table.dim() == 2 else 0
         if table.shape == self.table.shape or not side or side**2 != table.shape[0]:
             return table
@@ -91,10 +89,10 @@ class RelativePositionBias(nn.Module):
         return image[0].flatten(1).T.contiguous().to(table.dtype)
 
     def forward(self, height: int, width: int) -> Tensor:
-        """(heads, N, N) for a window of ``height`` x ``width``."""
+        """Return the bias (heads, N, N) of a window of ``height`` x ``width``."""
         index = self.index(height, width)
         return unflatten(self.table[index.flatten()], 0, index.shape).permute(2, 0, 1)
 
     def index(self, height: int, width: int) -> Tensor:
-        """Row of the table for each pair of tokens of a window, (N, N)."""
+        """Return the row of the table for each pair of tokens of a window, (N, N)."""
         return relative_index(height, width, self.window, self.table)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Parts between a backbone and an upstream head."""
+"""Necks between a backbone and an upstream head."""
 
 from .adapter import MapAdapter
 from .feature_pyramid import SimpleFeaturePyramid

@@ -13,23 +13,23 @@ from ..ops.sizes import round_up
 
 @MODELS.register_module()
 class MapAdapter(BaseModule):
-    """Convert maps to the widths and strides that the next part expects.
+    """Convert maps to the widths and strides that the next module expects.
 
     Each output is a 1x1 convolution of one input, resized (bilinear) if the strides differ.
 
     Args:
         in_channels (Sequence[int]): Widths of the inputs.
         out_channels (Sequence[int]): Widths of the outputs.
-        sources (Sequence[int | None], optional): The input that each output is made of. None takes the input at the
-            same place. An entry None is an output that nobody reads: zeros, at one position.
-        scales (Sequence[float], optional): Size of an output over its input's. None takes 1.
-        inference_output (int, optional): In inference the output at this place alone, and not in a tuple: heads of
-            networks with branches (DDRNet, PIDNet) read one branch then. None gives all outputs.
+        sources (Sequence[int | None], optional): Index of the input for each output; by default output i takes input i.
+            The entry None gives zeros with one pixel, for an output that the head does not read.
+        scales (Sequence[float], optional): Size of each output relative to its input, 1 by default.
+        inference_output (int, optional): In eval mode, return the output of this index alone, not in a tuple. Heads of
+            networks with branches (DDRNet, PIDNet) then read one branch. None returns all outputs.
         init_cfg (dict, optional): MMEngine's initialisation. None takes uniform Xavier for convolutions.
 
     Raises:
-        ValueError: The arguments have different numbers of outputs, or name an input or output that is not there, or
-            another width, or a scale is not above 0.
+        ValueError: If the arguments have different numbers of outputs, or name an input or output that does not exist.
+            Also for inputs of other widths, and for a scale that is not above 0.
 
     Shape: sequence of (B, in_channels[i], h_i, w_i) -> tuple of (B, out_channels[j], ceil(h * scales[j]), ceil(w *
     scales[j])) with h, w of input ``sources[j]``.

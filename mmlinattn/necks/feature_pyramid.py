@@ -14,7 +14,8 @@ STRIDES = (4, 8, 16, 32)
 
 
 def resample(dim: int, stride: int) -> tuple[nn.Module, int]:
-    """From a map of stride 16 to one of ``stride``, and its width: halved for each doubling of the size."""
+    """Return the layers from a map of stride 16 and width ``dim`` to one of ``stride``, and the width of their result.
+    The width is halved for each doubling of the size."""
     if stride == 4:
         layers = dict(
             up1=nn.ConvTranspose2d(dim, dim // 2, 2, 2),
@@ -31,22 +32,22 @@ def resample(dim: int, stride: int) -> tuple[nn.Module, int]:
 
 @MODELS.register_module()
 class SimpleFeaturePyramid(BaseModule):
-    """The simple feature pyramid of ViTDet (Li et al. 2022, Fig. 2): maps of strides 4, 8, 16 and 32 from the last map
-    of a plain backbone, in parallel.
+    """The simple feature pyramid of ViTDet (Li et al. 2022, Fig. 2): parallel branches from the last map of a plain
+    backbone to strides 4, 8, 16 and 32.
 
     Args:
         in_channels (int): Width of the map of stride 16, a multiple of 4.
         out_channels (int): Width of all outputs.
-        num_outs (int): 4, or 5 with a map of stride 64 for the RPN, every second position of the last one.
+        num_outs (int): 4, or 5 to add a map of stride 64 for the RPN: every second position of the last one.
         init_cfg (dict, optional): MMEngine's initialisation. None takes uniform Xavier for convolutions, as
             MMDetection's FPN.
 
     Raises:
-        ValueError: For ``num_outs`` other than 4 and 5, an ``in_channels`` that is no multiple of 4, a map of another
-            width.
+        ValueError: For ``num_outs`` other than 4 and 5, an ``in_channels`` that is no multiple of 4, or a map of
+            another width.
 
-    Shape: the last map of a sequence, or one map, (B, in_channels, h, w) of stride 16 -> tuple of ``num_outs`` maps
-    (B, out_channels, ., .) of sizes (4h, 4w), (2h, 2w), (h, w), (ceil(h / 2), ceil(w / 2)), (ceil(h / 4), ceil(w / 4)).
+    Shape: one map (B, in_channels, h, w) of stride 16, or the last of a sequence -> ``num_outs`` maps of width
+    out_channels. Their sizes: (4h, 4w), (2h, 2w), (h, w), (ceil(h / 2), ceil(w / 2)), (ceil(h / 4), ceil(w / 4)).
 
     Examples:
         >>> import torch
@@ -70,7 +71,7 @@ class SimpleFeaturePyramid(BaseModule):
         self.levels = ModuleList()
         for stride in STRIDES:
             scale, width = resample(in_channels, stride)
-            # named, as optimisers leave keys with 'norm' out of weight decay
+            # layers have names, since recipes exempt keys that contain 'norm' from weight decay
             layers = dict(
                 scale=scale,
                 lateral=nn.Conv2d(width, out_channels, 1, bias=False),
@@ -83,16 +84,17 @@ class SimpleFeaturePyramid(BaseModule):
     def forward(
         self, feats: Union[Tensor, Sequence[Tensor]], image_size: Optional[tuple[int, int]] = None
     ) -> tuple[Tensor, ...]:
-        """The pyramid.
+        """Return the maps of all levels, finest first.
 
         Args:
-            feats (Tensor | Sequence[Tensor]): See above.
-            image_size (tuple[int, int], optional): Height and width of the image in pixels. Given, a level of stride s
-                has exactly ceil(size / s) rows and columns, also if the image is no multiple of 16 (the preprocessor
-                of MMDetection's configs pads to one of 32, where this changes nothing).
+            feats (Tensor | Sequence[Tensor]): The map of stride 16, or a sequence of maps that ends in it.
+            image_size (tuple[int, int], optional): Height and width of the image in pixels. If given, the level of
+                stride s is cropped to ceil(size / s) rows and columns. Without it, images that are no multiple of 16
+                leave padding in the levels. MMDetection's configs pad images to multiples of 32, so nothing is cropped
+                there.
 
         Raises:
-            ValueError: For a map of another width, and an ``image_size`` that does not have 16x16 patches of its size.
+            ValueError: For a map of another width, or if ``image_size`` does not have as many 16x16 patches as the map.
         """
         x = feats if isinstance(feats, Tensor) else feats[-1]
         if x.dim() != 4 or x.shape[1] != self.in_channels:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 @MODELS.register_module()
 class ConvProjectionNeck(BaseModule):
-    """RAVLT's classifier up to its last layer: 1x1 convolution, batch norm, SiLU, global average.
+    """RAVLT's classifier without its last linear layer: 1x1 convolution, batch norm, SiLU, global average.
 
-    In MMPretrain it goes between a backbone with ``out_norm=False`` and ``LinearClsHead``.
+    In MMPretrain it stands between a backbone with ``out_norm=False`` and ``LinearClsHead``.
 
     Args:
-        in_channels (int): Width of the map, that of the backbone's last stage.
+        in_channels (int): Width of the map of the backbone's last stage.
         out_channels (int): Width of the vector (RAVLT: 1024).
         norm_cfg (dict, optional): Norm after the convolution. None takes ``dict(type='BN')``.
         init_cfg (dict, optional): MMEngine's initialisation.
@@ -23,8 +23,7 @@ class ConvProjectionNeck(BaseModule):
     Raises:
         ValueError: For a map of another width.
 
-    Shape: the last map of a sequence, or one map, (B, in_channels, H, W) -> tuple of one
-    (B, out_channels).
+    Shape: one map (B, in_channels, H, W), or the last of a sequence -> tuple of one vector (B, out_channels).
 
     Examples:
         >>> import torch

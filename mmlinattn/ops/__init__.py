@@ -1,6 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The equations, one file each: public function, reference in plain PyTorch, implementation with its own gradient.
-:mod:`.dispatch` chooses between the last two."""
+"""Equations of attention and its parts, one file each.
+
+A file has the public function, the equation in plain PyTorch, and an implementation with an analytic gradient.
+:mod:`.dispatch` chooses between equation and implementation.
+"""
 
 from .angular import angular_attention
 from .convolution import conv_of_gelu, dynamic_depthwise_conv2d

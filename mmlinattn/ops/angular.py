@@ -21,7 +21,7 @@ def angular_attention(
     released: bool = True,
     unit_output: bool = True,
 ) -> Tensor:
-    """Linear angular attention: the angle between query and key, to first order, O(N d^2) for each head.
+    """Linear angular attention: a first-order expansion of the angle between query and key, O(N d^2) for each head.
 
     With q and k divided by their norms within the head,
 
@@ -36,14 +36,14 @@ def angular_attention(
         v (Tensor): Values, (B, M, E); zero for masked tokens.
         num_heads (int): Heads that the channels are split into.
         mask (Tensor, optional): (B, M) bool, True for real tokens.
-        released (bool): The released layer, which needs N = M; False is the paper's form.
-        unit_output (bool): False gives ``x`` of the released layer, not divided by its norm.
+        released (bool): Compute the released layer, which needs N = M; False computes the paper's form.
+        unit_output (bool): False returns ``x`` of the released layer without the division by its norm.
 
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.
 
     Raises:
-        ValueError: For ``released`` with other keys than queries.
+        ValueError: If ``released`` and the numbers of queries and keys differ.
     """
     if released and q.shape[1] != k.shape[1]:
         raise ValueError(
@@ -59,7 +59,7 @@ def angular_attention(
 
 def _equation(q, k, v, mask, num_heads, released, unit_output) -> Tensor:
     wide, dtype = accumulation_dtype(q), v.dtype
-    # sums over tokens of the released form are not divided by their number, which float16 would not hold
+    # the released form does not divide sums over tokens by N, and they would overflow float16
     q, k, v = (split_heads_5d(t.to(wide), num_heads) for t in (q, k, v))
     q, k = unit(q), unit(k)
     if released:

@@ -8,14 +8,13 @@ from torch import Tensor
 from . import dispatch
 from .dtypes import accumulation_dtype
 
-# Elements of the intermediate results that an op makes at once on CPUs. Smaller blocks mean more parallel regions, and
-# each waits for its last thread.
+# Elements of a block on CPUs. Smaller blocks mean more parallel regions, and each waits for its last thread.
 BLOCK_NUMEL = 2**21
 
 
 def blocks(x: Tensor, batch: int, tokens: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of images and of tokens that cut ``x`` into blocks of :data:`BLOCK_NUMEL`; one block on other devices than
-    CPUs. A block holds several small images, or part of one."""
+    """Yield slices of images and of tokens that cut ``x`` into blocks of about :data:`BLOCK_NUMEL` elements. A block
+    holds several small images, or some tokens of one. Devices other than CPUs get a single block."""
     width = x.numel() // max(batch * tokens, 1)
     whole = not dispatch.on_cpu(x)
     rows = tokens if whole else max(1, min(tokens, BLOCK_NUMEL // max(width, 1)))
@@ -26,8 +25,8 @@ def blocks(x: Tensor, batch: int, tokens: int) -> Iterator[tuple[slice, slice]]:
 
 
 def widen_blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the tokens of (..., B, heads, N, d) in half precision, and a float32 copy of each; the copy is written
-    back after it was modified in place."""
+    """Yield slices of the tokens of half-precision ``x`` (..., B, heads, N, d), each with a float32 copy. The caller
+    modifies the copy in place, and it is then written back to ``x``."""
     for images, rows in blocks(x, x.shape[-4], x.shape[-2]):
         part = x[..., images, :, rows, :]
         wide = part.to(accumulation_dtype(x))

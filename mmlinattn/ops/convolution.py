@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Convolutions with a GELU before them, and depth-wise ones by kernels of each image."""
+"""Convolution of a GELU, and depth-wise convolution with kernels predicted for each image."""
 
 from typing import Any, Optional, Union
 
@@ -26,8 +26,8 @@ def conv_of_gelu(
 ) -> Tensor:
     """Convolution of ``gelu(x)``, plus ``gelu(x)`` if ``residual``. Only ``x`` is kept for the backward pass.
 
-    GELU is cheap to compute a second time, and its results on stems and hidden layers are among the largest tensors
-    that autograd would keep.
+    The backward pass recomputes GELU, which is cheap. In stems and hidden layers its results are among the largest
+    tensors that autograd would keep.
 
     Args:
         x (Tensor): (B, C, H, W), in any memory format.
@@ -42,7 +42,7 @@ def conv_of_gelu(
     settings = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, residual=residual)
     is_plain = not torch.is_grad_enabled() or x.numel() == 0 or isinstance(padding, str)
     is_plain = is_plain or (not dispatch.state.settled and dispatch.needs_reference(x, weight, bias))
-    # autocast would change the type of float32 maps on the way
+    # under autocast, F.conv2d casts float32 maps
     if is_plain or (x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)):
         return conv_of_gelu_reference(x, weight, bias, **settings)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -77,11 +77,11 @@ class _ConvOfGELU(AnalyticGradient):
         return conv_of_gelu_reference(x, weight, bias, **options)
 
 
-# --- kernels of each image's own --------------------------------------------------------------------------------------
+# --- depth-wise convolution with kernels for each image ---------------------------------------------------------------
 
 
 def dynamic_depthwise_conv2d(x: Tensor, kernels: Tensor) -> Tensor:
-    """Dynamic depth-wise convolution: each image has kernels of its own (InLine Eq. 6).
+    """Dynamic depth-wise convolution: each image has its own kernels (InLine Eq. 6).
 
     Args:
         x (Tensor): (B, C, h, w), best in channels-last memory.
@@ -90,11 +90,11 @@ def dynamic_depthwise_conv2d(x: Tensor, kernels: Tensor) -> Tensor:
     Returns:
         Tensor: (B, C, h, w).
     """
-    if has_torch_function((x, kernels)):  # counters see it whole
+    if has_torch_function((x, kernels)):  # FLOP counters count the op as a whole
         return handle_torch_function(dynamic_depthwise_conv2d, (x, kernels), x, kernels)
     if dispatch.backend(x, kernels) == 'reference':
         return sum_of_shifts(x, kernels)
-    # all images as channels of one, in channels-last memory
+    # one grouped convolution: the channels of all images become channels of a single one, in channels-last memory
     (batch, dim, height, width), size = x.shape, kernels.shape[-1]
     if x.numel() == 0:  # PyTorch refuses a convolution without groups
         return x
@@ -104,7 +104,7 @@ def dynamic_depthwise_conv2d(x: Tensor, kernels: Tensor) -> Tensor:
 
 
 def sum_of_shifts(x: Tensor, kernels: Tensor) -> Tensor:
-    # one shifted map a tap: a grouped convolution of all images as channels would fix their number in a recorded graph
+    # one shifted map for each kernel tap: a grouped convolution over all images would fix the batch size in a graph
     size, (height, width) = kernels.shape[-1], x.shape[-2:]
     padded = F.pad(x, [size // 2] * 4)
     out: Any = 0

@@ -1,9 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Choice of an op's implementation. Ops and ``inference`` ask here for device, grad mode, autocast and tracing; mixers,
-layers and hosts never do.
+"""Choice of the implementation of each op: the plain equation (``'reference'``) or one with an analytic gradient.
 
-Each op has its equation in plain PyTorch. If autograd keeps or copies much of it, the op also has a gradient of its
-own, for every device. CPU-specific steps are chosen inside (:func:`on_cpu`).
+Ops and ``inference`` ask this module about device, grad mode, autocast and tracing; mixers and backbones do not.
+
+Every op has its equation in plain PyTorch. It also has an analytic gradient, for every device, if autograd would keep
+or copy many intermediate results. CPU-specific steps inside an op ask :func:`on_cpu`.
 """
 
 import contextlib
@@ -29,10 +30,11 @@ def _checked(choice: str, argument: str) -> str:
 
 
 class State(threading.local):
-    """Answers that hold for a forward pass of a backbone, of one thread.
+    """Checks that a backbone makes once for a whole forward pass, kept for each thread.
 
     Attributes:
-        settled (bool): Nothing watches, transforms or records the pass: :func:`needs_reference` is False throughout.
+        settled (bool): True if nothing traces, transforms or records the current forward pass. :func:`needs_reference`
+            then returns False without a check.
     """
 
     settled = False
@@ -45,16 +47,17 @@ _choice = _checked(os.environ.get(VARIABLE, '') or 'auto', VARIABLE)
 
 @contextlib.contextmanager
 def use(backend: str):
-    """A context that chooses the backend of every op.
+    """Choose the backend of every op within a context.
 
     Args:
-        backend (str): ``'auto'``, PyTorch's operators, some with a gradient of our own; ``'reference'``, the plain
-            equations. The environment variable ``MMLINATTN_OPS`` sets the default, ``'auto'`` if unset.
+        backend (str): ``'auto'`` runs PyTorch's operators, with an analytic gradient for some ops. ``'reference'`` runs
+            the plain equations under autograd. The environment variable ``MMLINATTN_OPS`` sets the default, ``'auto'``
+            if unset.
 
     Raises:
         ValueError: For another name.
     """
-    global _choice  # not a context variable: the backward pass of checkpointed blocks runs in threads of its own
+    global _choice  # not a context variable: autograd runs the backward pass of checkpointed blocks in other threads
     before, _choice = _choice, _checked(backend, 'backend')
     try:
         yield
@@ -63,21 +66,21 @@ def use(backend: str):
 
 
 def backend(first: Tensor, *others: Optional[Tensor]) -> str:
-    """The backend for an op on the given tensors: ``'reference'``, or by the device of the first ``'cpu'`` or
-    ``'eager'`` (all others)."""
+    """Return the backend of an op on the given tensors: ``'reference'`` for the plain equation, else ``'cpu'`` if
+    ``first`` is on a CPU and ``'eager'`` if it is on another device."""
     if not state.settled and needs_reference(first, *others):
         return 'reference'
     return 'cpu' if first.is_cpu and not _as_on_gpu else 'eager'
 
 
 def on_cpu(x: Tensor) -> bool:
-    """Return True if the CPU-specific path (cache blocking, oneDNN, channels-last) should run."""
+    """Return True if an op takes its CPU-specific path for ``x`` (cache blocking, oneDNN, channels-last)."""
     return x.is_cpu and not _as_on_gpu
 
 
 @contextlib.contextmanager
 def as_on_gpu():
-    """Run the path of other devices on a CPU, within a context: for tests and for counting launches."""
+    """Run the code path of GPUs on CPU tensors within a context, for tests and for counts of kernel launches."""
     global _as_on_gpu
     _as_on_gpu = True
     try:
@@ -87,10 +90,10 @@ def as_on_gpu():
 
 
 def needs_reference(*tensors: Optional[Tensor]) -> bool:
-    """Return True if a call needs plain differentiable operations.
+    """Return True if an op has to run its plain equation.
 
-    The reasons are a recorded graph, meta and fake tensors, other subclasses of tensors, ``torch.func`` transforms,
-    forward-mode derivatives and dispatch modes.
+    This holds under ``use('reference')``, while a graph is recorded, and under ``torch.func`` transforms, forward-mode
+    differentiation or dispatch modes. It also holds for meta tensors, fake tensors and other tensor subclasses.
     """
     if state.settled:
         return False
@@ -106,7 +109,7 @@ def needs_reference(*tensors: Optional[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def settle():
-    """Answer :func:`needs_reference` and questions about dynamic sizes with False, within a context."""
+    """Skip the checks of this module and of dynamic sizes within a context: they answer as for plain eager calls."""
     state.settled = True
     try:
         yield
@@ -115,8 +118,8 @@ def settle():
 
 
 def is_transformed() -> bool:
-    """Return True under a ``torch.func`` transform or forward-mode differentiation. In ``torch.compile`` the tracer
-    would answer for itself, so the result is False."""
+    """Return True under a ``torch.func`` transform or forward-mode differentiation. Within ``torch.compile`` the result
+    is False, since the query would report the state of the tracer."""
     if state.settled or torch.compiler.is_dynamo_compiling():
         return False
     return private_apis.innermost_transform() is not None or private_apis.forward_mode._current_level >= 0
@@ -125,29 +128,31 @@ def is_transformed() -> bool:
 def is_traced() -> bool:
     """Return True while a graph is recorded (``torch.compile``, ``torch.export``, ``torch.jit.trace``).
 
-    Graphs hold the reference: compilers fuse it, and it is right at sizes other than the traced one.
+    Graphs record the plain equation: compilers fuse it, and it stays right at sizes other than the traced one.
     """
     return not state.settled and (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 def is_exported() -> bool:
-    """Return True if ``torch.export`` runs the model's Python code. ``strict=True`` and ``torch.compile`` read it
-    instead."""
+    """Return True if ``torch.export`` executes the model's Python code. The result is False with ``strict=True`` and in
+    ``torch.compile``: both analyse the bytecode instead."""
     return private_apis.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def size_oblivious():
-    """Record operations that hold for sizes of 1 too, within a context.
+    """Record operations that also hold for dynamic sizes of 1, within a context. Outside of ``torch.export`` it does
+    nothing.
 
-    ``torch.export`` guards each dynamic size against 1: the number of windows of a small map would have to stay above
-    1, or be 1. ``torch.onnx.export`` disables these guards. ``torch.compile`` makes one more graph instead.
+    ``torch.export`` guards each dynamic size against 1. A map has one window if it is small and several if it is large,
+    and the guard would exclude one of the two. ``torch.onnx.export`` disables these guards, and ``torch.compile``
+    records a second graph.
     """
     applies = private_apis.CAN_BE_SIZE_OBLIVIOUS and is_exported()
     return private_apis.size_oblivious() if applies else contextlib.nullcontext()
 
 
 def autocasts(x: Tensor) -> bool:
-    """Return True if autocast is on for the device of ``x``. PyTorch raises for the meta device, which has none."""
+    """Return True if autocast is on for the device of ``x``. The meta device has none, and PyTorch would raise."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
@@ -157,7 +162,7 @@ def without_autocast(x: Tensor):
 
 
 def onednn_takes(dtype: torch.dtype) -> bool:
-    """Return True for float32, and for bfloat16 on a CPU with units for it."""
+    """Return True for types of oneDNN's fused operators: float32, and bfloat16 on CPUs with instructions for it."""
     if not (private_apis.HAS_ONEDNN and torch.backends.mkldnn.enabled):
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and private_apis.has_bfloat16_units())

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Types of sums and products."""
+"""Data types of sums and matmuls."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,13 @@ from . import dispatch
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """The type of sums, angles and interpolation: float32 for half precision, the type of ``x`` otherwise."""
+    """Return the type of sums, angles and interpolation: float32 for half precision, the type of ``x`` otherwise."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
-    """Return the type of matrix products: bfloat16 on GPUs, float32 for half precision elsewhere. Quotients leave the
-    range of float16."""
+    """Return the type of an op's matmuls: bfloat16 on GPUs for bfloat16 inputs, float32 for other half precision.
+    float16 is not used, since quotients leave its range."""
     if q.dtype == v.dtype == torch.bfloat16 and not dispatch.on_cpu(q):
         return torch.bfloat16
     return torch.promote_types(accumulation_dtype(q), v.dtype)

@@ -40,7 +40,7 @@ def _equation(q, k, v, mask, num_heads) -> Tensor:
     if mask is not None:
         k = k.masked_fill(~mask[:, None, :, None], masked_logit(wide))
     state = k.softmax(dim=-2).transpose(-1, -2) @ v.to(wide)
-    # the state is a mean of values: half precision holds it
+    # the state is a weighted mean of values, so half precision can hold it
     return merge_heads_5d(q.softmax(dim=-1, dtype=wide).to(v.dtype) @ state.to(v.dtype))
 
 

@@ -17,8 +17,8 @@ LOWEST_EXPONENT = -30.0
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:
-    # spelled out: compiled, the gradient of PyTorch's ELU comes with other strides than its own shape function says
-    # of one type, as torch.onnx promotes ints alone; clamped above 0, where clamp has no gradient at its bound
+    # Not F.elu: compiled, its gradient has other strides than its shape function reports. Both bounds of clamp are
+    # floats, as torch.onnx promotes ints only. The upper one is above 0, since clamp has no gradient at its bound.
     return torch.where(x > 0, x + 1, x.clamp(LOWEST_EXPONENT, 1.0).exp())
 
 
@@ -37,7 +37,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _elu_plus_one_(x: Tensor) -> Tensor:
-    # not 1 + elu(x): its digits would be those of 1
+    # not 1 + elu(x): the sum with 1 would round off the digits of small results
     if not dispatch.on_cpu(x):  # the gradient of ELU multiplies by exp(x) below 0, and by 1 above
         return private_apis.ELU_BACKWARD(x.clamp(min=0).add_(1), 1, 1, 1, False, x, grad_input=x)
     for images, rows in blocks(x, x.shape[-4], x.shape[-2]):
@@ -51,8 +51,8 @@ def _softmax_(x: Tensor) -> Tensor:
     return x.copy_(_softmax(x.to(torch.promote_types(x.dtype, torch.float32))))
 
 
-# The map of (..., B, heads, N, d) in place; the gradient of its input, from the output y and in place of the gradient
-# of y.
+# For each name: the feature map of (..., B, heads, N, d), in place, and its backward function (y, d_y) -> d_x. The
+# latter takes the output y and overwrites its gradient d_y.
 IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     'identity': (lambda x: x, lambda y, d_y: d_y),
     'relu': (F.relu_, lambda y, d_y: private_apis.RELU_BACKWARD(d_y, y, 0, grad_input=d_y)),
@@ -64,7 +64,7 @@ IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor],
 
 
 def check_kernel(kernel: str, allowed: Collection[str]) -> str:
-    """``kernel`` itself.
+    """Return ``kernel`` if it is one of ``allowed``.
 
     Raises:
         ValueError: If it is not one of ``allowed``.
@@ -75,6 +75,6 @@ def check_kernel(kernel: str, allowed: Collection[str]) -> str:
 
 
 def unit(x: Tensor) -> Tensor:
-    """``x / |x|`` over the last axis. Vectors of zeros stay so, with gradients of the size of the result's."""
+    """Normalise vectors along the last axis, ``x / |x|``. Zero vectors stay zero and pass gradients unchanged."""
     square = (x * x).sum(dim=-1, keepdim=True)  # the second derivative of a norm would be NaN at 0
     return x / torch.where(square > 0, square, 1).sqrt()

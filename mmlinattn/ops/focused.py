@@ -42,7 +42,8 @@ def focused_attention(
         power (float): Focusing factor p, in [1, 32].
         offset (Tensor, optional): Positions added to the keys before the map, broadcastable to (B, M, C).
         mask (Tensor, optional): (B, M) bool, True for real tokens.
-        eps (float): Added in the map, to define the direction of dead tokens, and to the normaliser.
+        eps (float): Added to the normaliser, and to ReLU(x) so that ``phi_p`` is defined for tokens without a
+            positive entry.
 
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.
@@ -62,10 +63,10 @@ def _equation(q, k, v, inverse_scale, offset, mask, num_heads, power, eps) -> Te
 
 
 def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-6) -> Tensor:
-    """``phi_p`` of (..., C) tokens, in float32 for half precision."""
+    """Compute ``phi_p`` of (..., C) tokens; half precision is computed and returned in float32."""
     wide = accumulation_dtype(x)
     r = (F.relu(x).to(wide) + eps) * inverse_scale.to(wide)
-    # Homogeneous of degree one: a token may be scaled at will, and its largest component becomes 1.
+    # phi_p is homogeneous of degree one, so each token may be scaled to a largest component of 1
     part = r / r.amax(dim=-1, keepdim=True).detach()
     # F.threshold; not every exporter knows it
     powered = part.masked_fill(part <= smallest_base(wide, power), 0.0) ** power
@@ -74,33 +75,32 @@ def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-
 
 
 def smallest_base(dtype: torch.dtype, power: float) -> float:
-    """Return the least ratio of a component to the largest of its token; the power of smaller ones counts as 0.
+    """Return the least ratio of a component to the largest of its token; the power of a smaller ratio counts as 0.
 
-    That power is 1e-15 in float32 (1e-75 in float64), far below the rounding of a sum with 1. Without the bound the
-    powers, their squares, and their products with gradients would be denormal. Many CPUs compute with denormal numbers
-    a hundred times more slowly.
+    At this bound the power is 1e-15 in float32 (1e-75 in float64), far below the rounding of a sum with 1. Without the
+    bound the powers, their squares, and their products with gradients would be denormal. Many CPUs compute with
+    denormal numbers a hundred times more slowly.
     """
     return 10 ** ((-75.0 if dtype == torch.float64 else -15.0) / power)
 
 
-# --- by hand: the backward pass computes the map once more ------------------------------------------------------------
+# --- analytic gradient: the backward pass recomputes the focused map --------------------------------------------------
 
 
 def _add_offset(k: Tensor, offset: Optional[Tensor], images: slice, rows: slice) -> Tensor:
-    """A block of keys, their positions added."""
     part = k[images, rows]
     return part if offset is None else part + offset.expand_as(k)[images, rows].to(k.dtype)
 
 
 def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
-    """``x`` (B, N, C) by the mean key (B, 1, heads, d) of each head plus ``floor``, (B, N, heads, 1)."""
-    # As a matrix product this would be, for each head and image, one of a matrix with a vector: on CPUs several times
-    # as slow as the sum of products.
+    """Return the products of ``x`` (B, N, C) with the mean keys (B, 1, heads, d) plus ``floor``, (B, N, heads, 1)."""
+    # on CPUs, a matrix-vector product for each head and image takes several times as long as a sum of products
     return torch.linalg.vecdot(x.unflatten(-1, key_mean.shape[2:]), key_mean).unsqueeze(-1).add_(floor)
 
 
 def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float, keeps_base: bool = False) -> tuple[Tensor, ...]:
-    """Return the map of (B, N, C) without its length, the length (B, N, 1), r (if ``keeps_base``) and |r|."""
+    """Return the focused map of (B, N, C) before its norm is restored, the restoring factor (B, N, 1), r and |r|. The
+    map overwrites r unless ``keeps_base``."""
     r = x.to(inverse_scale.dtype).relu()
     r = torch.addcmul(inverse_scale * eps, r, inverse_scale, out=r)
     norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
@@ -111,20 +111,19 @@ def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float, keeps_ba
 
 
 def _focus(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> Tensor:
-    """The map."""
     y, factor, _, _ = _powers(x, inverse_scale, power, eps)
     return y.mul_(factor)
 
 
 def _focus_with_base(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The map, r and |r|."""
+    """Return the focused map of (B, N, C) tokens, r and |r|."""
     y, factor, r, norm = _powers(x, inverse_scale, power, eps, keeps_base=True)
     return y.mul_(factor), r, norm
 
 
 def _focus_backward(x, grad, y, r, norm, inverse_scale, power, out) -> Tensor:
-    """Writes the gradient of tokens to ``out``; returns that of ``inverse_scale`` (times itself). Overwrites ``y`` and
-    ``r``."""
+    """Write the gradient of the tokens ``x`` to ``out``, and return the gradient of ``inverse_scale`` multiplied by
+    ``inverse_scale``. ``y`` and ``r`` are overwritten."""
     # y = |r| / |r^p| r^p:  dL/dr = (g.y) r / |r|^2 + p y / r (g - (g.y) y / |r|^2)
     along = torch.linalg.vecdot(grad, y).unsqueeze(-1) / norm.square()
     inner = torch.addcmul(grad, along, y, value=-1)
@@ -158,7 +157,7 @@ def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
     floor = scale.new_zeros(batch, 1, 1, 1) + padded_eps(eps, mask, wide)
     out = torch.empty(*q.shape[:2], v.shape[-1], dtype=v.dtype, device=v.device)
     for images, rows in blocks(q, *q.shape[:2]):
-        # The length of a query is a factor of numerator and denominator and is left out of both; eps is divided by it.
+        # The norm of a query is a factor of numerator and normaliser, so it is left out of both; eps is divided by it.
         queries, factor, _, _ = _powers(q[images, rows], scale, power, eps)
         normaliser = _normaliser(queries, key_mean[images], floor[images] / factor.unsqueeze(-1))
         mixed = (split_heads(queries, num_heads) @ state[images]).transpose(1, 2)
@@ -176,7 +175,7 @@ def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
         y, r, norm = _focus_with_base(part, scale, power, eps)
         queries, means = y.unflatten(-1, (num_heads, -1)), key_mean[images]
         normaliser = _normaliser(y, means, floor[images])
-        # of the numerator, heads side by side
+        # g is the gradient of the numerator, (B, N, heads, e)
         g = grad[images, rows].to(scale.dtype).unflatten(-1, (num_heads, -1)) / normaliser
         inner = (g.transpose(1, 2) @ state[images].transpose(-1, -2)).transpose(1, 2)
         # g . out = queries . (state g): the numerator itself is not needed

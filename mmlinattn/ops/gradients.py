@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Analytic gradients: they keep less memory than autograd, or start fewer kernels."""
+"""Analytic gradients of ops: they keep less memory than autograd, or launch fewer kernels."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
@@ -14,16 +14,17 @@ from . import dispatch
 class AnalyticGradient(torch.autograd.Function):
     """Base class of ops with an analytic gradient, called as ``apply(options, *tensors)``.
 
-    ``forward(ctx, options, *tensors)`` of a subclass sets ``ctx.op`` (the subclass) and ``ctx.options``, and saves the
-    tensors, then others that the gradient needs. Results are neither inputs nor views of them.
+    A subclass defines ``forward(ctx, options, *tensors)``. It sets ``ctx.op`` (the subclass) and ``ctx.options``. It
+    saves ``tensors``, then the intermediate results that ``gradient`` needs. It returns neither an input nor a view of
+    one.
 
-    Gradients to differentiate (``create_graph=True``) and batched ones (``is_grads_batched=True``) are those of
-    ``equation``.
+    If the gradient is differentiated again (``create_graph=True``) or batched (``is_grads_batched=True``), autograd
+    differentiates ``equation`` instead.
 
     Attributes:
         equation: ``(*tensors, **options)`` -> result, in operations that autograd records.
         gradient: ``(gradients of the results, tensors, other saved tensors, flags of tensors that need a gradient,
-            **options)`` -> gradients of the tensors. By default ``equation`` is recomputed and differentiated.
+            **options)`` -> gradients of the tensors. If None, ``equation`` is recomputed and differentiated.
     """
 
     equation: Callable
@@ -33,7 +34,7 @@ class AnalyticGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads):
         op, saved, wanted = ctx.op, ctx.saved_tensors, ctx.needs_input_grad[1:]
         inputs, kept = saved[: len(wanted)], saved[len(wanted) :]
-        with dispatch.without_autocast(grads[0]):  # on if the backward pass runs inside of it
+        with dispatch.without_autocast(grads[0]):  # the caller may run the backward pass inside an autocast context
             transformed = any(map(private_apis.is_batched, grads)) or dispatch.needs_reference(*grads, *inputs)
             if op.gradient is None or torch.is_grad_enabled() or transformed:
                 found = _gradients_of(op.equation, inputs, wanted, grads, ctx.options)
@@ -43,8 +44,8 @@ class AnalyticGradient(torch.autograd.Function):
 
 
 def recomputed(of_equation: Callable) -> type[AnalyticGradient]:
-    """Return the function that recomputes an equation in the backward pass instead of keeping its intermediate
-    results."""
+    """Return an :class:`AnalyticGradient` that recomputes ``of_equation`` in the backward pass instead of keeping its
+    intermediate results."""
 
     class Recomputed(AnalyticGradient):
         equation = staticmethod(of_equation)
@@ -61,7 +62,7 @@ def recomputed(of_equation: Callable) -> type[AnalyticGradient]:
 def _gradients_of(equation, inputs, wanted, grads, options) -> Sequence[Optional[Tensor]]:
     twice = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views: each input gets its own share, even if two inputs are one tensor or share memory.
+        # Each input is a view of its own, so that two inputs that are one tensor get separate gradients.
         leaves = [
             t if not want else t.view_as(t) if twice else t.detach().requires_grad_() for t, want in zip(inputs, wanted)
         ]

@@ -14,10 +14,10 @@ from .padding import masked_bias
 from .sizes import is_known, to_image, unflatten
 from .softmax import attend
 
-Step = Union[None, Tensor, nn.Module]
+Step = Union[None, Tensor, nn.Module]  # IHH or CHH: its weight, a convolution, or None to skip it
 
-_BLOCK_NUMEL = 2**18  # elements of the maps of a block, for each thread
-_MIN_ROWS = 32  # queries of a block; each block reads all keys
+_BLOCK_NUMEL = 2**18  # logits of a block of queries, for each thread
+_MIN_ROWS = 32  # least queries of a block, since each block reads all keys
 
 
 def hallucinated_attention(
@@ -34,14 +34,14 @@ def hallucinated_attention(
 ) -> Tensor:
     """Softmax attention that computes half of its maps and derives ("hallucinates") the others from them.
 
-    ``A_i = q_i k_i^T / sqrt(d)``, i = 1..h/2, are the real maps. Each row of ``A_i`` lies on the grid of the keys.
-    IHH convolves it there, ``B_i = w_i * A_i`` (3x3, depth-wise), and CHH mixes the heads, ``H_m = sum_i c_mi B_i``.
-    Then ``out = softmax([A, H] + bias) v``, head by head.
+    ``A_i = q_i k_i^T / sqrt(d)``, i = 1..h/2, are the real maps. Each row of ``A_i`` is an image on the grid of the
+    keys. IHH (intra-head hallucination) convolves this image, ``B_i = w_i * A_i`` (3x3, depth-wise). CHH (cross-head
+    hallucination) mixes the heads, ``H_m = sum_i c_mi B_i``. Then ``out = softmax([A, H] + bias) v``, head by head.
 
-    Both are linear in the keys and move there: ``H_m = [c_m1 q_1 | ... | c_m(h/2) q_(h/2)] [w_1*k_1 | ... ]^T``. So
-    the hallucinated heads are plain attention of width C/2, and no N x M map is built or kept: O(N + M) memory,
-    about ``N M C (h/2 + 1)`` multiply-adds. In inference, CPUs take the maps of a few queries at a time, with
-    ``N M (2 C + h^2 / 4)``.
+    IHH and CHH are linear, so they are applied to keys and queries instead of maps: ``H_m = [c_m1 q_1 | ... | c_m(h/2)
+    q_(h/2)] [w_1*k_1 | ... ]^T``. The hallucinated heads become plain attention of width C/2, and no N x M map is
+    stored: O(N + M) memory, about ``N M C (h/2 + 1)`` multiply-adds. In inference on CPUs, the maps of a few queries at
+    a time are computed and mixed, with ``N M (2 C + h^2 / 4)`` multiply-adds.
 
     Source: "Vision Transformer with Attention Map Hallucination and FFN Compaction" (Xu et al. 2023), Eq. 2.
 
@@ -49,22 +49,23 @@ def hallucinated_attention(
         q (Tensor): Queries of the real heads, (B, N, h/2 * d).
         k (Tensor): Keys of the real heads, (B, M, h/2 * d).
         v (Tensor): Values of all heads, the real ones first, (B, M, h * d); zero for masked tokens.
-        num_heads (int): Heads h, real and hallucinated; even.
-        grid (Grid): The grid of the keys, see :class:`mmlinattn.attention.Grid`. Class tokens have no neighbours and
-            pass the convolution as they are; tokens of different ``grid.regions`` are none either.
-        intra (Tensor | nn.Module, optional): IHH: its kernels w, (h/2, 3, 3), or a module on maps (B', h/2, height,
-            width). None leaves it out.
-        cross (Tensor | nn.Module, optional): CHH: its matrix c, (h/2, h/2), or a module on maps (B, h/2, N, M). None
-            leaves it out. Without both, real maps are copied. The keys move by the weight of a plain convolution; any
-            other module (with hooks, an adapter, circular padding) is called on the maps, in O(N M h) memory.
-        cross_first (bool): CHH before IHH.
-        mask (Tensor, optional): (B, M) bool, True for real tokens. Others are no neighbours.
+        num_heads (int): Number h of real and hallucinated heads; even.
+        grid (Grid): Grid of the keys, see :class:`mmlinattn.attention.Grid`. Class tokens have no neighbours and skip
+            the convolution. Tokens of different ``grid.regions`` are no neighbours either.
+        intra (Tensor | nn.Module, optional): Kernels w of IHH, (h/2, 3, 3), or a convolution of maps (B', h/2, height,
+            width). None skips IHH.
+        cross (Tensor | nn.Module, optional): Matrix c of CHH, (h/2, h/2), or a convolution of maps (B, h/2, N, M). None
+            skips CHH. Without IHH and CHH, the real maps are copied. The weight of a plain convolution is applied to
+            keys and queries. Any other module (with hooks, an adapter, circular padding) is called on the maps, in O(N
+            M h) memory.
+        cross_first (bool): Apply CHH before IHH.
+        mask (Tensor, optional): (B, M) bool, True for real tokens. Masked tokens are no neighbours of others.
         bias (Tensor, optional): Added to the logits, broadcastable to (B, h, N, M), with four dimensions.
 
     Returns:
         Tensor: (B, N, h * d), in the dtype of ``v``.
     """
-    if has_torch_function((q, k, v)):  # counters see it whole, as they see fused attention
+    if has_torch_function((q, k, v)):  # FLOP counters count the op as a whole, as they count fused attention
         options: dict = dict(intra=intra, cross=cross, cross_first=cross_first, mask=mask, bias=bias)
         return handle_torch_function(hallucinated_attention, (q, k, v), q, k, v, num_heads, grid, **options)
     kernels = _kernel(intra, 3, num_heads // 2), _kernel(cross, 1, 1)
@@ -72,7 +73,7 @@ def hallucinated_attention(
     if _is_other(intra, kernels[0]) or _is_other(cross, kernels[1]) or (cross_first and _bias(cross) is not None):
         return _by_maps(q, k, v, num_heads, grid, intra, cross, cross_first, mask, bias)
     intra, cross = kernels
-    # With gradients, fused attention of wide heads is faster than computing the blocks again for the backward pass.
+    # In training, fused attention of wide heads is faster than recomputing blocks of maps in the backward pass.
     whole = q.dtype == accumulation_dtype(q) == v.dtype and not dispatch.autocasts(q)
     in_blocks = whole and not (torch.is_grad_enabled() or cross_first) and dispatch.backend(q, k, v) == 'cpu'
     mixed_heads = _mixed_maps if in_blocks else _wide_heads
@@ -94,7 +95,7 @@ def hallucinated_attention(
 
 
 def _wide_heads(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[Tensor]) -> Tensor:
-    """``softmax([c_m1 q_1 | c_m2 q_2 | ...] k^T + bias) v_m`` of every head m, by fused attention.
+    """Compute ``softmax([c_m1 q_1 | c_m2 q_2 | ...] k^T + bias) v_m`` of every head m by fused attention.
 
     Args:
         q (Tensor): (B, h/2, N, d).
@@ -110,19 +111,20 @@ def _wide_heads(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[T
     cross = (cross * width**0.5).to(q.dtype)  # fused attention divides by it
     q = (q.transpose(1, 2).unsqueeze(1) * cross[:, None, :, None]).flatten(3)  # (B, h/2, N, C/2)
     k = k.expand(-1, heads, -1, -1)
-    v = F.pad(v, (0, width - value_width))  # with values as wide as the keys, it stays fused everywhere
+    v = F.pad(v, (0, width - value_width))  # every device has a fused kernel for values as wide as the keys
     return attend(q, k, v, bias)[..., :value_width]
 
 
 def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: int) -> Tensor:
-    """IHH on the keys: the depth-wise 3x3 over their grid, one kernel a head.
+    """Apply IHH to the keys: a depth-wise 3x3 convolution over their grid, with one kernel a head.
 
     Args:
         k (Tensor): (B, M, C/2).
         grid (Grid): Grid of the keys.
         intra (Tensor): (h/2, 3, 3).
-        mask (Tensor, optional): (B, M); other tokens are ignored.
-        copies (int): 1, or h/2: each head's kernel on all keys, side by side.
+        mask (Tensor, optional): (B, M); masked tokens are set to zero.
+        copies (int): 1 applies each kernel to the keys of its own head. h/2 applies each kernel to the keys of all
+            heads and puts the h/2 results side by side.
 
     Returns:
         Tensor: (B, M, copies * C/2).
@@ -133,7 +135,7 @@ def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: i
     weight = intra[:, None].expand(-1, width, -1, -1).reshape(-1, 1, *intra.shape[1:])
     if grid.regions is None:
         return _convolve_grid(k, grid, weight)
-    # a rolled window holds up to four parts of the map that are no neighbours of each other
+    # a cyclically shifted window holds up to four parts of the map that do not adjoin
     regions = grid.regions.repeat(k.shape[0] // grid.regions.shape[0], 1).unsqueeze(-1)
     parts = ((regions == region).to(k.dtype) for region in range(4))
     return sum(part * _convolve_grid(k * part, grid, weight) for part in parts)
@@ -148,15 +150,17 @@ def _convolve_grid(k: Tensor, grid, weight: Tensor) -> Tensor:
 
 
 def _halves(bias: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """The bias of the real and of the hallucinated heads."""
+    """Return the bias of the real heads and the bias of the hallucinated heads."""
     return (bias, bias) if bias.shape[1] == 1 else (bias[:, :half], bias[:, half:])
 
 
 def _kernel(step: Step, size: int, groups: int) -> Optional[Tensor]:
-    """Kernels (h/2, 3, 3) or matrix (h/2, h/2) of a step; None for a module that is no plain convolution.
+    """Return the kernels (h/2, 3, 3) of IHH or the matrix (h/2, h/2) of CHH; None for a module that is no plain
+    convolution.
 
-    The bias adds the same to all logits of a query, and softmax ignores it. Its gradient is zero, but distributed
-    training expects one."""
+    The convolution's bias has no effect: it adds the same value to all logits of a query, which softmax ignores. It is
+    multiplied by 0 rather than left out, since distributed training expects a gradient of it.
+    """
     if not isinstance(step, nn.Module):
         return step
     if not private_apis.is_weighted_conv(step):
@@ -182,7 +186,8 @@ def _bias(step: Step) -> Optional[Tensor]:
 
 
 def _by_maps(q, k, v, num_heads, grid, intra: Any, cross: Any, cross_first, mask, bias) -> Tensor:
-    """Eq. 2 in its literal order. Arguments and result as of :func:`hallucinated_attention`; steps are modules."""
+    """Compute Eq. 2 on explicit maps (B, h, N, M), for steps that are no plain convolutions. Arguments and result as of
+    :func:`hallucinated_attention`; steps are modules."""
     half = num_heads // 2
     queries, keys, values = split_heads(q, half), split_heads(k, half), split_heads(v, num_heads)
     maps = real = (queries * int(queries.shape[-1]) ** -0.5) @ keys.transpose(-1, -2)  # (B, h/2, N, M)
@@ -200,7 +205,7 @@ def _by_maps(q, k, v, num_heads, grid, intra: Any, cross: Any, cross_first, mask
 
 
 def _on_rows(intra: nn.Module, maps: Tensor, grid) -> Tensor:
-    """IHH: the rows of maps (B, h/2, N, M) lie on the grid of the keys."""
+    """Apply IHH to maps (B, h/2, N, M): each row is an image on the grid of the keys."""
     batch, half, queries, keys = maps.shape
     rows = maps.transpose(1, 2).reshape(batch * queries, half, keys)
     images = unflatten(rows[..., grid.prefix :], 2, (grid.height, grid.width))
@@ -211,7 +216,7 @@ def _on_rows(intra: nn.Module, maps: Tensor, grid) -> Tensor:
         regions = unflatten(regions[:, None], 2, (grid.height, grid.width))
         parts = [(regions == region).to(images.dtype) for region in range(4)]
         local = sum(part * intra(images * part) for part in parts)
-    if grid.prefix:  # a constant that class tokens lack would be no constant to softmax
+    if grid.prefix:  # the bias is subtracted: class tokens lack it, so softmax would not cancel it
         local = torch.cat((rows[..., : grid.prefix], (local - intra(torch.zeros_like(images[:1]))).flatten(2)), dim=2)
     return unflatten(local.flatten(2), 0, (batch, queries)).transpose(1, 2)
 
@@ -220,8 +225,8 @@ def _on_rows(intra: nn.Module, maps: Tensor, grid) -> Tensor:
 
 
 def _mixed_maps(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[Tensor]) -> Tensor:
-    """``softmax(sum_i c_mi q_i k_i^T + bias) v_m``, the equation in its literal order, some queries at a time.
-    Arguments and result as of the function ``_wide_heads``."""
+    """Compute ``softmax(sum_i c_mi q_i k_i^T + bias) v_m`` from explicit maps of some queries at a time. Arguments and
+    result as of the function ``_wide_heads``."""
     batch, heads, queries, _ = q.shape
     k = k[:, 0].unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, h/2, M, d)
     out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
@@ -236,7 +241,7 @@ def _mixed_maps(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[T
 
 
 def _blocks(batch: int, queries: int, numel: int):
-    """Images and queries of each block; ``numel`` logits a query."""
+    """Yield the slices of images and of queries of each block; ``numel`` is the number of logits of one query."""
     budget = _BLOCK_NUMEL * torch.get_num_threads()
     rows = max(min(queries, max(budget // max(numel, 1), _MIN_ROWS)), 1)
     images = max(budget // max(numel * queries, 1), 1)  # several if their maps are small

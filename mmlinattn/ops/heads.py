@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Split and merge heads, alone and for queries and keys together; products by head."""
+"""Split and merge attention heads, also of queries and keys in one tensor, and products by head."""
 
 from collections.abc import Sequence
 from typing import Any, Optional, Union
@@ -10,42 +10,43 @@ from torch import Tensor
 from . import dispatch
 from .sizes import clone_if_open
 
-Both = Union[Tensor, tuple[Tensor, Tensor]]  # queries and keys (B, heads, N, d), of equal shapes in one (2, ...)
+# queries and keys (B, heads, N, d): one tensor (2, B, heads, N, d) if their shapes are equal, otherwise a tuple
+Both = Union[Tensor, tuple[Tensor, Tensor]]
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """(B, N, heads * d) -> (B, heads, N, d), a view."""
+    """Split channels into heads: (B, N, heads * d) -> (B, heads, N, d), a view."""
     batch, tokens, channels = x.shape
     return x.reshape(batch, tokens, num_heads, channels // num_heads).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """(B, heads, N, d) -> (B, N, heads * d); a view if the heads of a token are adjacent."""
+    """Merge heads: (B, heads, N, d) -> (B, N, heads * d), a view if the heads of a token are adjacent in memory."""
     x = x.transpose(1, 2)
     return (x if dispatch.state.settled else clone_if_open(x)).flatten(2)
 
 
 def split_heads_5d(x: Tensor, num_heads: int) -> Tensor:
-    """(B, N, heads * d) -> (1, B, heads, N, d), a view: :func:`split_heads` for the references of linear attention.
+    """Split channels into heads for plain equations: (B, N, heads * d) -> (1, B, heads, N, d), a view.
 
-    The fifth axis avoids a fault of Inductor (PyTorch 2.11, pytorch/pytorch#196681). It keeps every tensor of four
-    axes channels-last in models with convolutions, so heads come to lie innermost. That copies each map. The C++ code
-    for sums in that order writes past the end of their memory if the number of heads is no multiple of the vector's
-    length. einops drops axes of one until the others are in order, so Inductor would see four.
+    The fifth axis avoids a bug of Inductor (PyTorch 2.11, pytorch/pytorch#196681). In models with convolutions,
+    Inductor lays out every 4-d tensor channels-last, with heads innermost, and so copies each tensor. Its C++ code for
+    sums in that order writes out of bounds if the number of heads is no multiple of the vector length. einops would
+    drop the axis of size 1 before the permutation, and Inductor would see a 4-d tensor.
     """
     batch, tokens, channels = x.shape
     return x.reshape(1, batch, tokens, num_heads, channels // num_heads).transpose(2, 3)
 
 
 def merge_heads_5d(x: Tensor) -> Tensor:
-    """(1, B, heads, N, d) -> (B, N, heads * d), back from :func:`split_heads_5d`."""
+    """Invert :func:`split_heads_5d`: (1, B, heads, N, d) -> (B, N, heads * d)."""
     _, batch, heads, tokens, width = x.shape
     return clone_if_open(x.transpose(2, 3)).reshape(batch, tokens, heads * width)
 
 
 def split_pair(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
-    """Queries and keys (B, N, heads * d) as one (2, B, heads, N, d), a view: an operation on both is one pass over the
-    memory then. None unless they are adjacent slices of one projection."""
+    """View queries and keys (B, N, heads * d) as one tensor (2, B, heads, N, d), so that one kernel can process both.
+    Return None unless they are adjacent slices of one projection."""
     width = q.shape[-1]
     side_by_side = (
         q.shape == k.shape
@@ -63,9 +64,9 @@ def split_pair(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
 
 
 def copy_pair(q: Tensor, k: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
-    """Copy queries and keys (B, N, heads * d) by head: (2, B, heads, N, d), or two tensors of different shapes.
+    """Copy queries and keys (B, N, heads * d) to (2, B, heads, N, d), or to a tuple of two if their shapes differ.
 
-    On CPUs the heads of a token are contiguous, elsewhere the tokens of a head: GPU products need no further copy.
+    On CPUs the heads of a token are contiguous. On GPUs the tokens of a head are, so that matmuls need no copy.
     """
     if q.shape != k.shape:
         return copy_heads(q, num_heads, dtype), copy_heads(k, num_heads, dtype)
@@ -83,14 +84,15 @@ def copy_pair(q: Tensor, k: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
 
 
 def copy_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """One tensor of :func:`copy_pair`."""
+    """Copy (B, N, heads * d) to (B, heads, N, d) in the memory layout of :func:`copy_pair`."""
     if dispatch.on_cpu(x):
         return split_heads(x.to(dtype, copy=True, memory_format=torch.contiguous_format), num_heads)
     return split_heads(x, num_heads).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def empty_pair(q: Tensor, k: Tensor, num_heads: int) -> tuple[Sequence[Tensor], Both]:
-    """Allocate the gradients of queries and keys; also return them by head, in one tensor if of equal shapes."""
+    """Allocate the gradients of queries and keys, (B, N, heads * d), and return both with their views by head. The view
+    is one tensor (2, B, heads, N, d) if the shapes are equal, otherwise a tuple of two."""
     if q.shape != k.shape or q.dtype != k.dtype:
         made = torch.empty_like(q), torch.empty_like(k)
         return made, (split_heads(made[0], num_heads), split_heads(made[1], num_heads))
@@ -99,7 +101,7 @@ def empty_pair(q: Tensor, k: Tensor, num_heads: int) -> tuple[Sequence[Tensor], 
 
 
 def have_attention_shapes(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bool:
-    """Return True for queries, keys and values of ``num_heads`` heads. The reference broadcasts others, or raises."""
+    """Return True if q, k and v have matching shapes. The plain equation broadcasts other shapes, or raises."""
     for t in (q, k, v):
         if t.dim() != 3 or not t.numel() or not t.is_floating_point():
             return False
@@ -112,29 +114,29 @@ def have_attention_shapes(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bo
 
 
 def needs_equation(q: Tensor, k: Tensor, v: Tensor, num_heads: int, *others: Optional[Tensor]) -> bool:
-    """Return True if an attention runs its plain equation: see :func:`dispatch.needs_reference`, or for shapes that do
-    not fit."""
+    """Return True if an attention op has to run its plain equation, by :func:`dispatch.needs_reference` or
+    :func:`have_attention_shapes`."""
     if dispatch.state.settled:
         return False
     return dispatch.needs_reference(q, k, v, *others) or not have_attention_shapes(q, k, v, num_heads)
 
 
 def dots(x: Tensor, y: Tensor) -> Tensor:
-    """Scalar products of (..., B, heads, N, d) by (..., B, heads, N or 1, d), (..., B, heads, N, 1)."""
-    # on CPUs, matrix products of few columns take several times as long as the sum of products
+    """Return the scalar products of (..., heads, N, d) and (..., heads, N or 1, d) along d, (..., heads, N, 1)."""
+    # on CPUs, a matmul with a single column takes several times as long as a sum of products
     if y.shape[-2] == 1 and not dispatch.on_cpu(x):
         return x @ y.transpose(-1, -2)
     return torch.linalg.vecdot(x, y).unsqueeze(-1)
 
 
 def scale_heads(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * factor`` of (B, heads, N, e) in ``dtype``, laid as :func:`copy_pair` lays tokens."""
+    """Compute ``x * factor`` of (B, heads, N, e) in ``dtype``, in the memory layout of :func:`copy_pair`."""
     layout = torch.preserve_format if dispatch.on_cpu(x) else torch.contiguous_format
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype, memory_format=layout))
 
 
 def subtract(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x - y`` in ``dtype``, by one operation."""
+    """Compute ``x - y`` in ``dtype``, on GPUs by one kernel."""
     if dispatch.on_cpu(x):
         return (x - y).to(dtype)
     return torch.sub(x, y, out=x.new_empty(x.shape, dtype=dtype))

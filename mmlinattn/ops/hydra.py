@@ -12,7 +12,7 @@ from .gradients import recomputed
 def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
     """Attention with as many heads as channels, O(N C).
 
-    ``out_i = phi(q_i) * sum_j phi(k_j) * v_j``, ``phi(x) = x / |x|`` over all channels, products element by element.
+    ``out_i = phi(q_i) * sum_j phi(k_j) * v_j`` with element-wise products, and ``phi(x) = x / |x|`` over all channels.
 
     Source: Hydra Attention (Bolya et al. 2022), Eq. 5-7.
 
@@ -20,7 +20,8 @@ def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = No
         q (Tensor): Queries, (B, N, C).
         k (Tensor): Keys, (B, M, C).
         v (Tensor): Values, (B, M, C); zero for masked tokens.
-        mask (Tensor, optional): (B, M) bool. Zero values are all that padding needs: nothing is divided by a sum.
+        mask (Tensor, optional): (B, M) bool. Not used: zero values are enough, since nothing is divided by a sum over
+            tokens.
 
     Returns:
         Tensor: (B, N, C), in the dtype of ``v``.

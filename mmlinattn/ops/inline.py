@@ -24,8 +24,8 @@ def inline_attention(
 ) -> Tensor:
     """Injective linear attention (InLine Eq. 3-5), O(N d^2) for each head.
 
-    The weights ``(scale q_i . (k_j - mean(k)) + 1) / N`` of mapped queries and keys sum to 1 without a division, so
-    ``out_i = mean(v) + scale q_i cov(k, v)``: one small state, one pass over the queries.
+    The weights ``(scale q_i . (k_j - mean(k)) + 1) / N`` of mapped queries and keys sum to 1 without a division. So
+    ``out_i = mean(v) + scale q_i cov(k, v)``, with one d x d covariance for all queries.
 
     Args:
         q (Tensor): Queries before their feature map, (B, N, num_heads * d).
@@ -53,7 +53,7 @@ def inline_attention(
 def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
     dtype = v.dtype
     q, k, v = (split_heads_5d(t, num_heads) for t in (q, k, v))
-    if q.dtype == torch.float16:  # it keeps one digit of small deviations from the mean
+    if q.dtype == torch.float16:  # it would keep one digit of small deviations from the mean
         q, k, v = (t.to(accumulation_dtype(t)) for t in (q, k, v))
     q, k = map(FEATURE_MAPS[kernel], (q, k))
     count = count_tokens(k, mask)
@@ -65,11 +65,11 @@ def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
     return merge_heads_5d((q @ covariance + value_mean.to(q.dtype)).to(dtype))
 
 
-# --- by hand: one product a tensor each way ---------------------------------------------------------------------------
+# --- analytic gradient: one matmul for each tensor, forward and backward ----------------------------------------------
 
 
 def _map_features(x: Tensor, num_heads: int, kernel: str, dtype: torch.dtype) -> Tensor:
-    """(B, N, heads * d) -> (B, heads, N, d), mapped; a view for the identity."""
+    """Split heads and apply the feature map: (B, N, heads * d) -> (B, heads, N, d). For ``'identity'`` it is a view."""
     if kernel == 'identity':
         return split_heads(x, num_heads).to(dtype)
     return IN_PLACE[kernel][0](copy_heads(x, num_heads, torch.promote_types(dtype, torch.float32))).to(dtype)
@@ -112,12 +112,12 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
     q, k = _map_features(q, num_heads, kernel, products), _map_features(k, num_heads, kernel, products)
     v, grad = split_heads(v, num_heads).to(products), split_heads(grads[0], num_heads).to(products)
     count = k.shape[2] if count is None else count
-    if not dispatch.on_cpu(grad):  # for two products
+    if not dispatch.on_cpu(grad):  # two matmuls read it
         grad = grad.contiguous()
     each = grad.sum(dim=2, keepdim=True, dtype=wide) / count  # mean(v) is part of every token's output
     inner = ((q.transpose(-1, -2) @ grad) * (scale / count)).to(products)
     inner_t, back = inner.transpose(-1, -2), matrix.transpose(-1, -2)
-    # a product that rounds gets centred operands; another one is centred after it, in the pass that writes
+    # bfloat16 matmuls round, so keys and values are centred before them; in other types, while the result is written
     rounds = products == torch.bfloat16
     if not rounds:
         key_shift, value_shift = value_mean @ inner_t, each - key_mean @ inner
@@ -140,7 +140,7 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
 
 
 def _write(place: Tensor, grad: Tensor, shift, mapped: Tensor, kernel: str) -> None:
-    """Write the gradient of the argument of the feature map, from that of its result ``mapped`` plus ``shift``."""
+    """Write the gradient of the feature map's argument; ``grad - shift`` is the gradient of its result ``mapped``."""
     if kernel == 'identity' and isinstance(shift, Tensor):
         torch.sub(grad, shift, out=place)
     elif kernel == 'identity':

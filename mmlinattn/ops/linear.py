@@ -88,9 +88,9 @@ def _equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Te
 
 
 def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
-    """Softmax over the real tokens of (B, heads, N, 1); none of the weights is a denormal number."""
+    """Softmax over the real tokens of logits (B, heads, N, 1), bounded below so that no weight is a denormal number."""
     hidden = None if mask is None else ~mask[:, None, :, None]
-    # not minus infinity: with padding alone, the weights and their gradients would be NaN
+    # not minus infinity: for an image of padding alone, the weights and their gradients would be NaN
     lowest = torch.finfo(logits.dtype).min
     if hidden is not None:
         logits = logits.masked_fill(hidden, lowest)
@@ -102,14 +102,14 @@ def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
     return logits.softmax(dim=-2)
 
 
-# --- analytic gradient, of RALA too: maps and weights are recomputed --------------------------------------------------
+# --- analytic gradient of linear attention and RALA: feature maps are recomputed --------------------------------------
 #
 # ``g`` mean query, ``w`` token weights a / N, ``z`` mean weighted key, ``S`` state, ``d_x`` gradient of x. Without
 # ``weight_scale`` (linear attention), g and w are None.
 
 
 def forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
-    """Return the result, and g, 1 / m, w, z, S."""
+    """Return the output of linear attention or RALA, and [g, 1 / normaliser, w, z, S] for the backward pass."""
     wide = torch.promote_types(accumulation_dtype(q), v.dtype)
     both, values = copy_pair(q, k, num_heads, wide), split_heads(v, num_heads)
     out, *kept = mix(both, values, product_dtype(q, v), kernel, rotary, mask, weight_scale, eps)
@@ -117,10 +117,13 @@ def forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
 
 
 def mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, weight_scale, eps):
-    """Return the result (B, N, heads * e) and g, 1 / m, w, z, S of (B, heads, N, d) tensors; overwrites ``both``.
+    """Compute linear attention or RALA on (B, heads, N, d) queries and keys ``both``, which are overwritten.
 
     Args:
-        products (torch.dtype): Type of the products with values and state; the rest has the type of ``both``.
+        products (torch.dtype): Type of the matmuls with values and state; other tensors have the type of ``both``.
+
+    Returns:
+        tuple: Output (B, N, heads * e), g, 1 / normaliser, w, z, S.
     """
     each(IN_PLACE[kernel][0], both)
     q, k = both
@@ -154,7 +157,7 @@ def mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, weig
 
 
 def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
-    """Return the gradients of the inputs; ``d_x`` is that of x."""
+    """Return the gradients of q, k and v, and None for rotary table and mask. A name ``d_x`` is the gradient of x."""
     (q, k, v, rotary, mask), (mean_query, inverse, weight, key_mean, state) = inputs, kept
     wide, products = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v)
     made, places = empty_pair(q, k, num_heads)
@@ -170,7 +173,7 @@ def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
     turned = both if table is None else each(lambda x: rotate(x, table), both)
     keys = turned[1] if weight is None else turned[1] * weight if table is None else turned[1].mul_(weight)
     d_state = turned[0].to(products).transpose(-1, -2) @ d_numerator
-    # S = sum_j w_j R_j k_j v_j^T, or without weights their mean
+    # S = sum_j w_j R_j k_j v_j^T, or without weights mean_j R_j k_j v_j^T
     d_state = (d_state / count if weight is None else d_state).to(products)
     split_heads(grad_v, num_heads).copy_(keys.to(products) @ d_state)
     del turned, keys
@@ -217,7 +220,7 @@ def each(function, both: Both) -> Both:
 
 
 def _mean(x: Tensor, mask: Optional[Tensor], count) -> Tensor:
-    """Over the real tokens."""
+    """Mean over the real tokens, (B, heads, N, d) -> (B, heads, 1, d)."""
     if mask is None:
         return x.mean(dim=2, keepdim=True)
     return ((x * mask[:, None, :, None].to(x.dtype)).sum(dim=2, keepdim=True) / count).to(x.dtype)

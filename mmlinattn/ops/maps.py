@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Padding, patches and pooling of (B, H, W, C) maps, right in graphs of dynamic sizes."""
+"""Padding, patches and pooling of (B, H, W, C) maps that stay right in graphs of dynamic sizes."""
 
 import torch
 import torch.nn.functional as F
@@ -9,10 +9,10 @@ from .sizes import clone_if_open, is_known, round_up, to_image, unflatten
 
 
 def pad_by(x: Tensor, beyond: int) -> Tensor:
-    """Zero-pad (B, H, W, C) at the bottom and right so that a convolution gives ceil(H / stride) x ceil(W / stride):
-    ``beyond`` is its kernel size less twice its padding less 1.
+    """Zero-pad (B, H, W, C) by ``beyond`` rows and columns at the bottom and right.
 
-    The padding is the same at every size, so graphs hold for other sizes: the convolution does not read surplus rows.
+    With ``beyond`` = kernel size - 2 * padding - 1, a convolution gives ceil(H / stride) x ceil(W / stride). The
+    padding is the same at every size, so graphs hold for other sizes. The convolution does not read surplus rows.
     """
     return F.pad(x, (0, 0, 0, beyond, 0, beyond)) if beyond else x
 
@@ -26,13 +26,13 @@ def pad_to_multiple(x: Tensor, step: int) -> Tensor:
 
 
 def cut_patches(x: Tensor, size: int) -> Tensor:
-    """(B, H, W, C) of whole patches -> (B, H / size, W / size, size, size, C)."""
+    """Cut (B, H, W, C) into (B, H / size, W / size, size, size, C); H and W are multiples of ``size``."""
     return clone_if_open(unflatten(unflatten(x, 2, (-1, size)), 1, (-1, size)).transpose(2, 3))
 
 
 def mean_pool(x: Tensor, size: int, dim: int) -> Tensor:
-    """Means of patches of ``size`` x ``size`` pixels, at odd borders of the pixels that are there: (B, H, W, dim) ->
-    (B, dim, ceil(H / size), ceil(W / size))."""
+    """Average patches of ``size`` x ``size`` pixels: (B, H, W, dim) -> (B, dim, ceil(H / size), ceil(W / size)). A
+    partial patch at the border averages the pixels that it has."""
     image = to_image(x)
     if is_known(*x.shape[1:3]):
         return F.avg_pool2d(image, size, ceil_mode=True, count_include_pad=False)
@@ -43,13 +43,13 @@ def mean_pool(x: Tensor, size: int, dim: int) -> Tensor:
 
 
 def sequence_mean(x: Tensor, length: int, dim: int) -> Tensor:
-    """Means of ``length`` consecutive tokens of the flattened map, without the remainder: (B, H, W,
-    dim) -> (B, dim, 1, H W // length)."""
+    """Average each ``length`` consecutive tokens of the flattened map and drop the remainder: (B, H, W, dim) -> (B,
+    dim, 1, H W // length)."""
     sequence, size = to_image(x.flatten(1, 2)[:, None]), (1, length)
     return F.avg_pool2d(sequence, size) if is_known(*x.shape[1:3]) else _conv_mean(sequence, size, dim)
 
 
 def _conv_mean(image: Tensor, size: tuple[int, int], dim: int) -> Tensor:
-    """``F.avg_pool2d(image, size)`` by a convolution: for the pool, ``torch.export`` guards on divisible sizes."""
+    """Compute ``F.avg_pool2d(image, size)`` by a convolution: ``torch.export`` guards pools on divisible sizes."""
     weight = image.new_full((dim, 1, *size), 1 / (size[0] * size[1]))
     return F.conv2d(image, weight, stride=size, groups=dim)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Counts, means and biases of padded tokens."""
+"""Token counts, means and biases for inputs with padded tokens."""
 
 import weakref
 from collections.abc import Callable
@@ -17,10 +17,10 @@ TokenCount = Union[int, Tensor]
 
 
 def count_tokens(x: Tensor, mask: Optional[Tensor]) -> TokenCount:
-    """Number of real tokens of (..., B, heads, N, d): N, or (B, 1, 1, 1) with a mask, at least 1."""
+    """Return the number of real tokens of (..., B, heads, N, d), at least 1: N, or (B, 1, 1, 1) with a mask."""
     if mask is None:
         count: Any = x.shape[-2]
-        if isinstance(count, Tensor):  # by torch.jit.trace; the root of an int would be of the default type
+        if isinstance(count, Tensor):  # in torch.jit.trace; the root of an int tensor would have the default dtype
             return count.to(accumulation_dtype(x))
         return max(count, 1) if dispatch.state.settled or is_known(count) else count
     global _last_count
@@ -38,12 +38,12 @@ def _count(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.sum(dim=1)[:, None, None, None].clamp(min=1).to(dtype)
 
 
-# of the last mask: the blocks of a stage share one
+# cache of count_tokens for the last mask: the blocks of a stage share one mask
 _last_count: tuple[Callable, Any, Any] = (lambda: None, None, None)
 
 
 def inverse_sqrt(count: TokenCount) -> Union[float, Tensor]:
-    """Return ``count ** -0.5``: 1 / N leaves the range of float16, its root on each of two factors does not."""
+    """Return ``count ** -0.5``. 1 / N underflows in float16, so each of two factors is scaled by its square root."""
     return count**-0.5
 
 
@@ -52,28 +52,29 @@ def token_mean(x: Tensor, mask: Optional[Tensor], count: TokenCount) -> Tensor:
     wide = accumulation_dtype(x)
     if mask is None:
         return x.sum(dim=-2, keepdim=True, dtype=wide) / count
-    if dispatch.on_cpu(x):  # a product with the mask is a masked sum without a masked copy
+    if dispatch.on_cpu(x):  # a matmul with the mask sums the real tokens without a masked copy
         return (mask[:, None, None].to(wide) @ x.to(wide)) / count
     return (x * mask[:, None, :, None]).sum(dim=-2, keepdim=True, dtype=wide) / count
 
 
 def padded_eps(eps: float, mask: Optional[Tensor], dtype: torch.dtype) -> Union[float, Tensor]:
-    """``eps``, or (B, 1, 1, 1) with 1 more for items that consist of padding alone.
+    """Return ``eps``, or with a mask a tensor (B, 1, 1, 1): ``eps``, plus 1 for items that consist of padding alone.
 
-    Their sum of keys is zero. So are their values, and the result is zero for every divisor; 1 keeps queries and
-    gradients in range; a division by ``eps`` alone would not.
+    Keys and values of such an item sum to zero, so its result is zero for every divisor. A divisor of 1 keeps queries
+    and gradients in range; ``eps`` alone would not.
     """
     return eps if mask is None else eps + (~mask.any(dim=1))[:, None, None, None].to(dtype)
 
 
 def masked_logit(dtype: torch.dtype) -> float:
-    """The logit that hides a key: exp of it is 0 beside any real key. It is finite so that a row of hidden keys alone
-    (all padding) stays so."""
+    """Return the logit that hides a key: its exponential is 0 beside any real key. It is finite, so that the softmax
+    over hidden keys alone (all padding) is finite too."""
     return torch.finfo(dtype).min / 4
 
 
 def masked_bias(bias: Optional[Tensor], mask: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
-    """``bias`` in the type of ``like``, plus the large negative logits of keys outside of ``mask`` (B, M)."""
+    """Return ``bias`` in the type of ``like``, plus large negative logits for keys that ``mask`` (B, M) hides. Without
+    bias and mask the result is None."""
     if mask is not None:
         hidden = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
         hidden = hidden.masked_fill(~mask, masked_logit(like.dtype))[:, None, None, :]

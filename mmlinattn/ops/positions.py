@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Position tables on grids of other sizes, and relative positions within windows."""
+"""Position tables resized to other grids, and relative positions within windows."""
 
 import functools
 
@@ -14,13 +14,13 @@ from .sizes import as_tensor, is_known, unflatten
 
 
 def table_on(table: Tensor, stored: tuple[int, int], grid: Grid, prefix: int = 0) -> Tensor:
-    """A learned vector for each token of a grid, resized bilinearly from those of another.
+    """Resize a table of learned position vectors bilinearly to another grid.
 
     Args:
         table (Tensor): (1, prefix + height * width, C) of the stored grid.
-        stored (tuple[int, int]): Its height and width; at that size the table stays as it is.
+        stored (tuple[int, int]): Height and width of the stored grid; at this size the table is returned unchanged.
         grid (Grid): The requested grid.
-        prefix (int): Leading class tokens; their vectors are never resized.
+        prefix (int): Class tokens of the table; their vectors are never resized.
 
     Returns:
         Tensor: (1, grid.num_tokens, C); zero for class tokens that the table has no vectors for.
@@ -35,7 +35,8 @@ def table_on(table: Tensor, stored: tuple[int, int], grid: Grid, prefix: int = 0
 
 
 def resize_table(table: Tensor, stored: tuple[int, int], size: tuple[int, int], prefix: int = 0) -> Tensor:
-    """(1, prefix + stored, C) -> (1, prefix + size, C), bilinear with ``align_corners=False``; class tokens stay."""
+    """Resize a position table bilinearly, ``align_corners=False``: (1, prefix + stored, C) -> (1, prefix + size, C).
+    The vectors of class tokens stay."""
     if tuple(size) == stored:
         return table
     image = unflatten(table[:, prefix:], 1, stored).permute(0, 3, 1, 2)
@@ -46,7 +47,7 @@ def resize_table(table: Tensor, stored: tuple[int, int], size: tuple[int, int], 
 
 
 def resize_table_in_graph(table: Tensor, stored: tuple[int, int], grid: Grid, prefix: int = 0) -> Tensor:
-    """:func:`resize_table` for a grid of dynamic size: resized at every size, with no change at that of the table."""
+    """:func:`resize_table` for a grid of dynamic size, by interpolation matrices (the identity at the stored size)."""
     sizes = grid.within or grid[:2]
     rows, columns = (_bilinear_weights(*axis, table) for axis in zip(stored, grid[:2], sizes))
     image = unflatten(table[0, prefix:], 0, stored).to(rows.dtype)
@@ -55,9 +56,10 @@ def resize_table_in_graph(table: Tensor, stored: tuple[int, int], grid: Grid, pr
 
 
 def _bilinear_weights(length: int, count, size, like: Tensor) -> Tensor:
-    """Matrix (count, length) that resizes ``length`` values to ``size``, as :func:`resize_table` does along an axis.
+    """Return the matrix (count, length) that resizes ``length`` values to ``size``, as :func:`resize_table` along one
+    axis.
 
-    Positions from ``size`` to ``count`` get the last value.
+    Positions from ``size`` to ``count`` (padding) get the last value.
     """
     wide = accumulation_dtype(like)
     centres = torch.arange(count, dtype=wide, device=like.device) + 0.5
@@ -66,17 +68,17 @@ def _bilinear_weights(length: int, count, size, like: Tensor) -> Tensor:
 
 
 def relative_index(height, width, largest: tuple[int, int], like: Tensor) -> Tensor:
-    """Row of a table of relative positions for each pair of tokens of a window.
+    """Return the row of a table of relative positions for each pair of tokens of a window.
 
     Args:
-        height, width: The window.
-        largest (tuple[int, int]): Window of the table of ``(2 h - 1) (2 w - 1)`` rows.
+        height, width: Size of the window.
+        largest (tuple[int, int]): Window (h, w) that the table was made for; it has ``(2 h - 1) (2 w - 1)`` rows.
         like (Tensor): A tensor on the device of the result.
 
     Returns:
         Tensor: (N, N) int64.
     """
-    # no buffer: models built on the meta device lose those that no checkpoint holds
+    # not a buffer: a model built on the meta device loses buffers that no checkpoint holds
     if is_known(height, width) and height * width <= CACHED_TOKENS and not dispatch.needs_reference(like):
         return _cached_index(height, width, largest, like.device)
     return _index(height, width, largest, like.device)
@@ -95,5 +97,5 @@ def _index(height, width, largest: tuple[int, int], device: torch.device) -> Ten
 
 @functools.lru_cache(maxsize=32)
 def _cached_index(*args) -> Tensor:
-    with torch.inference_mode(False):  # a training pass may use it after a test
+    with torch.inference_mode(False):  # the cached tensor may be made in inference and used in training
         return _index(*args)

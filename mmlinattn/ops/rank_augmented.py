@@ -44,15 +44,15 @@ def rala(
             ``'relu'`` or ``'softmax'`` (RALA Tab. 10).
         rotary (Tensor, optional): R, (N, d / 2, 2), see :func:`~mmlinattn.ops.rotate`.
         mask (Tensor, optional): (B, N) bool, True for real tokens.
-        weight_scale (float, optional): Scale of the weights' logits (1 in the paper, ``d ** -0.5`` in the release);
-            None weighs all tokens alike.
+        weight_scale (float, optional): Scale of the logits of the weights a: 1 in the paper, ``d ** -0.5`` in the
+            release. None gives all tokens the same weight.
         eps (float): Added to the normaliser.
 
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.
 
     Raises:
-        ValueError: For another ``kernel``, and for keys of other tokens than queries.
+        ValueError: For another ``kernel``, and if queries and keys differ in number.
     """
     check_kernel(kernel, FEATURE_MAPS)
     if not dispatch.state.settled and is_known(q.shape[1], k.shape[1]) and q.shape[1] != k.shape[1]:
@@ -83,11 +83,11 @@ def _equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Te
         weight = (torch.ones_like(k[:, :1, :1, :, :1]) if real is None else real).to(wide) / count
     key_mean = (k.transpose(-1, -2).to(wide) @ weight).to(q.dtype)  # mean_j(a_j k_j), (B, heads, d, 1)
     normaliser = (q @ key_mean).to(wide) + padded_eps(eps, mask, wide)
-    q = (q / normaliser).to(q.dtype)  # dividing the result instead would keep one map more for the backward pass
+    q = (q / normaliser).to(q.dtype)  # a division of the result would keep one more tensor for the backward pass
     if wide == q.dtype:
         v = v * weight
     else:
-        # 1/N leaves the range of float16; its root on each factor does not
+        # 1/N underflows in float16; its square root on each factor does not
         k, v = (k * inverse_sqrt(count)).to(q.dtype), (v * (weight / inverse_sqrt(count))).to(q.dtype)
     if rotary is not None:
         q, k = rotate_reference(q, rotary), rotate_reference(k, rotary)
@@ -95,8 +95,8 @@ def _equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Te
 
 
 def rala_in_place(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps=1e-6) -> Tensor:
-    """:func:`rala` on a CPU without gradients, in place: ``q`` and ``k`` share no memory and are overwritten."""
-    # without units for it, half precision is cheaper to widen once than to compute with, operation by operation
+    """Compute :func:`rala` on a CPU without gradients; ``q`` and ``k`` are overwritten and must not share memory."""
+    # on CPUs without bfloat16 instructions, one conversion to float32 is cheaper than each operation in half precision
     native = q.dtype == v.dtype == torch.bfloat16 and private_apis.has_bfloat16_units()
     dtype = q.dtype if native else torch.promote_types(accumulation_dtype(q), v.dtype)
     pair = split_pair(q, k, num_heads)

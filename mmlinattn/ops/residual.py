@@ -9,9 +9,9 @@ from .gradients import AnalyticGradient
 
 
 def add_scaled(x: Tensor, branch: Tensor, scale: Tensor) -> Tensor:
-    """``x + scale * branch``, a residual connection with layer scale or stochastic depth.
+    """Add a residual branch with layer scale or stochastic depth: ``x + scale * branch``.
 
-    Its gradient takes three operations, that of ``torch.addcmul`` five.
+    Its gradient launches three kernels, that of ``torch.addcmul`` five.
 
     Args:
         x, branch (Tensor): (B, ..., C).

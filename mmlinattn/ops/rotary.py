@@ -21,8 +21,9 @@ def rotary_table(
 ) -> Tensor:
     """Two-dimensional rotary position encoding of the released RAVLT.
 
-    The first half of a head turns with the row, the second half with the column, by ``1 / base ** linspace(0, 1,
-    head_dim / 4)`` radians a token, index 0 at the top left. Channel pairs are interleaved: (0, 1), (2, 3), ...
+    The row of a token rotates the first half of a head's channels, the column the second half. Rotations per step are
+    ``1 / base ** linspace(0, 1, head_dim / 4)`` radians, with index 0 at the top left. Channel pairs are interleaved:
+    (0, 1), (2, 3), ...
 
     Args:
         height, width (int): Grid.
@@ -52,7 +53,7 @@ def rotary_table(
 
 
 def _turns(length: int, head_dim: int, device, dtype: torch.dtype, base: float) -> Tensor:
-    """Cos and sin of the angles at each position of an axis, (length, head_dim / 4, 2)."""
+    """Return cos and sin of the angles at each position of an axis, (length, head_dim / 4, 2)."""
     speed = base ** -torch.linspace(0, 1, head_dim // 4, device=device, dtype=dtype)
     angles = torch.arange(length, device=device, dtype=dtype)[:, None] * speed
     return torch.stack((angles.cos(), angles.sin()), dim=-1)
@@ -60,7 +61,7 @@ def _turns(length: int, head_dim: int, device, dtype: torch.dtype, base: float) 
 
 @functools.lru_cache(maxsize=64)
 def _cached_turns(*args) -> Tensor:
-    with torch.inference_mode(False):  # a training pass may use it after a test
+    with torch.inference_mode(False):  # the cached tensor may be made in inference and used in training
         return _turns(*args)
 
 
@@ -72,14 +73,14 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
     Args:
         x (Tensor): (..., B, heads, N, d).
         table (Tensor): (N, d / 2, 2), cos and sin of each pair's angle, see :func:`rotary_table`.
-        inplace (bool): ``x`` may be overwritten; without gradients.
+        inplace (bool): Write the result to ``x``; not for tensors with gradients.
 
     Returns:
         Tensor: As ``x``, in its dtype.
     """
     by_reference = not inplace and table.requires_grad and torch.is_grad_enabled()
     by_reference = by_reference or not (inplace or dispatch.state.settled) and dispatch.needs_reference(x)
-    # half precision is rotated by angles in float32, and there are no mixed complex products, nor any of bfloat16
+    # half precision is widened for float32 angles: PyTorch has no complex products of mixed types or of bfloat16
     if not by_reference and x.dtype in _HALF and table.dtype == torch.float32:
         if not inplace:
             has_gradient = torch.is_grad_enabled() and x.requires_grad
@@ -91,7 +92,7 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
     if by_reference or not as_complex or not (_pairs_lie_together(x) and _pairs_lie_together(table)):
         turned = rotate_reference(x, table)
         return x.copy_(turned) if inplace else turned
-    # a product of complex numbers is one pass over the memory
+    # a product of complex numbers is one kernel
     pairs, turn = _as_complex(x), torch.view_as_complex(table)
     return torch.view_as_real(pairs.mul_(turn) if inplace else pairs * turn).flatten(-2)
 
@@ -103,7 +104,7 @@ def rotate_reference(x: Tensor, table: Tensor) -> Tensor:
 
 
 def backwards(table: Tensor) -> Tensor:
-    """The table of the opposite angles, contiguous."""
+    """Return the table of the opposite angles, contiguous."""
     return torch.view_as_real(torch.view_as_complex(table).conj().resolve_conj())
 
 
@@ -122,7 +123,7 @@ def _pairs_lie_together(x: Tensor) -> bool:
 
 
 def rotate_pair(q: Tensor, k: Tensor, table: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """:func:`rotate` queries and keys together.
+    """Split heads of queries and keys and :func:`rotate` both by one kernel.
 
     Args:
         q, k (Tensor): (B, N, heads * d).

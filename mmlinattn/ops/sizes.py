@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Arithmetic of sizes and views of tensors, right in graphs of dynamic sizes.
+"""Arithmetic of sizes and views of tensors that stay right in graphs of dynamic sizes.
 
-Height and width of a map are ints in eager mode, symbols in ``torch.compile`` and ``torch.export``, and tensors without
-dimensions in ``torch.jit.trace``. Comparing symbols or tensors in Python writes the answer for one size into the graph.
-Graphs and Python divide negative numbers differently, so no function divides one.
+Height and width of a map are ints in eager mode, symbols in ``torch.compile`` and ``torch.export``, and 0-d tensors in
+``torch.jit.trace``. A comparison of symbols or tensors in Python fixes its result for the traced size in the graph.
+Graphs and Python round quotients of negative numbers differently, so no function here divides one.
 """
 
 import torch
@@ -14,7 +14,7 @@ from . import dispatch
 
 
 def is_known(*sizes) -> bool:
-    """Return True if all sizes are numbers, not symbols or tensors of a graph."""
+    """Return True if all sizes are Python numbers rather than symbols or tensors of a graph."""
     if dispatch.state.settled:
         return True
     if any(isinstance(size, Tensor) for size in sizes):
@@ -23,20 +23,22 @@ def is_known(*sizes) -> bool:
 
 
 def round_up(size, step: int):
-    """The smallest multiple of ``step`` that is not below ``size``, positive."""
+    """Return the smallest multiple of ``step`` >= ``size``, for positive sizes."""
     return (size + step - 1) // step * step
 
 
 def as_tensor(size, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A size, known or not, as a tensor without dimensions on the device of ``like``."""
+    """Convert a size (number, symbol or tensor) to a 0-d tensor on the device of ``like``."""
     if isinstance(size, Tensor):
         return size.to(device=like.device, dtype=dtype)
     return torch.scalar_tensor(size, dtype=dtype, device=like.device)
 
 
 def unflatten(x: Tensor, dim: int, sizes) -> Tensor:
-    """``x.unflatten(dim, sizes)``; ``torch.onnx.export(..., dynamo=False)`` would make the sizes constants. One may be
-    -1."""
+    """Compute ``x.unflatten(dim, sizes)``; one of ``sizes`` may be -1.
+
+    ``torch.onnx.export(..., dynamo=False)`` would write the sizes of PyTorch's own method into the graph as constants.
+    """
     if dispatch.state.settled:
         return torch.unflatten(x, dim, sizes)
     dim, known, open_at = dim % x.dim(), 1, None
@@ -46,15 +48,15 @@ def unflatten(x: Tensor, dim: int, sizes) -> Tensor:
             open_at = i
         else:
             known = known * size
-    if open_at is not None:  # of no elements, a reshape could not tell
+    if open_at is not None:  # reshape cannot infer a size of a tensor without elements
         sizes[open_at] = x.shape[dim] // known
     return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
 
 
 def clone_if_open(x: Tensor) -> Tensor:
-    """Return ``x``, or in a graph with a dynamic size that may be 1, a contiguous clone.
+    """Return a contiguous clone of ``x`` in a graph with a dynamic size that may be 1, otherwise ``x`` itself.
 
-    For another layout PyTorch compares the size with 1, and export would add that as a guard.
+    For a non-contiguous tensor PyTorch compares the size with 1, and export would add this comparison as a guard.
     """
     if dispatch.state.settled:
         return x
@@ -64,6 +66,6 @@ def clone_if_open(x: Tensor) -> Tensor:
 
 
 def to_image(x: Tensor) -> Tensor:
-    """(B, H, W, C) -> (B, C, H, W), a view in channels-last memory unless :func:`clone_if_open` copies it."""
+    """Move channels first: (B, H, W, C) -> (B, C, H, W), a view unless :func:`clone_if_open` copies it."""
     x = x.permute(0, 3, 1, 2)
     return x if dispatch.state.settled else clone_if_open(x)

@@ -36,7 +36,8 @@ def softmax_attention(
         bias (Tensor, optional): Added to the logits, broadcastable to (B, heads, N, M), with four dimensions.
 
     Returns:
-        Tensor: (B, N, E). Second derivatives need ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` around it.
+        Tensor: (B, N, E). For second derivatives, call it within
+            ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``.
 
     Raises:
         ValueError: If k and v differ in length: PyTorch's CPU kernel would read out of bounds.
@@ -52,7 +53,7 @@ def softmax_attention(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:
-    """:func:`softmax_attention` of (B, heads, N, d) tensors."""
+    """Compute ``softmax(q k^T / sqrt(d) + bias) v`` of (B, heads, N, d) tensors."""
     if (
         not dispatch.state.settled and dispatch.is_transformed()
     ):  # PyTorch's fused kernels have no forward-mode derivatives
@@ -61,6 +62,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:
 
 
 def equation(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:
-    """:func:`attend` with a materialised map: differentiable any number of times, in both modes."""
+    """Compute :func:`attend` with an explicit map, differentiable any number of times, in reverse and forward mode."""
     logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     return (logits if bias is None else logits + bias).softmax(dim=-1) @ v

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Windows over (B, H, W, C) maps: pad to whole windows, shift, partition, and back."""
+"""Windows over (B, H, W, C) maps: padding to whole windows, cyclic shift, partition, and the inverse."""
 
 from typing import NamedTuple, Optional, Union
 
@@ -13,12 +13,12 @@ from .sizes import as_tensor, clone_if_open, is_known, round_up, unflatten
 
 
 class Windows(NamedTuple):
-    """How a map of ``height`` x ``width`` is cut.
+    """Partition of a map of ``height`` x ``width`` into windows, after padding and a cyclic shift.
 
     Attributes:
-        height, width: The map.
+        height, width: Size of the map.
         window: Height and width of a window.
-        shift: Rows and columns that the (padded) map is rolled up and left by before cutting, as in Swin.
+        shift: Rows and columns by which the padded map is rolled up and left before the partition, as in Swin.
     """
 
     height: int
@@ -30,8 +30,10 @@ class Windows(NamedTuple):
     def fit(
         cls, height: int, width: int, window: Optional[tuple[Optional[int], Optional[int]]], shift: bool = False
     ) -> Union['Windows', 'DynamicWindows']:
-        """Windows of at most ``window``, clipped to the map; None is the whole map or axis. Single windows are not
-        shifted."""
+        """Return windows of at most ``window``, cropped to the map; :class:`DynamicWindows` for a map of dynamic size.
+
+        ``window=None`` is the whole map, None in it the whole axis. An axis with a single window is not shifted.
+        """
         window = window or (None, None)
         if not is_known(height, width):
             return DynamicWindows(height, width, window, shift)
@@ -50,15 +52,15 @@ class Windows(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """One window that is the map itself."""
+        """True if a single window is the map itself."""
         return self.window == (self.height, self.width)
 
     def grid(self, x: Tensor) -> Grid:
-        """The grid of a window's tokens."""
+        """Return the grid of the tokens of one window."""
         return Grid(*self.window)
 
     def partition(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B * windows, h * w, C), the windows of an image row by row."""
+        """Pad, shift and cut a map: (B, H, W, C) -> (B * windows, h * w, C), the windows of an image row by row."""
         if self.is_whole:
             return x.flatten(1, 2)
         height, width = self.padded
@@ -70,9 +72,9 @@ class Windows(NamedTuple):
         return rearrange(x, 'b (rows h) (columns w) c -> (b rows columns) (h w) c', h=h, w=w)
 
     def merge(self, x: Tensor, batch: int = -1) -> Tensor:
-        """(B * windows, h * w, C) -> (B, H, W, C), the inverse of :meth:`partition`.
+        """Invert :meth:`partition`: (B * windows, h * w, C) -> (B, H, W, C).
 
-        A graph of open sizes needs ``batch``, B: its exporter cannot divide by a symbol.
+        A graph of dynamic sizes needs ``batch`` = B, since its exporter cannot divide by a symbolic size.
         """
         if self.is_whole:
             return unflatten(x, 1, self.window)
@@ -84,19 +86,19 @@ class Windows(NamedTuple):
         return x[:, : self.height, : self.width]
 
     def token_mask(self, x: Tensor) -> Optional[Tensor]:
-        """Mask of the real tokens of each window of ``x`` (B, H, W, C): (B * windows, h * w) bool, None without
-        padding."""
+        """Return the mask of the real tokens of each window of ``x`` (B, H, W, C), (B * windows, h * w) bool; None
+        without padding."""
         if self.padded == (self.height, self.width):
             return None
         real = torch.ones(1, self.height, self.width, 1, dtype=torch.bool, device=x.device)
         return self.partition(real)[..., 0].repeat(x.shape[0], 1)
 
     def regions_of_tokens(self, x: Tensor) -> Optional[Tensor]:
-        """Region of the map that each token of a shifted window comes from, (windows, N) int64 below 4; None without a
-        shift.
+        """Return the region of the map, 0 to 3, from which each token of a shifted window comes: (windows, N) int64.
+        Without a shift the result is None.
 
-        A rolled map brings the opposite borders together in the last windows of an axis; attention has to keep them
-        apart (Swin, Fig. 4).
+        After the cyclic shift, the last windows of an axis hold tokens of opposite borders. Attention must not mix
+        these regions (Swin, Fig. 4).
         """
         if not any(self.shift):
             return None
@@ -108,13 +110,13 @@ class Windows(NamedTuple):
 
 
 class DynamicWindows:
-    """:class:`Windows` of a map of dynamic size: the same operations at every size.
+    """:class:`Windows` for a map of dynamic size, with the same operations at every size.
 
-    Windows larger than the map are padded, not clipped, every window is masked, and the shift, 0 along an axis that
-    holds one window, is a number the graph computes.
+    Windows larger than the map are padded instead of cropped, and every window has a mask. The graph computes the
+    shift, which is 0 along an axis with a single window.
 
     Args:
-        height, width: The map, symbols or tensors.
+        height, width: Size of the map, as symbols or tensors.
         window: Height and width of a window; None for the whole axis.
         shift (bool): Shift by half a window.
     """
@@ -136,12 +138,12 @@ class DynamicWindows:
         return tuple(axis.count for axis in self.axes)
 
     def grid(self, x: Tensor) -> Grid:
-        """The grid of a window's tokens."""
+        """Return the grid of the tokens of one window."""
         height, width = self.window
         return Grid(height, width, within=tuple(axis.clipped(x) for axis in self.axes))
 
     def partition(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B * windows, h * w, C), the windows of an image row by row."""
+        """Pad, shift and cut a map: (B, H, W, C) -> (B * windows, h * w, C), the windows of an image row by row."""
         rows, columns = self.axes
         if not self.has_windows:
             return x.flatten(1, 2)
@@ -154,7 +156,7 @@ class DynamicWindows:
         return clone_if_open(x.transpose(2, 3)).flatten(0, 2).flatten(1, 2)
 
     def merge(self, x: Tensor, batch: int = -1) -> Tensor:
-        """As :meth:`Windows.merge`."""
+        """Invert :meth:`partition`, as :meth:`Windows.merge` does."""
         if not self.has_windows:
             return unflatten(x, 1, self.window)
         x = clone_if_open(unflatten(unflatten(x, 1, self.window), 0, (batch, *self.counts)).transpose(2, 3))
@@ -166,8 +168,8 @@ class DynamicWindows:
         return x
 
     def token_mask(self, x: Tensor) -> Optional[Tensor]:
-        """Mask of the real tokens of each window of ``x`` (B, H, W, C): (B * windows, h * w) bool, None if no size
-        pads."""
+        """Return the mask of the real tokens of each window of ``x`` (B, H, W, C), (B * windows, h * w) bool. The
+        result is None if a single window is the map at every size."""
         if not self.has_windows:
             return None
         rows, columns = ((axis.shifted(1, x, by_window=True) < axis.size) for axis in self.axes)
@@ -175,7 +177,7 @@ class DynamicWindows:
         return real.flatten(2).flatten(0, 1).repeat(x.shape[0], 1)
 
     def regions_of_tokens(self, x: Tensor) -> Optional[Tensor]:
-        """As :meth:`Windows.regions_of_tokens`; None if nothing shifts at any size."""
+        """Return the regions as :meth:`Windows.regions_of_tokens` does; None if windows are shifted at no size."""
         if not any(axis.shifts for axis in self.axes):
             return None
         rows, columns = (axis.region(x) for axis in self.axes)
@@ -183,7 +185,7 @@ class DynamicWindows:
 
 
 class Axis:
-    """Rows or columns of :class:`DynamicWindows`: ``size`` of them in windows of ``window`` (None: one, of all)."""
+    """One axis of :class:`DynamicWindows`: ``size`` positions in windows of length ``window``; None is one window."""
 
     def __init__(self, size, window: Optional[int], shift: bool) -> None:
         self.size = size
@@ -194,7 +196,7 @@ class Axis:
         self.count = 1 if window is None else self.padded // window
 
     def clipped(self, x: Tensor):
-        """The window, cropped to a smaller map."""
+        """Return the length of a window, at most the size of the map."""
         return as_tensor(self.size, x, torch.long).clamp(max=self.window) if self.has_windows else self.size
 
     def shift(self, x: Tensor) -> Tensor:
@@ -202,12 +204,12 @@ class Axis:
         return is_several.long() * (self.window // 2)
 
     def positions(self, x: Tensor) -> Tensor:
-        """The padded positions, (windows, length of a window)."""
+        """Return the indices along the padded axis, window by window: (windows, length of a window)."""
         first = torch.arange(self.count, device=x.device) * self.window
         return first[:, None] + torch.arange(self.window, device=x.device)
 
     def shifted(self, direction: int, x: Tensor, by_window: bool = False) -> Tensor:
-        """Positions before the shift (1) of the padded positions, or after it (-1) of those of the map."""
+        """Return the indices that select the shifted axis (``direction`` 1), or undo the shift on the map (-1)."""
         length = self.padded if direction == 1 else self.size
         position = self.positions(x) if by_window else torch.arange(length, device=x.device)
         if not self.shifts:
@@ -216,6 +218,6 @@ class Axis:
         return moved + self.padded * ((moved < 0).long() - (moved >= self.padded).long())  # not every exporter knows %
 
     def region(self, x: Tensor) -> Tensor:
-        """1 for padded positions that the shift brought from the other end, else 0."""
+        """Return 1 for padded positions that the cyclic shift brought from the other end of the axis, else 0."""
         position = self.positions(x)
         return (position >= self.padded - self.shift(x)).long() if self.shifts else position * 0
