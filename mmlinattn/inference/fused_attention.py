@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention import (
     Attention,
@@ -83,6 +83,14 @@ class AttentionStep(LePEStep, Attention):
 class WindowStep(AttentionStep, WindowAttention):
     """Attention in windows without padding, see :mod:`.regions`: linear attentions have large windows, and padding may
     be most of the last ones."""
+
+    @classmethod
+    def prepare(cls, module, children, precision) -> bool:
+        """Require convolutions that pad with zeros, as windows are padded, and parts without hooks."""
+        parts = [*module.mixer.modules(), *([] if module.local is None else [module.local])]
+        convs = [part for part in parts if isinstance(part, (nn.Conv1d, nn.Conv2d))]
+        pads_zeros = all(conv.padding_mode == 'zeros' and not isinstance(conv.padding, str) for conv in convs)
+        return super().prepare(module, children, precision) and pads_zeros and not is_altered(*parts)
 
     def mix_windows(self, projected: Tensor, x: Tensor, stage) -> Tensor:
         windows: Any = windows_of(stage, x).get(self.window, self.shift)[0]
