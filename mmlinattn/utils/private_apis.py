@@ -208,8 +208,8 @@ def methods_of(kinds: Iterable[type]) -> list[tuple[type, str, Any]]:
 def keep_sizes_open() -> None:
     """Let Inductor call PyTorch's operator for the gradient of a convolution, as up to PyTorch 2.11.
 
-    Otherwise it compiles this gradient anew for each image size. Private API, checked with PyTorch 2.14: there is no
-    public option.
+    Otherwise Inductor compiles this gradient anew for each image size. Private API, checked with PyTorch 2.14: there is
+    no public option.
     """
     from torch._inductor import lowering
 
