@@ -152,7 +152,8 @@ def _listed() -> Iterator[None]:
 
 
 def _why_not_a_checkpoint(path: Path) -> Optional[str]:
-    """Return a reason, read from the first bytes, why ``torch.save`` cannot have written the file; None if it may have."""
+    """Return a reason, read from the first bytes, why ``torch.save`` cannot have written the file; None if it may
+    have."""
     with open(path, 'rb') as file:
         head = file.read(256)
     text = head.lstrip().lower()
@@ -245,7 +246,8 @@ def _unlisted(path: Path) -> str:
 
 
 def _plain(checkpoint: Any, name: str) -> Any:
-    """Check the types that MMEngine expects in a loaded checkpoint, and remove ``meta['config']``, which it would run."""
+    """Check the types that MMEngine expects in a loaded checkpoint, and remove ``meta['config']``, which it would
+    run."""
     if isinstance(checkpoint, (torch.Tensor, np.ndarray)):  # tables of embeddings, which some models load
         return checkpoint
     if not isinstance(checkpoint, dict):

@@ -200,7 +200,8 @@ def _methods(kind: Any) -> frozenset:
 
 
 def methods_of(kinds: Iterable[type]) -> list[tuple[type, str, Any]]:
-    """Return (class, name, function) for each method of the given module classes and their bases below ``BaseModule``."""
+    """Return (class, name, function) for each method of the given module classes and their bases below
+    ``BaseModule``."""
     classes = {base for kind in kinds for base in kind.__mro__} - set(BaseModule.__mro__)
     return [(base, name, value) for base in classes for name, value in vars(base).items() if callable(value)]
 

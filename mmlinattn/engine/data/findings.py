@@ -10,7 +10,8 @@ MAX_NAMES = 30  # that are printed
 
 
 class Finding(NamedTuple):
-    """Result of a check: a message of one line; ``is_fault`` is True if training or testing would give wrong results."""
+    """Result of a check: a message of one line; ``is_fault`` is True if training or testing would give wrong
+    results."""
 
     text: str
     is_fault: bool = True
@@ -29,7 +30,8 @@ def transforms_of(dataset: Any) -> Sequence:
 
 
 def is_metric_learning(model: Any) -> bool:
-    """Return True if a model compares images by prototypes or a triplet loss, and is thus validated on other classes."""
+    """Return True if a model compares images by prototypes or a triplet loss, and is thus validated on other
+    classes."""
     return hasattr(model, 'prototype') or hasattr(getattr(model, 'head', None), 'loss_triplet')
 
 

@@ -80,7 +80,8 @@ def _warn_of_kept_settings(runner, checkpoint: dict) -> None:
 
 
 def _modules_of(keys: Iterable[str]) -> str:
-    """Return the names of up to five modules with the weights ``keys``, joined by commas, as a value of ``left_out``."""
+    """Return the names of up to five modules with the weights ``keys``, joined by commas, as a value of
+    ``left_out``."""
     return ','.join(list(dict.fromkeys(key.rpartition('.')[0] for key in keys))[:5])
 
 

@@ -66,7 +66,8 @@ class _Predictions:
             np.add.at(self.matrix.reshape(-1), (rows * count + columns)[is_class], 1)
 
     def write(self, folder: str, prefix: str) -> list[str]:
-        """Write the plots and return their paths. All processes have to call this method; only the main process writes."""
+        """Write the plots and return their paths. All processes have to call this method; only the main process
+        writes."""
         if get_world_size() > 1:
             self.boxes = collect_results(self.boxes, self.size, device='cpu') or []
             all_reduce(torch.as_tensor(self.matrix))

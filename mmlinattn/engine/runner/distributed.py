@@ -54,7 +54,8 @@ def _slurm_master() -> str:
 
 
 def _export_rank(launcher: str) -> None:
-    """Set PyTorch's environment variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...) from those of the launcher."""
+    """Set PyTorch's environment variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...) from those of the
+    launcher."""
     names = _RANKS[launcher]
     missing = [name for name in names if name not in os.environ]
     if missing:
