@@ -66,7 +66,7 @@ def _for_plain(network: dict, measured: Measured, new: ZooBackbone) -> Candidate
     if all(out.stride == single.stride for out in old):
         several = new._replace(stages=new.stages * len(old))
         return Candidate(_wired(network, old, measured.size, several, list(range(len(old)))))
-    # not PAFPN, NASFPN and the like, which are chosen for their paths beyond FPN's
+    # not PAFPN or NASFPN, chosen for their paths beyond FPN's
     fpn = neck if isinstance(neck, dict) and bare_name(neck.get('type')) == 'FPN' else {}
     starts_at_4 = old[0].stride == 4 and not fpn.get('start_level') and not fpn.get('add_extra_convs')
     if starts_at_4 and fpn.get('num_outs') in (4, 5):
@@ -146,7 +146,7 @@ def _for_classifiers(network: dict, measured: Measured, backbone: ZooBackbone) -
     if classes:
         linear = dict(type='LinearClsHead', num_classes=classes, in_channels=backbone.stages[last].channels)
         linear.update({key: head[key] for key in ('loss', 'topk', 'cal_acc') if key in head})
-        remark = f'LinearClsHead replaces {head.get("type")}, which reads more than the last map'
+        remark = f'LinearClsHead on the last map replaces {head.get("type")}'
         result.update(backbone=backbone.with_outputs([last]), neck=_POOL, head=linear)
         found.append(Candidate(result, remark))
     return found

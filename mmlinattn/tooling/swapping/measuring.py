@@ -72,7 +72,7 @@ def measure(upstream: Upstream) -> Measured:
 
 def _build(cfg: dict) -> torch.nn.Module:
     module = MODELS.build(ConfigDict(cfg))  # some read their settings as attributes
-    module.eval()  # which does not return the module where upstream overrides train()
+    module.eval()  # upstream may override train() without returning the module
     return module
 
 

@@ -98,7 +98,7 @@ def _small(node: Any, size: tuple[int, int]) -> Any:
         return node
     out = {key: _small(value, size) for key, value in node.items() if key != 'batch_augments'}
     kind = bare_name(out.get('type'))
-    if kind == 'MMSyncBN':  # which is built in distributed runs only
+    if kind == 'MMSyncBN':  # built in distributed runs only
         out['type'] = 'SyncBN'
     for key, most in (('max_per_img', 50), ('num', 32)):
         if type(out.get(key)) is int and ('type' in out or 'max_per_img' in out):

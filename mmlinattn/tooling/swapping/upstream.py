@@ -68,7 +68,7 @@ class Upstream(NamedTuple):
     @property
     def has_masks(self) -> bool:
         """True if the training data has masks."""
-        loading = (dict(with_mask=True), dict(type='LoadPanopticAnnotations'))  # which loads them unasked
+        loading = (dict(with_mask=True), dict(type='LoadPanopticAnnotations'))  # loads them by default
         return any(find_dict(self.cfg.get('train_dataloader'), wanted) is not None for wanted in loading)
 
     @property

@@ -85,7 +85,7 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
         raise RunError(f'BACKBONE={name!r}: expected one of ({", ".join(backbone_names())})')
     given = Config.fromfile(next(iter(paths.values()))).model.backbone.to_dict()
     cfg = {key: value for key, value in given.items() if key not in _OF_THE_TASK}
-    # a size for larger images starts from the weights of the smaller one, which its config names
+    # a size for larger images starts from the weights of the smaller one; its config names them
     init_cfg = given.get('init_cfg') or {}
     checkpoint = f'mmlinattn://{name}' if name in released_checkpoints() else init_cfg.get('checkpoint')
     plain = not issubclass(MODELS.get(cfg['type']), PyramidBackbone)

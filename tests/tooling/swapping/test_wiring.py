@@ -73,7 +73,7 @@ def test_values_of_a_config(node, keep, expected):
 
 
 def test_single_numbers_deep_inside():
-    """They are left alone where several maps are read: decoders often have the width of one of them."""
+    """They stay if several maps are read: decoders often have the width of one of them."""
     node = dict(in_channels=512, decoder=dict(in_channels=512), indexed=dict(in_channels=2048, in_index=3))
     wired = Wiring(RESNET, OURS, deep=False)(node)
     assert wired == dict(in_channels=128, decoder=dict(in_channels=512), indexed=dict(in_channels=512, in_index=3))

@@ -20,7 +20,7 @@ def test_a_backbone_is_that_of_the_tasks_config():
     assert 'norm_cfg' not in classifier.cfg and not classifier.plain
     assert [out.channels for out in classifier.stages] == [64, 128, 256, 512]
     assert classifier.checkpoint == 'mmlinattn://ravlt_t'
-    larger = zoo.find_backbone('inline_swin_b_384', 'mmdet')  # of which there are classifiers only
+    larger = zoo.find_backbone('inline_swin_b_384', 'mmdet')  # only classifiers have this size
     assert larger.checkpoint == 'mmlinattn://inline_swin_b' and larger.cfg['arch'] == 'inline-base-384'
     deit = zoo.find_backbone('hydra_deit_t', 'mmpretrain')
     assert torch.equal(torch.get_rng_state(), numbers)  # nothing was initialised
@@ -38,7 +38,7 @@ def test_unknown_backbones():
 
 def test_recipes_without_a_row_of_their_own():
     """Another size of the same host, and failing that RAVLT's; a preferred one of several: ``test_settings.py``."""
-    several = zoo.recipe('ravlt_b', 'mmdet')  # of which the schedule of 12 epochs stands for all
+    several = zoo.recipe('ravlt_b', 'mmdet')  # the schedule of 12 epochs comes first
     assert (several.model.type, several.train_cfg.max_epochs) == ('MaskRCNN', 12)
     assert zoo.recipe('inline_swin_b', 'mmpretrain').model.backbone.arch == 'inline-base'  # not that of 384 pixels
     assert zoo.recipe('inline_swin_x', 'mmseg').model.backbone.type == 'LinearSwin'
