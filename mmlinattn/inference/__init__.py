@@ -68,7 +68,7 @@ def _run(backbone, x: Tensor, products: torch.dtype) -> tuple[Tensor, ...]:
     # float16 would lose small layer scales in a matrix
     elif dispatch.on_cpu(x) and not backbone.training and products != torch.float16:
         if not private_apis.has_function_modes():
-            call = twin_caller(snapshot, Precision.of(products, x.dtype))
+            call = twin_caller(snapshot, Precision.of(products))
     with dispatch.settle() if snapshot.is_plain and x.numel() else nullcontext():
         return backbone.features(x, call)
 
@@ -89,8 +89,7 @@ def twin_caller(snapshot: Snapshot, precision: Precision) -> Callable:
     def call(module, *args) -> Any:
         twin = twins.get(module)
         if twin is None:
-            # no product follows a norm that the backbone calls
-            twin = module if isinstance(module, nn.LayerNorm) else fuse(module, precision)
+            twin = fuse(module, precision)
             if module in snapshot.modules:
                 twins[module] = twin
         return twin(*args)

@@ -22,7 +22,6 @@ from ..layers import (
     ConvStem,
     DWConvFFN,
     FactorisedLinear,
-    PatchEmbed,
     ResidualDWConv,
     SourceBlock,
     TokenBlock,
@@ -42,17 +41,15 @@ class Precision(NamedTuple):
 
     Attributes:
         products: Type of products; under autocast, its type.
-        stream: Type of the residual stream.
         onednn: oneDNN's fused operators take ``products``.
     """
 
     products: torch.dtype
-    stream: torch.dtype
     onednn: bool
 
     @classmethod
-    def of(cls, products: torch.dtype, stream: torch.dtype) -> 'Precision':
-        return cls(products, stream, dispatch.onednn_takes(products))
+    def of(cls, products: torch.dtype) -> 'Precision':
+        return cls(products, dispatch.onednn_takes(products))
 
 
 class Twin:
@@ -95,8 +92,7 @@ def fuse(module: Any, precision: Precision) -> Any:
     """
     kind = type(module)
     is_container = kind in CONTAINERS or kind.__module__.startswith('mmlinattn.')
-    # the norm of a patch embedding gives the residual stream, in its precision
-    if not is_container and kind not in TWINS or issubclass(kind, PatchEmbed) or is_altered(module):
+    if not is_container and kind not in TWINS or is_altered(module):
         return module
     given = module._modules
     children = {name: None if child is None else fuse(child, precision) for name, child in given.items()}
@@ -156,21 +152,6 @@ def is_row(bias: Optional[Tensor], weight: Tensor) -> bool:
 def linear_gelu(layer: nn.Module, x: Tensor) -> Tensor:
     """GELU of a linear layer."""
     return layer(x, gelu=True) if isinstance(layer, LinearStep) else F.gelu(layer(x))
-
-
-@twin_of(nn.LayerNorm)
-class LayerNormStep(Twin, nn.LayerNorm):
-    """LayerNorm that gives the type of products under autocast.
-
-    It sums in float32 all the same, and the product that follows would round its result.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        dtype, stream, _ = self.precision
-        if dtype == stream or x.dtype != dtype:
-            return super().forward(x)
-        with torch.autocast('cpu', enabled=False):
-            return super().forward(x)
 
 
 @twin_of(BranchedLinear)
