@@ -60,8 +60,8 @@ def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> 
 
 
 def _dataset_meta(meta: dict) -> dict:
-    """Return class names and colours as ``dataset_meta``, which inferencers read. OpenMMLab 1.x files store them as
-    ``CLASSES`` and ``PALETTE``."""
+    """Return class names and colours as ``dataset_meta`` for inferencers, also from ``CLASSES`` of OpenMMLab 1.x
+    files."""
     old_names = dict(CLASSES='classes', PALETTE='palette')
     names = {new: meta[old] for old, new in old_names.items() if meta.get(old) is not None}
     known = meta.get('dataset_meta') or names

@@ -48,8 +48,7 @@ class Fit(NamedTuple):
         return all(key.endswith(_COUNTER) for key in self.weights)
 
     def only(self, wanted: Callable[[str], bool]) -> 'Fit':
-        """Return a copy whose missing, unexpected and mismatched keys are limited to keys for which ``wanted`` is
-        True."""
+        """Return a copy with only the missing, unexpected and mismatched keys that ``wanted`` accepts."""
         return self._replace(
             missing=[key for key in self.missing if wanted(key)],
             unexpected=[key for key in self.unexpected if wanted(key)],

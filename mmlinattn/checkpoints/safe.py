@@ -32,7 +32,7 @@ from ..utils.private_apis import listed_globals
 
 _ZIP_START = b'PK\x03\x04'
 _LEGACY_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
-# keys under which files store their weights; the first one present is used
+# keys of the weights in a file; the first one present is used
 STATE_KEYS = ('state_dict', 'model', 'model_ema', 'state_dict_ema')
 
 
@@ -246,8 +246,8 @@ def _unlisted(path: Path) -> str:
 
 
 def _plain(checkpoint: Any, name: str) -> Any:
-    """Check the types that MMEngine expects in a loaded checkpoint, and remove ``meta['config']``, which it would
-    run."""
+    """Check the types that MMEngine expects in a checkpoint, and remove ``meta['config']``, because MMEngine would run
+    it."""
     if isinstance(checkpoint, (torch.Tensor, np.ndarray)):  # tables of embeddings, which some models load
         return checkpoint
     if not isinstance(checkpoint, dict):
