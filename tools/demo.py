@@ -97,7 +97,6 @@ def find_pictures(path: str) -> list:
 
 
 def download(url: str, folder: str) -> str:
-    """Download an image and return its path."""
     path = Path(folder, osp.basename(urlsplit(url).path))
     try:
         path.write_bytes(fileio.get(url))
@@ -288,7 +287,6 @@ class Predictor:
         return found or 'no class'
 
     def finish(self) -> None:
-        """Write ``--save-json``."""
         if self.args.save_json:
             write_coco(self.args.save_json, self.entries, self.ids)
 

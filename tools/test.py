@@ -69,7 +69,6 @@ def parse_args() -> argparse.Namespace:
 
 
 def configure(args: argparse.Namespace):
-    """Return the config, checked and changed by the arguments."""
     suffixes = ('.pkl', '.pickle') + ('.json',) * (args.out_item == 'metrics')
     if args.out and not args.out.endswith(suffixes):
         raise RunError(f'--out {args.out!r} has to end with {" or ".join(suffixes)}.')

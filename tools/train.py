@@ -49,7 +49,6 @@ def parse_args() -> argparse.Namespace:
 
 
 def configure(args: argparse.Namespace):
-    """Return the config, checked and changed by the arguments."""
     cfg = load_config(args)
     require(cfg, args.config, 'model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
     add_checks(cfg)

@@ -79,7 +79,6 @@ def load_pretrained(
 
 
 def _adapted(backbone: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``state`` with its position tables resized to the backbone's grid, if the backbone can resize them."""
     adapt = getattr(backbone, 'adapt_state_dict', None)
     return adapt(state) if adapt else state
 

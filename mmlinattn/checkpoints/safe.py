@@ -91,7 +91,6 @@ def _numpy_array(*_: Any) -> np.ndarray:
 
 
 def _settings(*args: Any) -> OrderedDict:
-    """Replace a config dict with attribute access by an OrderedDict."""
     return OrderedDict(*(arg for arg in args if isinstance(arg, dict)))
 
 

@@ -139,7 +139,6 @@ def check_scope(config: str, scope: str) -> None:
 
 
 def _how_to_install(config: str, missing: str) -> str:
-    """Return the message with the pip command for a missing task package (scope or distribution name), or ''."""
     for scope, pip_names in PIP_NAMES.items():
         if missing in (scope, pip_names.replace('"', '').split('>')[0]):
             return f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {pip_names}'

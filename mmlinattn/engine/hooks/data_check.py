@@ -33,7 +33,6 @@ def _datasets(loop: BaseLoop) -> list:
 
 
 def _loops(runner) -> dict:
-    """Return the loops of this run by stage (``train``, ``val``, ``test``), without loops that are not built."""
     loops = {stage: getattr(runner, f'_{stage}_loop') for stage in ('train', 'val', 'test')}
     return {stage: loop for stage, loop in loops.items() if isinstance(loop, BaseLoop)}
 

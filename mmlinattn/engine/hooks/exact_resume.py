@@ -86,8 +86,6 @@ class _SeededBatches:
 
 
 class _Batches(chain):
-    """Batch iterator for an iteration-based loop."""
-
     def skip_iter(self, num_iters: int) -> None:
         """Do nothing: the batch sampler skips batches itself. onedl-mmengine's loop calls this method when resuming."""
 
@@ -223,7 +221,6 @@ def _build_batch_sampler(loader: DataLoader, config: dict, seed: int) -> Any:
 
 
 def _with_batches(batches: _SeededBatches, loader: DataLoader) -> DataLoader:
-    """Return a new loader with ``batches`` as batch sampler, and the data set and settings of ``loader``."""
     names = inspect.signature(DataLoader).parameters.keys() - {'batch_size', 'shuffle', 'sampler', 'drop_last'}
     settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     return DataLoader(**{**settings, 'batch_sampler': batches})

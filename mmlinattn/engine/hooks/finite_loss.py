@@ -12,7 +12,6 @@ from ...utils.errors import RunError
 
 
 def _file_names(data_batch) -> list[str]:
-    """Return ``img_path`` of every sample in a batch of a detector, segmentor or classifier."""
     samples = data_batch.get('data_samples', ()) if isinstance(data_batch, dict) else data_batch
     samples = samples if isinstance(samples, (list, tuple)) else [samples]
     samples = [sample.get('data_samples', sample) if isinstance(sample, dict) else sample for sample in samples]

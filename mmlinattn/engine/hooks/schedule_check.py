@@ -9,7 +9,6 @@ from mmengine.runner import IterBasedTrainLoop
 
 
 def _all_schedulers(schedulers) -> list:
-    """Return all schedulers in one list, from a list or from a dict of lists (one per optimizer)."""
     if isinstance(schedulers, dict):
         return [each for part in schedulers.values() for each in _all_schedulers(part)]
     return list(schedulers or ())

@@ -119,7 +119,6 @@ def _sample(branch: list[Window], num_queries: int, generator=None) -> list[tupl
 
 
 def _some(items, limit: int, generator):
-    """Return at most ``limit`` randomly chosen entries of a list or tensor, in their original order."""
     if len(items) <= limit:
         return items
     picked = torch.randperm(len(items), generator=generator)[:limit].sort().values

@@ -102,7 +102,6 @@ def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any
 
 
 def _noted(out: Path) -> Any:
-    """Return the settings that the data set in ``out`` was written with, or None if there are none."""
     try:
         return json.loads((out / NOTE).read_text())['content']
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):

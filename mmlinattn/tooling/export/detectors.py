@@ -322,7 +322,6 @@ def pool(extractor: Any, feats: tuple[Tensor, ...], rois: Tensor) -> Tensor:
 
 
 def _mean(stages: list[Tensor]) -> Tensor:
-    """Average in the order of operations in MMDetection, for equal rounding."""
     total: Any = sum(stages)
     return total / len(stages)
 

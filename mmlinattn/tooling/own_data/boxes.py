@@ -174,7 +174,6 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = F
 
 
 def _area(outline: Any) -> float:
-    """Return the area of polygons in square pixels, or 0 for run lengths."""
     parts = outline if isinstance(outline, list) else []
     return sum(float(cv2.contourArea(np.reshape(part, (-1, 2)).astype(np.float32))) for part in parts)
 

@@ -254,7 +254,6 @@ def read_values(root: Path) -> dict[int, str]:
 def _of_colours(
     listed: dict[int, str], given: Optional[list[str]], mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
-    """Return class names and labels by colour, from ``listed`` or from the palettes of Cityscapes and VOC."""
     from mmseg.utils import get_classes, get_palette
 
     listed = {value: name for value, name in listed.items() if value >= _IS_COLOUR}

@@ -20,8 +20,6 @@ from .objects import Found, Object, Photo, Pictures, checked_size, corners, elli
 
 
 class _Shape(NamedTuple):
-    """Shape drawn in a labelling tool."""
-
     name: str
     points: np.ndarray  # (N, 2) pixels, or the pixels of a mask (H, W) bool
     is_outline: bool

@@ -127,7 +127,6 @@ def _base(args: ConfigArgs, data: OwnData) -> str:
 
 
 def _file(args: ConfigArgs, split: str) -> Path:
-    """Return the path of the annotation file of a split, in the folder of the config."""
     return args.out.with_name(f'{args.out.stem}_{split}.{"json" if args.task == "detection" else "txt"}')
 
 

@@ -88,7 +88,6 @@ def _yolo_splits(root: Path, content: dict, images: list[Path]) -> dict[Path, st
 
 
 def _yolo_file(root: Path, path: Path) -> Path:
-    """Return the path of the text file for an image: ``images`` becomes ``labels``, and the suffix ``.txt``."""
     parts = list(path.relative_to(root).parts)
     at = next((i for i in reversed(range(len(parts))) if parts[i] in ('images', 'Images')), None)
     if at is not None:

@@ -69,7 +69,6 @@ def recipes() -> dict[tuple[str, str], dict[str, str]]:
 
 
 def backbone_names() -> list[str]:
-    """Return every name that :func:`find_backbone` takes."""
     return sorted({name for name, _ in recipes()})
 
 
