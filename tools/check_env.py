@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Print one line for everything that this Python lacks to run mmlinattn, with the command that mends it.
+"""Print one line for everything that this Python lacks to run mmlinattn, with the command to repair it.
 
     python tools/check_env.py
     python tools/check_env.py --report   # versions as well, to paste into an issue
 
-Exit status 1 if something is missing or broken. Every tool imports this file first: it puts the checkout on the path,
-and ends in one line if a package is missing.
+The exit status is 1 if something is missing or broken. Every tool imports this file first: it puts the checkout on the
+import path, and prints one line and exits if a package is missing.
 """
 
 import argparse

@@ -84,7 +84,7 @@ def is_video(source: str) -> bool:
 
 
 def find_pictures(path: str) -> list:
-    """Return the image named, or those directly inside a folder, without hidden files (macOS's ``._a.jpg``)."""
+    """Return the named image, or all images directly inside a folder, without hidden files (macOS's ``._a.jpg``)."""
     if osp.isfile(path):
         return [path]
     if not osp.isdir(path):
@@ -97,7 +97,6 @@ def find_pictures(path: str) -> list:
 
 
 def download(url: str, folder: str) -> str:
-    """Download an image and return its path."""
     path = Path(folder, osp.basename(urlsplit(url).path))
     try:
         path.write_bytes(fileio.get(url))
@@ -110,7 +109,7 @@ def open_video(source: str) -> cv2.VideoCapture:
     """Open a video file, a stream or a webcam.
 
     Raises:
-        RunError: It cannot be opened.
+        RunError: The source cannot be opened.
     """
     video = cv2.VideoCapture(int(source) if source.isdecimal() else source)
     if not video.isOpened():
@@ -127,10 +126,10 @@ def frames_of(video: cv2.VideoCapture) -> Iterator[np.ndarray]:
 
 
 def check_out(args: argparse.Namespace, pictures: list) -> None:
-    """Check that --out can be written and is no input.
+    """Check that --out can be written and is not an input.
 
     Raises:
-        RunError: It cannot be written, is an input, or there is no output at all.
+        RunError: --out cannot be written or is an input, or no output is requested.
     """
     if not args.out:
         if not (args.show or args.save_json or args.save_txt or args.save_labels):
@@ -166,7 +165,6 @@ def name_classes(inferencer, classes) -> None:
 
 
 def build_inferencer(args: argparse.Namespace, scope: str):
-    """Build the inferencer of the task."""
     init_default_scope(scope)
     if scope == 'mmdet':
         from mmdet.apis import DetInferencer
@@ -186,7 +184,8 @@ def build_inferencer(args: argparse.Namespace, scope: str):
 
 
 def drawing_names(pictures: list) -> list:
-    """Return a name for each drawing: ``a.png`` of a.jpg, ``a.jpg.png`` if another image has it."""
+    """Return a unique file name for the drawing of each image: ``a.png`` for a.jpg, or ``a.jpg.png`` if a.png is
+    taken."""
     names: list = []
     for path in map(Path, pictures):
         name = f'{path.stem}.png'
@@ -198,7 +197,8 @@ def load_model(args: argparse.Namespace, cfg):
     """Build the inferencer with trained weights and class names.
 
     Raises:
-        RunError: The task is not supported, names do not fit, or the checkpoint is of another model.
+        RunError: The task is not supported, the number of names differs from the model's classes, or the checkpoint
+            belongs to another model.
     """
     scope = cfg.get('default_scope')
     if args.classes and num_classes(cfg) not in (0, len(args.classes)):
@@ -228,7 +228,7 @@ def load_model(args: argparse.Namespace, cfg):
 
 
 class Predictor:
-    """Predictions and drawings of images and frames by upstream's inferencer.
+    """Predict and draw images and frames with the inferencer of MMDetection, MMSegmentation or MMPretrain.
 
     Args:
         args (argparse.Namespace): The command line.
@@ -280,20 +280,20 @@ class Predictor:
         return np.ascontiguousarray(drawn[..., ::-1])
 
     def describe(self, sample) -> str:
-        """Return the labels of a classifier with their scores."""
+        """Return the predicted labels of a classifier with their scores, as text."""
         labels = sample.pred_label.flatten().tolist()  # none or several of some heads
         names = dict(enumerate(self.inferencer.classes or ()))
         found = ', '.join(f'{names.get(label, label)} ({sample.pred_score[label]:.3f})' for label in labels)
         return found or 'no class'
 
     def finish(self) -> None:
-        """Write ``--save-json``."""
         if self.args.save_json:
             write_coco(self.args.save_json, self.entries, self.ids)
 
 
 def show(drawn: np.ndarray, wait: int) -> bool:
-    """Show a drawing in a window for some milliseconds, 0 until a key; True if q or Escape was pressed."""
+    """Show a drawing for ``wait`` milliseconds (0: until a key is pressed), and return True if q or Escape was
+    pressed."""
     try:
         cv2.imshow('mmlinattn', drawn)
         return cv2.waitKey(wait) & 0xFF in (ord('q'), 27)
@@ -302,7 +302,7 @@ def show(drawn: np.ndarray, wait: int) -> bool:
 
 
 def run_images(predictor: Predictor, pictures: list) -> None:
-    """Predict images one by one. An image that the model refuses keeps no other from being drawn."""
+    """Predict images one by one. If the model fails on an image, the others are still predicted."""
     args, refused, count = predictor.args, {}, 0
     drawings = drawing_names(pictures) if predictor.scope == 'mmpretrain' else [*map(osp.basename, pictures)]
     names = [osp.splitext(name)[0] for name in names_below(pictures, '.txt')]
@@ -334,7 +334,7 @@ def run_images(predictor: Predictor, pictures: list) -> None:
 
 
 def run_video(predictor: Predictor, source: str) -> None:
-    """Predict the frames of a video, stream or webcam until it ends, or until q or Ctrl-C; the video is kept."""
+    """Predict the frames of a video, stream or webcam until its end, q or Ctrl-C. Frames written so far are kept."""
     args, writer, count = predictor.args, None, 0
     video = open_video(source)
     fps = video.get(cv2.CAP_PROP_FPS)

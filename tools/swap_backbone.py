@@ -4,9 +4,9 @@
 
     python tools/swap_backbone.py mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py ravlt_t --out dino_ravlt_t.py
 
-The written config inherits the upstream one. It holds the differences only: the backbone with its released ImageNet
-weights, channels and indices of necks and heads, this package's hooks, and the paper's optimizer for the backbone. The
-network is built, trained for a step and asked for a prediction first.
+The written config inherits the upstream config. It sets the backbone with its released ImageNet weights, the channels
+of necks and heads, the returned feature maps, this package's hooks, and the paper's optimizer. Before it is written,
+the model is built, trained for one step and asked for one prediction.
 """
 
 import argparse

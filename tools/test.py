@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Test a detector, segmentor or classifier, by the ``default_scope`` of the config."""
+"""Test a detector, segmentor or classifier; ``default_scope`` of the config says which."""
 
 import argparse
 import os
@@ -69,7 +69,6 @@ def parse_args() -> argparse.Namespace:
 
 
 def configure(args: argparse.Namespace):
-    """Return the checked config of the run."""
     suffixes = ('.pkl', '.pickle') + ('.json',) * (args.out_item == 'metrics')
     if args.out and not args.out.endswith(suffixes):
         raise RunError(f'--out {args.out!r} has to end with {" or ".join(suffixes)}.')
@@ -111,10 +110,11 @@ MASK_METRICS = ('CocoPanopticMetric', 'CityScapesMetric', 'CocoOccludedSeparated
 
 
 def augment(cfg, config: str) -> None:
-    """Switch to the test-time augmentation of the config, by default the image and its mirror image.
+    """Enable the test-time augmentation of the config, or by default the average over the image and its mirror image.
 
     Raises:
-        RunError: The config has none, or masks of a detector would be measured: MMDetection merges boxes only.
+        RunError: The config has no augmentation and there is no default for its task, or masks of a detector would be
+            evaluated: MMDetection merges only boxes.
     """
     model = cfg.get('tta_model') or TTA_MODELS.get(cfg.get('default_scope'))
     if not model:
@@ -158,7 +158,7 @@ def with_mirror_image(pipeline: list) -> list:
 
 
 class DumpLabelMaps(DumpResults):
-    """DumpResults that keeps the label map of each image, a byte a pixel; logits take hundreds."""
+    """DumpResults that keeps only the label map of each image: one byte per pixel, while logits need hundreds."""
 
     def process(self, data_batch, predictions) -> None:
         for prediction in predictions:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Train a detector, segmentor or classifier, by the ``default_scope`` of the config."""
+"""Train a detector, segmentor or classifier; ``default_scope`` of the config says which."""
 
 import argparse
 import runpy
@@ -49,7 +49,6 @@ def parse_args() -> argparse.Namespace:
 
 
 def configure(args: argparse.Namespace):
-    """Return the checked config of the run."""
     cfg = load_config(args)
     require(cfg, args.config, 'model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
     add_checks(cfg)

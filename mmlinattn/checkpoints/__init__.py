@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Checkpoints: safe reading, published files, loading into models."""
+"""Read checkpoints safely, find published ones by name, and load them into models."""
 
 from ..utils.errors import CheckpointError, CheckpointNotFoundError
 from .fit import Fit, compare

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Conversion of published files for ``load_checkpoint(strict=True)``."""
+"""Convert published checkpoints to files that load with ``load_checkpoint(strict=True)``."""
 
 import os
 from pathlib import Path
@@ -20,9 +20,9 @@ PathLike = Union[str, 'os.PathLike[str]']
 
 
 def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> Fit:
-    """Write ``source`` to ``target`` under the names of the model of ``config``.
+    """Write the weights of ``source`` to ``target``, renamed to the names in the model of ``config``.
 
-    ``target`` is written whole, and only if the conversion is complete. ``source`` is never written to.
+    ``target`` is written atomically, and only if every weight of the model was found. ``source`` is never overwritten.
 
     Args:
         source (str | Path): A file, URL or ``mmlinattn://NAME``.
@@ -30,7 +30,7 @@ def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> 
         config (str | Path): Config of the model.
 
     Returns:
-        Fit: The comparison of ``source`` with the model.
+        Fit: The comparison of ``source`` with the model. If it is not complete, no file was written.
 
     Raises:
         RunError: ``source`` cannot be read (:class:`CheckpointError`), ``target`` is the same file, a folder, or cannot
@@ -60,7 +60,8 @@ def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> 
 
 
 def _dataset_meta(meta: dict) -> dict:
-    """Return class names and colours as ``dataset_meta``, also of older files, for inferencers."""
+    """Return class names and colours as ``dataset_meta`` for inferencers, also from ``CLASSES`` of OpenMMLab 1.x
+    files."""
     old_names = dict(CLASSES='classes', PALETTE='palette')
     names = {new: meta[old] for old, new in old_names.items() if meta.get(old) is not None}
     known = meta.get('dataset_meta') or names

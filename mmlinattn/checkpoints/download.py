@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Atomic downloads of checkpoints, one per machine."""
+"""Download checkpoints atomically. Processes on one machine share one download."""
 
 import os
 import socket

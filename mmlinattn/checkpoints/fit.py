@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""One comparison of a state dict with a model, for pretraining, testing, resuming, converting and analysis."""
+"""Compare a state dict with a model: one function for pretraining, testing, resuming, converting and analysis."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -15,16 +15,18 @@ _COUNTER = 'num_batches_tracked'  # no weight: files converted from elsewhere la
 
 
 class Fit(NamedTuple):
-    """A state dict compared with a model. Keys are the model's, after its modules renamed and resized the weights.
+    """Result of comparing a state dict with a model.
+
+    Keys are names in the model: modules first rename and resize the weights, as when loading.
 
     Attributes:
         weights (dict[str, Tensor]): Tensors that load.
-        missing (list[str]): Parameters and buffers without a tensor. Batch counters do not count.
-        unexpected (list[str]): Keys that the model lacks.
-        ignored (list[str]): Keys skipped on purpose, as those of stages that a backbone was configured without.
-        mismatched (dict[str, str]): Keys of another shape, with both shapes.
-        not_real (dict[str, str]): Keys of integers, complex, sparse or quantized tensors, with their kind.
-        nonfinite (list[str]): Weights that hold NaN or infinity.
+        missing (list[str]): Parameters and buffers of the model without a tensor, except ``num_batches_tracked``.
+        unexpected (list[str]): Keys of the state dict that the model lacks.
+        ignored (list[str]): Keys skipped on purpose, such as those of stages that the configured backbone leaves out.
+        mismatched (dict[str, str]): Keys of tensors with another shape, with both shapes as text.
+        not_real (dict[str, str]): Keys of integer, complex, sparse or quantized tensors, with the dtype or layout.
+        nonfinite (list[str]): Keys of weights that hold NaN or infinity.
     """
 
     weights: dict[str, Tensor]
@@ -37,16 +39,16 @@ class Fit(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """True if the weights are the model's state dict, key by key."""
+        """True if the state dict holds all tensors of the model and no others."""
         return not (self.missing or self.unexpected or self.mismatched or self.not_real)
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing loads."""
+        """True if no tensor of the state dict can be loaded."""
         return all(key.endswith(_COUNTER) for key in self.weights)
 
     def only(self, wanted: Callable[[str], bool]) -> 'Fit':
-        """Restrict missing, unexpected and mismatched keys to the wanted ones."""
+        """Return a copy with only the missing, unexpected and mismatched keys that ``wanted`` accepts."""
         return self._replace(
             missing=[key for key in self.missing if wanted(key)],
             unexpected=[key for key in self.unexpected if wanted(key)],
@@ -54,10 +56,14 @@ class Fit(NamedTuple):
         )
 
     def check_values(self, allow_nonfinite: bool = False, remedy: str = '') -> None:
-        """Refuse weights that no model computes with.
+        """Refuse weights that are not finite real numbers.
+
+        Args:
+            allow_nonfinite (bool): Accept NaN and infinity.
+            remedy (str): Sentence appended to the message.
 
         Raises:
-            RunError: Weights are no real numbers, or NaN or infinite.
+            RunError: Weights are integer, complex, sparse or quantized, or are NaN or infinite.
         """
         if self.not_real:
             raise RunError(
@@ -77,10 +83,10 @@ class Fit(NamedTuple):
 
 
 def compare(model: nn.Module, state: Mapping[str, Tensor]) -> Fit:
-    """Compare a state dict with a model, which stays as it is.
+    """Compare a state dict with a model, without changing the model.
 
-    The model's own loading is run up to the copying of tensors, so that renamed and resized weights count, and those
-    that adapters hide from ``state_dict``.
+    ``model.load_state_dict`` is run without copying tensors. Modules thus rename and resize weights as usual.
+    Parameters that adapters (LoRA) remove from ``model.state_dict()`` are compared too.
 
     Args:
         model (nn.Module): The model, without wrappers.
@@ -127,15 +133,15 @@ def compare(model: nn.Module, state: Mapping[str, Tensor]) -> Fit:
 
 
 def needed(model: nn.Module, fit: Fit, left_out: tuple[str, ...] = ()) -> Fit:
-    """Restrict a fit to the faults of a model that has to be trained.
+    """Return a fit with only the differences that would make a trained model compute something else.
 
-    - Missing are parameters and running statistics. Frozen ones may come from ``init_cfg``, as in training.
-    - Unexpected are weights of a backbone of this package: it computes something else than the one that was trained.
+    - ``missing`` keeps parameters and running statistics. Frozen weights that ``init_cfg`` has loaded are left out.
+    - ``unexpected`` keeps keys of backbones of this package: the trained backbone had layers that this backbone lacks.
 
     Args:
         model (nn.Module): The model.
-        fit (Fit): Its comparison with a state dict.
-        left_out (tuple[str, ...]): Beginnings of keys that may be missing or differ.
+        fit (Fit): Comparison of ``model`` with a state dict.
+        left_out (tuple[str, ...]): Prefixes of keys that may be missing or differ.
     """
     weights = trained_weights(model)
     backbones: tuple[str, ...] = ()
@@ -157,24 +163,25 @@ def needed(model: nn.Module, fit: Fit, left_out: tuple[str, ...] = ()) -> Fit:
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and running statistics by key. Other buffers, as masks and tables, may be infinite."""
+    """Return parameters and running statistics by key. Other buffers (masks, tables) are left out, as they may be
+    infinite."""
     return {**dict(model.named_parameters()), **running_statistics(model)}
 
 
 def running_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Running means and variances of norms by key."""
+    """Return the running means and variances of normalisation layers by key."""
     return {key: buffer for key, buffer in model.named_buffers() if key.endswith(('running_mean', 'running_var'))}
 
 
 def kind_of(tensor: Tensor) -> str:
-    """Return ``'real'`` for floating-point numbers, else the type or memory layout."""
+    """Return ``'real'`` for a dense floating-point tensor, its layout if it is not dense, and its dtype otherwise."""
     if tensor.layout != torch.strided:
         return str(tensor.layout).replace('torch.', '')
     return 'real' if tensor.is_floating_point() else str(tensor.dtype).replace('torch.', '')
 
 
 def not_finite(state: Mapping[str, Tensor], keys: Iterable[str]) -> list[str]:
-    """Return the ``keys`` of tensors that hold NaN or infinity."""
+    """Return those ``keys`` of ``state`` that hold NaN or infinity."""
     real = [key for key in keys if key in state and kind_of(state[key]) == 'real']
     return [key for key in real if not state[key].float().isfinite().all()]
 
@@ -184,11 +191,11 @@ def _shape(tensor: Tensor) -> str:
 
 
 def listed(keys: Mapping[str, str]) -> list[str]:
-    """Format keys with a remark each, for a message."""
+    """Return ``'key (remark)'`` for each entry of ``keys``, for a message."""
     return [f'{key} ({remark})' for key, remark in keys.items()]
 
 
 def some(keys: Iterable[object], limit: int = 3) -> str:
-    """Format the first ``limit`` keys for a message."""
+    """Format the first ``limit`` keys for a message, with ``...`` for the others; ``'nothing'`` without keys."""
     names = [str(key) for key in keys]
     return (', '.join(names[:limit]) + (', ...' if len(names) > limit else '')) or 'nothing'

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Load checkpoints of any accepted kind: weights to start a backbone from, or a model that was trained.
+"""Load a checkpoint in any supported layout, as pretrained weights of a backbone or as a whole trained model.
 
-A model counts as trained if a checkpoint gave it every parameter. Frozen parameters, which adapters such as LoRA do not
-save, may come from the ``init_cfg`` that they had in training.
+A model counts as trained if a checkpoint holds all its parameters. Adapters such as LoRA do not save frozen parameters;
+these may come from the ``init_cfg`` used in training.
 """
 
 import logging
@@ -37,18 +37,18 @@ def load_pretrained(
     Args:
         backbone (nn.Module): The model that takes the weights.
         checkpoint (str): A path, URL, ``mmlinattn://NAME`` or other address of MMEngine's CheckpointLoader. The file is
-            a released one as its authors published it (a classifier, a dense backbone, or a whole detector or
-            segmentor) or our own (a backbone, or a whole model with a ``backbone.`` part).
+            a released one as its authors published it (a classifier, a backbone for dense prediction, or a whole
+            detector or segmentor) or one of this project (a backbone, or a whole model with a ``backbone.`` part).
         map_location: As in :func:`torch.load`.
         logger: Argument of MMEngine's ``print_log``. Defaults to the current logger.
-        prefix (str, optional): The part of the file to take. Defaults to ``backbone.`` if the file has one.
+        prefix (str, optional): Prefix of the weights to take. Defaults to ``backbone.`` if the file has such keys.
 
     Returns:
         Fit: The comparison. Head keys are skipped; all other differences are listed in one warning.
 
     Raises:
-        CheckpointError: The file cannot be read, or nothing of it fits. The backbone is then unchanged.
-        ValueError: ``checkpoint`` is not a text.
+        CheckpointError: The file cannot be read, or none of its weights can be loaded. The backbone is then unchanged.
+        ValueError: ``checkpoint`` is not a non-empty string.
     """
     if not isinstance(checkpoint, str) or not checkpoint:
         raise ValueError(f'checkpoint={checkpoint!r}: expected a path, an address or mmlinattn://NAME')
@@ -79,22 +79,22 @@ def load_pretrained(
 
 
 def _adapted(backbone: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Resize position tables of another grid, if the backbone can."""
     adapt = getattr(backbone, 'adapt_state_dict', None)
     return adapt(state) if adapt else state
 
 
 def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Fit:
-    """Compare a loaded checkpoint with ``model``, under the model's names.
+    """Rename the weights of a loaded checkpoint to the names in ``model``, and compare them with ``model``.
 
     Args:
         checkpoint (dict): A released classifier, backbone, MMDetection 2.x detector or MMSegmentation 0.x segmentor, or
             a model of this project.
-        source (str): Its address, for messages.
+        source (str): Path or address of the checkpoint, for messages.
         model (nn.Module): An MMDetection, MMSegmentation or MMPretrain model with a ``backbone``.
 
     Returns:
-        Fit: The comparison; ``weights`` have batch counters of zero if the file lacks them, for strict loading.
+        Fit: The comparison. For strict loading, its ``weights`` get the model's ``num_batches_tracked`` if the file
+            lacks them.
 
     Raises:
         CheckpointError: The checkpoint holds no weights, or the model has no backbone.
@@ -116,8 +116,11 @@ def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Fit:
 
 
 def rename_wrapped(state: dict, model: nn.Module) -> None:
-    """Rename weights in place as ``model`` has them: without ``_orig_mod`` if it is not compiled, and into adapters
-    (MMPretrain's LoRA) from a model without."""
+    """Rename keys of ``state`` in place to match ``model``.
+
+    Drop the ``_orig_mod.`` prefix if the model is not compiled, and insert the adapter's prefix if only ``model`` is
+    wrapped (MMPretrain's LoRA).
+    """
     keys = [key for key in state if '_orig_mod.' in key]
     if keys and not any('_orig_mod.' in key for key in model.state_dict()):
         for key in keys:
@@ -131,21 +134,23 @@ def rename_wrapped(state: dict, model: nn.Module) -> None:
 
 
 def runner_state(checkpoint: dict, model: nn.Module) -> OrderedDict:
-    """Return the weights that MMEngine's Runner loads from a checkpoint, renamed in place as ``model`` has them."""
+    """Return the weights that MMEngine's Runner would load from a checkpoint, with keys renamed in place to match
+    ``model``."""
     state = checkpoint.get('state_dict', checkpoint)
     rename_wrapped(state, model)
-    # the runner's own pattern, whose dot is any character: it loads nothing into a part named module_list
+    # MMEngine's own pattern: its unescaped dot also cuts `module_` of a part named module_list, which then does not
+    # load
     tensors = OrderedDict((re.sub('^module.', '', key), v) for key, v in state.items() if isinstance(v, Tensor))
     tensors._metadata = getattr(state, '_metadata', OrderedDict())  # type: ignore[attr-defined]  # module versions
     return tensors
 
 
 def check_trained(model: nn.Module, checkpoint: dict) -> None:
-    """Load a checkpoint as a Runner would, but refuse one that leaves weights untrained.
+    """Load a checkpoint as MMEngine's Runner would, but refuse a checkpoint that leaves weights of ``model`` untrained.
 
     Raises:
-        RunError: Parameters are missing, have another shape, are no real numbers or are not finite, or the backbone
-            lacks some of the checkpoint's.
+        RunError: Parameters are missing, have another shape, or are not finite real numbers, or the checkpoint has
+            backbone weights that the model lacks.
     """
     fit = compare(model, runner_state(checkpoint, model))
     fit.check_values()
@@ -158,22 +163,23 @@ def check_trained(model: nn.Module, checkpoint: dict) -> None:
 def trained_model(
     cfg: Config, source: str, part: str = '', name: str = 'the config'
 ) -> tuple[nn.Module, Optional[dict]]:
-    """Build the model of a config with the weights of a checkpoint, published or of this project.
+    """Build the model of a config with the weights of a checkpoint.
 
-    ``init_cfg`` is read only if frozen weights come from it.
+    ``init_cfg`` is read only if the checkpoint lacks frozen weights.
 
     Args:
         cfg (Config): Config of a detector, segmentor or classifier.
-        source (str): A file, URL or ``mmlinattn://NAME``.
-        part (str): Beginning of the keys that have to be trained. Defaults to all but auxiliary heads.
+        source (str): A file, URL or ``mmlinattn://NAME``, in a released layout or in that of this project.
+        part (str): Prefix of the keys that the checkpoint has to provide. Defaults to all keys; auxiliary heads may
+            always be missing.
         name (str): Name of the config, for messages.
 
     Returns:
-        tuple[nn.Module, dict | None]: The model, and ``meta`` of the checkpoint.
+        tuple[nn.Module, dict | None]: The model, and ``meta`` of the checkpoint (None if it has none).
 
     Raises:
-        RunError: The model cannot be built, the checkpoint cannot be read, or a weight that counts is missing, of
-            another shape, unexpected or no finite number.
+        RunError: The model cannot be built, the checkpoint cannot be read, or a required weight is missing, of another
+            shape, unexpected or not a finite real number.
     """
     checkpoint: Any = CheckpointLoader.load_checkpoint(source, 'cpu', logger='silent')
 

@@ -27,9 +27,10 @@ class Released(NamedTuple):
 
     Attributes:
         name (str): The name.
-        link (str): The authors' link.
-        file_name (str): Name of the file in the cache: the link's own, if it has one.
-        bare (bool): True for a backbone without head.
+        link (str): URL of the file, published by the authors.
+        file_name (str): Name of the file in the cache, taken from the link, or the backbone's name if the link has
+            none.
+        bare (bool): True if the name is a backbone's, so that the head is left out.
     """
 
     name: str
@@ -39,13 +40,14 @@ class Released(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """The path in the cache."""
+        """Path of the downloaded file in PyTorch's cache."""
         return Path(torch.hub.get_dir(), 'checkpoints', 'mmlinattn', self.file_name)
 
 
 @functools.cache
 def released_checkpoints() -> dict[str, Released]:
-    """Return all published checkpoints by name. ImageNet files are there as NAME and as NAME_in1k."""
+    """Return all published checkpoints by name. An ImageNet file has two names: NAME (backbone) and NAME_in1k
+    (classifier)."""
     table = {}
     with open(_TABLE, newline='') as file:
         for row in csv.DictReader(file):
@@ -61,7 +63,7 @@ def find_released(name: str) -> Released:
     """Return the published checkpoint ``name``.
 
     Raises:
-        CheckpointError: The name is unknown. The message lists the known names, the closest first.
+        CheckpointError: The name is unknown. The message lists all known names, similar ones first.
     """
     table = released_checkpoints()
     if name in table:
@@ -72,6 +74,6 @@ def find_released(name: str) -> Released:
 
 
 def find_link(link: str) -> Optional[Released]:
-    """Return the whole published checkpoint of a link, with or without fragment, or None."""
+    """Return the published whole-model checkpoint with this link, or None. A ``#`` fragment of the link is ignored."""
     plain = link.partition('#')[0]
     return next((entry for entry in released_checkpoints().values() if entry.link == plain and not entry.bare), None)

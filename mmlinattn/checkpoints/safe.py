@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Safe reading of checkpoints: nothing in a file is run.
+"""Read checkpoints without running code in them.
 
-A checkpoint is a pickle, and a pickle can run any code. PyTorch's ``weights_only`` loader builds listed types only. The
-list is extended, while a file is read, by the harmless types that training frameworks leave in checkpoints.
+A checkpoint is a pickle, and a pickle can run any code. PyTorch's ``weights_only`` loader builds only the types on its
+allow-list. While a file is read, this module adds the harmless types that training frameworks store in checkpoints.
 """
 
 import argparse
@@ -32,18 +32,19 @@ from ..utils.private_apis import listed_globals
 
 _ZIP_START = b'PK\x03\x04'
 _LEGACY_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
-# keys of the weights in files; the first one present counts
+# keys of the weights in a file; the first one present is used
 STATE_KEYS = ('state_dict', 'model', 'model_ema', 'state_dict_ema')
 
 
 class _Refused(Exception):
-    """Object in a checkpoint that is not known to be harmless; the message is its name."""
+    """Raised for an object in a checkpoint that is not known to be harmless; the message is the name of the object."""
 
 
 class _ReadHistoryBuffer(HistoryBuffer):
-    """MMEngine's log buffer, without its ``__setstate__``, which takes any attribute and functions for all buffers.
+    """Safe replacement of MMEngine's HistoryBuffer (a log of one scalar) while a checkpoint is read.
 
-    Its copies and pickles are plain HistoryBuffers.
+    MMEngine's ``__setstate__`` sets any attribute, and can replace functions of all buffers; this one takes only
+    numbers. Copies and pickles of an instance are plain HistoryBuffers.
     """
 
     def __setstate__(self, state: Any) -> None:
@@ -59,10 +60,11 @@ _FUNCTIONS.update((name, getattr(OneCycleParamScheduler, name)) for name in ('_a
 
 
 def _known_attribute(owner: Any, name: str) -> Any:
-    """Replace ``getattr`` inside a checkpoint: return one of six functions of MMEngine.
+    """Replace ``getattr`` inside a checkpoint: return one of six functions of MMEngine, and refuse every other name.
 
-    Protocol 2 pickles a function of a class as ``getattr(class, name)``; MMEngine's checkpoints hold the four
-    statistics of its HistoryBuffer. ``getattr`` itself, with every attribute of every listed type, is never listed.
+    Pickle protocol 2 stores a function of a class as ``getattr(class, name)``; MMEngine's checkpoints hold the four
+    statistics of its HistoryBuffer. Allowing ``getattr`` itself would give access to every attribute of every allowed
+    type.
     """
     if name not in _FUNCTIONS:
         raise _Refused('builtins.getattr')
@@ -89,21 +91,20 @@ def _numpy_array(*_: Any) -> np.ndarray:
 
 
 def _settings(*args: Any) -> OrderedDict:
-    """Return a plain dict for one with attribute access."""
     return OrderedDict(*(arg for arg in args if isinstance(arg, dict)))
 
 
 def _stand_in(name: str, make: Callable) -> type:
-    """Make a class with the full name ``name`` and the instances of ``make``."""
+    """Make a class with the full name ``name``; constructing it returns ``make(*args)``."""
     module, _, kind = name.rpartition('.')
     return type(kind, (), {'__module__': module, '__new__': lambda cls, *args: make(*args)})
 
 
 @functools.cache
 def safe_globals() -> list[Any]:
-    """Return the harmless types, under the names that checkpoints ask for.
+    """Return the harmless types to allow, under the names that checkpoints ask for.
 
-    An inert object replaces a type that does more than hold data, or of a package that is usually not installed.
+    A harmless substitute replaces a type with behaviour of its own, or from a package that is usually not installed.
     """
     stand_ins: dict[str, Callable] = {
         'mmengine.logging.history_buffer.HistoryBuffer': _ReadHistoryBuffer,
@@ -121,7 +122,7 @@ def safe_globals() -> list[Any]:
     for core in ('core', '_core'):  # renamed in NumPy 2; either reads files of both
         stand_ins[f'numpy.{core}.multiarray._reconstruct'] = _numpy_array
         stand_ins[f'numpy.{core}.multiarray.scalar'] = _numpy_scalar
-    # PyTorch lists the last two since 2.5 and 2.6
+    # PyTorch itself allows codecs.encode since 2.5 and set since 2.6
     known = [_ReadHistoryBuffer, argparse.Namespace, np.ndarray, codecs.encode, set]
     known += {type(np.dtype(code)) for code in '?bhilqBHILQefdgFDG'}
     return known + [_stand_in(name, make) for name, make in stand_ins.items()]
@@ -132,9 +133,10 @@ _LIST = threading.Lock()  # one list per process: threads take turns
 
 @contextmanager
 def _listed() -> Iterator[None]:
-    """Extend PyTorch's list by :func:`safe_globals`.
+    """Add :func:`safe_globals` to PyTorch's allow-list while the context is open.
 
-    Entries of the process stay, but for ``getattr``: common advice on MMEngine's error with PyTorch 2.6, and unsafe.
+    Entries that the process added stay allowed, except ``getattr``: a common but unsafe advice for MMEngine's error
+    with PyTorch 2.6.
     """
     with _LIST:
         theirs = torch.serialization.get_safe_globals()
@@ -149,7 +151,8 @@ def _listed() -> Iterator[None]:
 
 
 def _why_not_a_checkpoint(path: Path) -> Optional[str]:
-    """Describe a file that ``torch.save`` cannot have written, by its first bytes."""
+    """Return a reason, read from the first bytes, why ``torch.save`` cannot have written the file; None if it may
+    have."""
     with open(path, 'rb') as file:
         head = file.read(256)
     text = head.lstrip().lower()
@@ -171,7 +174,7 @@ def _why_not_a_checkpoint(path: Path) -> Optional[str]:
 
 
 def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Optional[str] = None) -> Any:
-    """Read a checkpoint file. Nothing in it is run, neither now nor by MMEngine later.
+    """Read a checkpoint file without running code in it, now or later in MMEngine.
 
     Args:
         path (str | Path): A file written by ``torch.save``, in its zip or its older format.
@@ -180,7 +183,7 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Op
 
     Returns:
         dict | Tensor | ndarray: Tensors, plain Python data and the types of :func:`safe_globals`. ``meta['config']`` is
-        dropped, as ``Runner.resume`` would run it; MMEngine itself writes ``cfg``.
+        removed, because ``Runner.resume`` would run it; MMEngine itself writes ``meta['cfg']``.
 
     Raises:
         CheckpointError: The file does not exist (:class:`CheckpointNotFoundError`), is no checkpoint, is cut short or
@@ -220,7 +223,7 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Op
 
 
 def _unlisted(path: Path) -> str:
-    """Return the full name of the first type that the pickles of a file ask for and that is not listed, or ''."""
+    """Return the full name of the first type in the pickles of a file that is not on the allow-list, or ''."""
     listed = listed_globals()
     with open(path, 'rb') as file:
         pickles: list = [file] * 4  # of the older format: magic number, protocol, system, checkpoint
@@ -242,7 +245,8 @@ def _unlisted(path: Path) -> str:
 
 
 def _plain(checkpoint: Any, name: str) -> Any:
-    """Check the types that MMEngine expects in a loaded checkpoint, and drop the text that it would run."""
+    """Check the types that MMEngine expects in a checkpoint, and remove ``meta['config']``, because MMEngine would run
+    it."""
     if isinstance(checkpoint, (torch.Tensor, np.ndarray)):  # tables of embeddings, which some models load
         return checkpoint
     if not isinstance(checkpoint, dict):

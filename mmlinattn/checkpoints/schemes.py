@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Safe loaders for MMEngine's CheckpointLoader, and ``mmlinattn://``.
+"""Replace the loaders of MMEngine's CheckpointLoader by safe ones, and add ``mmlinattn://`` addresses.
 
 ``import mmlinattn`` calls :func:`register`. All users of the CheckpointLoader (``load_from``, ``--resume``,
 ``init_cfg``, test tools, inferencers) then read files with :func:`~mmlinattn.checkpoints.safe.load_file`. The loaders
@@ -37,15 +37,14 @@ _ZOOS = {
 
 
 def load_from_local(filename: str, map_location: Any = None) -> Any:
-    """Load a local file."""
     return load_file(filename, map_location)
 
 
 def load_from_http(filename: str, map_location: Any = None) -> Any:
-    """Load a link, cached in MMEngine's folder.
+    """Load a checkpoint from a URL, through PyTorch's download cache.
 
-    A link without a file name gets one derived from the link. The link of a published checkpoint, as in our metafiles,
-    is loaded as ``mmlinattn://NAME``.
+    The URL of a checkpoint listed in our metafiles is loaded as ``mmlinattn://NAME``. If the URL has no file name, the
+    cached file gets a name made from the URL.
     """
     entry = released.find_link(filename)
     if entry is not None:
@@ -59,11 +58,11 @@ def load_from_http(filename: str, map_location: Any = None) -> Any:
 
 
 def load_from_mmlinattn(filename: str, map_location: Any = None) -> dict:
-    """Load the published checkpoint ``mmlinattn://NAME``, under the names of this project.
+    """Load the published checkpoint ``mmlinattn://NAME``, with its weights renamed to those of this project.
 
     Returns:
-        dict: ``state_dict`` of the backbone for a backbone's name, of the whole model for a config's stem; ``meta`` of
-        the file, with the ``source`` and ``link``.
+        dict: ``state_dict``, of the backbone if NAME is a backbone's, and of the whole model if NAME is a config's
+            stem; ``meta`` of the file, with ``source`` (NAME) and ``link`` added.
 
     Raises:
         CheckpointError: The name is unknown, or the file cannot be downloaded or read.
@@ -77,7 +76,7 @@ def load_from_mmlinattn(filename: str, map_location: Any = None) -> dict:
 
 
 def load_from_zoo(filename: str, map_location: Any = None) -> Any:
-    """Load ``torchvision://NAME`` or ``open-mmlab://NAME``, by MMEngine's tables of links."""
+    """Load ``torchvision://NAME`` or ``open-mmlab://NAME`` from the URL in MMEngine's tables."""
     zoo, _, name = filename.partition('://')
     models = _ZOOS[zoo]()
     if 'mmlab' in zoo:
@@ -88,12 +87,15 @@ def load_from_zoo(filename: str, map_location: Any = None) -> Any:
 
 
 def load_from_elsewhere(filename: str, map_location: Any = None) -> Any:
-    """Refuse an address that MMEngine would unpickle without a check."""
+    """Refuse addresses (such as ``s3://``), because MMEngine's loaders for them unpickle without a check."""
     raise CheckpointError(f'{filename} is not read after `import mmlinattn`: download the file and give its path')
 
 
 def register() -> None:
-    """Make MMEngine's checkpoint loading safe in this process. Idempotent; loaders of other packages stay."""
+    """Replace MMEngine's own checkpoint loaders in this process by safe ones.
+
+    Loaders registered by other packages stay. Repeated calls have no further effect.
+    """
     unsafe = [prefix for prefix, loader in checkpoint_loaders().items() if loader.__module__.startswith('mmengine.')]
     for prefixes, loader in {
         tuple(unsafe): load_from_elsewhere,

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""State dicts of all accepted checkpoints, under the names of this project."""
+"""Split loaded checkpoints into parts and rename their weights to the names of this project."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from .fit import some
 from .layouts import find_layout
 from .safe import STATE_KEYS
 
-# parts of OpenMMLab models beside the backbone: heads, in a file of a bare backbone
+# prefixes of all parts of an OpenMMLab model other than its backbone
 _HEADS = tuple(
     f'{part}.'
     for part in ('head neck rpn_head roi_head bbox_head mask_head decode_head auxiliary_head data_preprocessor').split()
@@ -25,10 +25,10 @@ def state_dict_of(checkpoint: Any, source: str) -> dict[str, Tensor]:
     Args:
         checkpoint (dict): A state dict, or a dict with one under ``state_dict``, ``model``, ``model_ema`` or
             ``state_dict_ema`` (the first one present).
-        source (str): Its address, for messages.
+        source (str): Path or address of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: It holds no tensors.
+        CheckpointError: The checkpoint holds no tensors.
     """
     state = checkpoint
     for key in STATE_KEYS:
@@ -52,7 +52,7 @@ def not_compiled(key: str) -> str:
 
 
 def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the entries of ``state`` under ``prefix`` (``'backbone'`` or ``'backbone.'``), without it."""
+    """Return the entries of ``state`` under ``prefix`` (``'backbone'`` or ``'backbone.'``), with the prefix removed."""
     prefix = prefix if prefix.endswith('.') else f'{prefix}.'
     return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
 
@@ -63,17 +63,18 @@ def backbone_state(
     """Split a checkpoint into backbone weights, head weights and keys dropped on purpose.
 
     Args:
-        checkpoint (dict): A released file of a known layout or one of ours; a backbone, or a whole model with a
-            ``backbone.`` part.
-        source (str): Its address, for messages.
-        prefix (str, optional): The part to take. Defaults to ``backbone.`` if the file has one.
+        checkpoint (dict): A released file of a known layout or a file of this project; it holds a backbone, or a whole
+            model with a ``backbone.`` part.
+        source (str): Path or address of the checkpoint, for messages.
+        prefix (str, optional): Prefix of the weights to take. Defaults to ``backbone.`` if the file has such keys, and
+            to no prefix otherwise.
 
     Raises:
         CheckpointError: There are no tensors, or none under ``prefix``.
     """
     state = state_dict_of(checkpoint, source)
     part = strip_prefix(state, prefix or 'backbone')
-    # a bare backbone has no prefix: 'backbone.' is accepted
+    # for prefix='backbone.', a file of a backbone alone is accepted too
     if not part and prefix and prefix.rstrip('.') != 'backbone':
         raise CheckpointError(f'{source} holds nothing under prefix {prefix!r}; its keys are like {some(state)}')
     state = part or state
@@ -85,10 +86,10 @@ def backbone_state(
 
 
 def model_state(checkpoint: Any, source: str) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the whole model of a checkpoint under the names of MMDetection, MMSegmentation or MMPretrain.
+    """Return all weights of a checkpoint under the names of MMDetection, MMSegmentation or MMPretrain.
 
-    Only the backbone is renamed: heads and necks of MMDetection 2.x and MMSegmentation 0.x (FPN, RPN, RoI, RetinaNet,
-    Semantic FPN, UperNet, FCN) kept their names.
+    Only backbone weights are renamed: heads and necks of MMDetection 2.x and MMSegmentation 0.x (FPN, RPN, RoI,
+    RetinaNet, Semantic FPN, UperNet, FCN) have the same names in current versions.
 
     Returns:
         tuple[dict, list[str]]: The state dict, and the keys dropped on purpose.

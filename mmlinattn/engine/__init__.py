@@ -1,7 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Hooks, optimizers, runner. Importing it registers them, the CPU model wrapper and the atomic storage backend.
+"""Hooks, optimizer constructors and the runner.
 
-Configs name their hooks; our tools add two checks.
+Importing this package registers them, the CPU model wrapper and the atomic storage backend. Configs name the hooks that
+they use; our tools add two checks.
 """
 
 from ..utils.errors import RunError

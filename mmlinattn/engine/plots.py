@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Plot a training and its predictions, without a display."""
+"""Plot losses, metrics, confusion matrices and precision-recall curves to files; no display is needed."""
 
 from collections.abc import Sequence
 
@@ -19,9 +19,9 @@ def plot_training(path: str, losses: dict, rates: dict, metrics: dict, unit: str
 
     Args:
         path (str): Image file to write.
-        losses (dict): Iterations and values by name.
-        rates (dict): The same of learning rates.
-        metrics (dict): Positions and values by name.
+        losses (dict): Pairs (iterations, values) by name of the loss.
+        rates (dict): Pairs (iterations, values) by name of the learning rate.
+        metrics (dict): Pairs (positions, values) by name of the metric.
         unit (str): Unit of the positions of ``metrics``, ``'epoch'`` or ``'iteration'``.
     """
     figure = Figure(figsize=(16, 4.8), layout='constrained')
@@ -70,13 +70,13 @@ def plot_confusion(path: str, matrix: np.ndarray, names: Sequence[str], title: s
 
 
 def plot_precision_recall(path: str, precision: np.ndarray, scores: np.ndarray, names: Sequence[str]) -> None:
-    """Plot precision over recall, and F1 over the score threshold, of each class and their mean.
+    """Plot precision over recall, and F1 over the score threshold, for each class and their mean.
 
     Args:
         path (str): Image file to write.
-        precision (np.ndarray): (recalls, classes) of ``COCOeval.eval['precision']`` at one IoU; -1 for classes without
-            object.
-        scores (np.ndarray): (recalls, classes) lowest scores that reach the recalls.
+        precision (np.ndarray): (recalls, classes) precisions at one IoU, from ``COCOeval.eval['precision']``; -1 for
+            classes without objects.
+        scores (np.ndarray): (recalls, classes) score thresholds at which the recalls are reached.
         names (Sequence[str]): Class names.
     """
     recall = np.linspace(0, 1, len(precision))

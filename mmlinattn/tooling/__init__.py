@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Code of the command lines, on top of the plugin: no other subpackage imports it.
+"""Code of the command-line tools. No other subpackage of the plugin imports it.
 
-:mod:`command_line` has arguments and ends of one line, :mod:`configs` reads and checks, :mod:`running` builds the
-Runner; `analysis/`, `datasets/`, `export/`, `own_data/` and `swapping/` belong to single tools.
+:mod:`command_line` has arguments and one-line errors, :mod:`configs` reads and checks configs, :mod:`running` builds
+the Runner. Each of `analysis/`, `datasets/`, `export/`, `own_data/` and `swapping/` belongs to one tool.
 """

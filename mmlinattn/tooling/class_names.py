@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Data sets of a config and the class names of its model."""
+"""Find the data sets of a config and the class names of its model."""
 
 from collections.abc import Iterator
 from typing import Any, Optional
@@ -11,7 +11,8 @@ __all__ = ['class_names', 'dataset_configs', 'num_classes']
 
 
 def dataset_configs(cfg: Config, loader: str) -> Iterator[tuple[str, dict]]:
-    """Yield the data sets of a loader by their keys, also those inside wrappers such as ``ConcatDataset``."""
+    """Yield (config key, data set config) of a loader, including data sets inside wrappers such as
+    ``ConcatDataset``."""
     nodes = [(f'{loader}.dataset', (cfg.get(loader) or {}).get('dataset'))]
     while nodes:
         key, node = nodes.pop(0)
@@ -26,7 +27,7 @@ def dataset_configs(cfg: Config, loader: str) -> Iterator[tuple[str, dict]]:
 
 
 def num_classes(cfg: Config) -> int:
-    """Return the number of classes of the final head, 0 if the config has none."""
+    """Return the number of classes of the final head, or 0 if the config does not set it."""
     model = cfg.model
     head = model.get('bbox_head') or model.get('decode_head') or model.get('head')
     if model.get('roi_head'):
@@ -36,15 +37,16 @@ def num_classes(cfg: Config) -> int:
 
 
 def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional[list[str]]:
-    """Return the names of the labels: of the checkpoint, else of the test data set, else of the class of that data set.
+    """Return the class name of each label: from the checkpoint, the test data set's config, or the data set's class, in
+    order.
 
     Args:
         cfg (Config): Config of a detector, segmentor or classifier.
         checkpoint_meta (dict, optional): ``meta`` of its checkpoint, as MMEngine or MMCV 1.x (``CLASSES``) saves it.
 
     Returns:
-        list[str] | None: One name a class. None without names, or with another number of them than the head has, as
-        in a data set that borrows the layout of another.
+        list[str] | None: One name for each class. None if no names are known, or if their number differs from that of
+        the head, as in data sets that borrow another's class.
     """
     expected = num_classes(cfg)
     meta = checkpoint_meta if isinstance(checkpoint_meta, dict) else {}

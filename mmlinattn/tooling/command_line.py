@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Arguments, one-line errors and clean exit of the command lines."""
+"""Arguments, one-line errors and clean exit of the command-line tools."""
 
 import argparse
 import errno
@@ -69,7 +69,7 @@ def one_line_errors():
 
 @contextmanager
 def quiet():
-    """Silence warnings and logs of upstream's models, exporters and tracers."""
+    """Silence warnings and logs of upstream models, exporters and tracers inside this context."""
     loggers = [MMLogger.get_current_instance(), logging.getLogger()]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -85,7 +85,7 @@ def quiet():
 
 @contextmanager
 def writing(path, name: str = '--out'):
-    """Turn an OSError into a RunError with the path and its name on the command line."""
+    """Convert an OSError inside this context to a RunError with the path and its name on the command line."""
     try:
         yield
     except OSError as error:
@@ -93,12 +93,13 @@ def writing(path, name: str = '--out'):
 
 
 def check_out_file(out, *sources, name: str = '--out') -> None:
-    """Make the folder of an output file before a tool works. An existing file stays as it is.
+    """Check that an output file can be written, and make its folder, before a tool works. An existing file is not
+    changed.
 
     Args:
-        out (str | Path): The file.
+        out (str | Path): The output file.
         sources (str | Path): Files and other arguments that the tool reads.
-        name (str): The argument, for messages.
+        name (str): Name of the argument, for messages.
 
     Raises:
         RunError: ``out`` is a folder or one of ``sources``, or its folder is not writable.
@@ -116,7 +117,7 @@ def check_out_file(out, *sources, name: str = '--out') -> None:
 
 
 def check_display() -> None:
-    """Check that a window can be opened: OpenCV aborts without a display.
+    """Check that a display is available, because OpenCV aborts the process without one.
 
     Raises:
         RunError: There is no display.
@@ -140,7 +141,7 @@ def _end_workers() -> None:
 
 
 def _interrupted(work_dir: Optional[str], since: float) -> str:
-    """Return the line after Ctrl-C for a run with checkpoints written since a time."""
+    """Return the message after Ctrl-C; it names the last checkpoint if one was written after ``since``."""
     if work_dir is None:
         return 'interrupted.'
     pointer, path = Path(work_dir, 'last_checkpoint'), ''
@@ -154,12 +155,12 @@ def _interrupted(work_dir: Optional[str], since: float) -> str:
 
 @contextmanager
 def clean_end():
-    """End workers and process group with the main function of a tool, also on errors and signals.
+    """Context for the main function of a tool: at its end, by error or signal too, end workers and process group.
 
-    Ctrl-C ends in one line with the path of the last checkpoint, and exit status 130. Errors pass through.
+    After Ctrl-C, print one line with the path of the last checkpoint and exit with status 130. Errors are raised again.
 
     Yields:
-        SimpleNamespace: A training sets ``work_dir``, and ``since`` to 0 if it resumes from older checkpoints.
+        SimpleNamespace: A training sets its ``work_dir``, and sets ``since`` to 0 if it resumes from older checkpoints.
     """
     run = SimpleNamespace(work_dir=None, since=time.time())
     try:
@@ -208,7 +209,7 @@ ADVICE = {
 
 
 def _annotations(error: BaseException) -> str:
-    """Return the annotation file or folder of classes that was being read, '' without one."""
+    """Return the annotation file or class folder that was being read when the error occurred, or ''."""
     for frame, _ in reversed([*walk_tb(error.__traceback__)]):
         known = frame.f_locals
         of_self = [getattr(known.get('self'), '__dict__', {}).get(key) for key in ('ann_file', 'data_prefix')]
@@ -221,17 +222,18 @@ def _annotations(error: BaseException) -> str:
 
 @contextmanager
 def setup_errors(config: str, whole: bool = True):
-    """Turn an error of the set-up of a run into one line.
+    """Convert an error in the set-up of a run to a RunError of one line.
 
-    MMEngine raises errors of any kind while it builds a model, data set, optimizer or hook of wrong arguments.
+    MMEngine raises errors of any type while it builds a model, data set, optimizer or hook from wrong arguments.
 
     Args:
         config (str): The config file, for messages.
-        whole (bool): False limits this to errors while MMEngine builds something, errors in :data:`ADVICE`, and
-            ValueErrors of this package; others pass.
+        whole (bool): Convert all errors. If False, only errors while MMEngine builds something, errors in
+            :data:`ADVICE`, and ValueErrors of this package are converted.
 
     Raises:
-        RunError: With the class under construction, if any, and the reason. ``MMLINATTN_TRACEBACK=1`` keeps the error.
+        RunError: The message names the class under construction, if any, and the reason. With ``MMLINATTN_TRACEBACK=1``
+            the error is raised unchanged.
     """
     try:
         yield

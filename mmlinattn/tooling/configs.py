@@ -36,11 +36,11 @@ DOWNLOADED = ('CIFAR10', 'CIFAR100', 'MNIST', 'FashionMNIST')  # data sets of MM
 
 
 def load_config(args: argparse.Namespace) -> Config:
-    """Read the config, apply the arguments of :func:`add_common_arguments`, make the work dir.
+    """Read the config, apply the arguments of :func:`add_common_arguments`, and make the work dir.
 
     Raises:
-        RunError: The config is missing or not readable, the package of its ``default_scope`` is not
-            installed, or the work dir cannot be written.
+        RunError: The config is missing or not readable, the package of its ``default_scope`` is not installed, or the
+            work dir cannot be written.
     """
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     cfg = read_config(args.config)
@@ -71,12 +71,13 @@ def load_config(args: argparse.Namespace) -> Config:
 
 
 def index_hooks(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
-    """Replace hook names in keys such as ``custom_hooks.StopHook.interval`` by MMEngine's list index.
+    """Replace hook names in option keys such as ``custom_hooks.StopHook.interval`` by list indices, which MMEngine
+    needs.
 
-    Missing hooks of this package are added to the config.
+    Hooks of this package that the config lacks are added to it.
 
     Raises:
-        RunError: The hook is neither in the config nor of this package.
+        RunError: The hook is neither in the config nor in this package.
     """
     indexed = {}
     for key, value in options.items():
@@ -99,7 +100,7 @@ def read_config(path: str) -> Config:
     """Read a config and check that its task can run in this environment.
 
     Raises:
-        RunError: It is missing or not readable, or the package of its ``default_scope`` is not installed.
+        RunError: The config is missing or not readable, or the package of its ``default_scope`` is not installed.
     """
     if not osp.isfile(path):
         raise RunError(f'config {path!r}: no such file.')
@@ -125,10 +126,10 @@ def read_config(path: str) -> Config:
 
 
 def check_scope(config: str, scope: str) -> None:
-    """Import the package of a config's ``default_scope``, and run its operators of MMCV.
+    """Import the package of a config's ``default_scope``, and for MMDetection run operators of MMCV.
 
     Raises:
-        RunError: With the failing part, the reason, and the command that mends it.
+        RunError: The message has the module that fails, the reason, and the command to repair it.
     """
     for module in ('mmcv.ops', f'{scope}.models') if scope == 'mmdet' else (f'{scope}.models',):
         try:
@@ -138,7 +139,6 @@ def check_scope(config: str, scope: str) -> None:
 
 
 def _how_to_install(config: str, missing: str) -> str:
-    """Return how to install the package of a task, by scope or distribution; '' for other packages."""
     for scope, pip_names in PIP_NAMES.items():
         if missing in (scope, pip_names.replace('"', '').split('>')[0]):
             return f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {pip_names}'
@@ -156,10 +156,10 @@ def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
 
 
 def adapt_inherited_classes(cfg: Config) -> None:
-    """Adapt leftovers of an inherited ImageNet config to the classifier's own head and data.
+    """Correct settings that a classifier config inherits from ImageNet and that do not match its own head and data.
 
-    ``data_preprocessor.num_classes`` becomes that of the head, and ``CustomDataset`` loses ImageNet's ``split``. Each
-    change prints a notice.
+    ``data_preprocessor.num_classes`` is set to that of the head, and ImageNet's ``split`` is removed from
+    ``CustomDataset``. Each change prints a notice.
     """
     count = num_classes(cfg) if cfg.get('model') else 0
     inherited = (cfg.get('data_preprocessor') or {}).get('num_classes')
@@ -174,14 +174,14 @@ def adapt_inherited_classes(cfg: Config) -> None:
 
 
 def set_data_root(cfg: Config, root: str) -> None:
-    """Move all data sets of a config, and the files of its evaluators, to another folder.
+    """Change the root folder of all data sets of a config, and of the annotation files of its evaluators.
 
-    Absolute paths move if they lie below the old folder. A missing file is replaced by one of its name in the new
-    folder.
+    Absolute paths below the old root are moved too. A file missing at its new path is replaced by a file of the same
+    name in the new root.
 
     Args:
         cfg (Config): The config to change.
-        root (str): ``data_root`` of every data set. If some have one, those without keep their paths.
+        root (str): New ``data_root``. If only some data sets have a ``data_root``, the others keep their paths.
     """
     datasets = [dataset for loader in LOADERS for _, dataset in dataset_configs(cfg, loader)]
     rooted = [dataset for dataset in datasets if 'data_root' in dataset]
@@ -220,10 +220,10 @@ def set_data_root(cfg: Config, root: str) -> None:
 
 
 def check_checkpoint(path: str, name: str) -> str:
-    """Check that a checkpoint is a file, or a URL with a loader of MMEngine.
+    """Check that a checkpoint is an existing file, or an address for which MMEngine has a loader.
 
     Raises:
-        RunError: ``path`` is local and no file.
+        RunError: ``path`` is local and not a file.
     """
     is_address = '://' in path and any(re.match(prefix, path) for prefix in filter(None, checkpoint_loaders()))
     local = osp.expanduser(path)
@@ -236,10 +236,10 @@ def check_checkpoint(path: str, name: str) -> str:
 
 
 def require(cfg: Config, config: str, *keys: str) -> None:
-    """Check that a config has the settings of a tool, and positive batch sizes.
+    """Check that a config has the settings that a tool needs, and valid batch sizes.
 
     Raises:
-        RunError: A setting is missing, or a batch size is no positive integer.
+        RunError: A setting is missing, or a batch size is not a positive integer.
     """
     missing = [key for key in keys if cfg.get(key) is None]
     if missing:

@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Console output of the tools: upstream's preamble and deprecation warnings stay in the log file."""
+"""Console output of the tools: keep configuration dumps and deprecation warnings of upstream libraries in the log
+file."""
 
 import logging
 import sys
@@ -41,21 +42,24 @@ WARNINGS = (
 
 
 def hides(record: logging.LogRecord) -> bool:
-    """Return True if a record of MMEngine's logger belongs into the log file only."""
+    """Return True if a record of MMEngine's logger is written to the log file only."""
     return record.levelno <= logging.WARNING and record.getMessage().startswith(HIDDEN)
 
 
 def quiet_console(logger: MMLogger) -> None:
-    """Keep the preamble of a run off the screen, unless the log level is DEBUG; the log file has everything."""
+    """Hide the first log lines of a run (environment, config) on the console, unless the log level is DEBUG.
+
+    The log file has all lines.
+    """
     for handler in logger.handlers:
         if not isinstance(handler, logging.FileHandler) and handler.level > logging.DEBUG:
             handler.addFilter(lambda record: not hides(record))
 
 
 def quiet_upstream() -> None:
-    """Silence deprecation warnings of dependencies and the chatter of pycocotools in this process.
+    """Silence deprecation warnings of dependencies and the output of pycocotools in this process.
 
-    ``python -W`` and ``PYTHONWARNINGS`` bring the warnings back.
+    ``python -W`` and ``PYTHONWARNINGS`` restore the warnings.
     """
     if not sys.warnoptions:
         for kind in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):

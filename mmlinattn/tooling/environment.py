@@ -1,7 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Check an environment and name the command that mends it.
+"""Check the installed packages, and name the command that repairs a broken one.
 
-The file imports the standard library only: ``tools/check_env.py`` runs it before other packages are known to exist.
+This file imports only the standard library, because ``tools/check_env.py`` runs it before other packages are known to
+exist.
 """
 
 import importlib
@@ -58,13 +59,13 @@ REPORTED = (
 
 
 def missing() -> str:
-    """Return the line for the first module that is not installed, or ''. Nothing is imported."""
+    """Return a message for the first module that is not installed, or ''. Nothing is imported."""
     names = [name for name in BASE if find_spec(name) is None]
     return f'{names[0]} is not installed in {sys.executable}: pip install {PIP[names[0]]}' if names else ''
 
 
 def refused() -> str:
-    """Return the line for a value of ``MMLINATTN_OPS`` that ``import mmlinattn`` refuses, or ''."""
+    """Return a message if ``import mmlinattn`` would refuse the value of ``MMLINATTN_OPS``, or ''."""
     value = os.environ.get('MMLINATTN_OPS', '')
     if value in ('', 'auto', 'reference'):
         return ''
@@ -73,7 +74,8 @@ def refused() -> str:
 
 
 def describe_failure(module: str, error: Exception) -> str:
-    """Return one line for a module that fails on import or in use: the module, the reason, the mending command."""
+    """Return one line for a module that fails on import or in use: the module, the reason, and the command to repair
+    it."""
     reason = ' '.join(str(error).split())[:300]
     return f'{module} does not work in {sys.executable}: {reason}; mend it with: {_remedy(module, error, reason)}'
 
@@ -117,10 +119,10 @@ def _version(name: str) -> str:
 
 
 def use(module: str) -> None:
-    """Import a module and call the parts of it that fail later than the import.
+    """Import a module, and call functions of it that may fail although the import succeeds.
 
     Raises:
-        Exception: Any exception; :func:`describe_failure` turns it into a line.
+        Exception: An error of any type; :func:`describe_failure` converts it to a line.
     """
     imported = importlib.import_module(module)
     if module == 'torchvision':
@@ -146,7 +148,7 @@ def run_operators(device: str) -> None:
 
 
 def lacking_on_gpu() -> str:
-    """Return the line for MMCV's operators that fail on the GPU; '' if they run or there is no GPU."""
+    """Return a message if MMCV's operators fail on the GPU; '' if they run or there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -165,7 +167,7 @@ def lacking_on_gpu() -> str:
 
 
 def check(modules=WHOLE) -> list:
-    """Return one line for every module that does not work, without those that an earlier line mends."""
+    """Return one line for every module that does not work, except those repaired by the command in an earlier line."""
     lines: list = []
     broken: set = set()
     known: set = set()  # reasons and commands

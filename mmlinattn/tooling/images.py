@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Read images, sizes and channels by the test pipeline of a config."""
+"""Read images as the test pipeline of a config does, and derive sizes and channels from the config."""
 
 import inspect
 import math
@@ -17,10 +17,10 @@ from .class_names import dataset_configs
 
 
 def image_channels(cfg: Config) -> int:
-    """Return the image channels of a config's model.
+    """Return the number of image channels that the model of a config takes.
 
-    In this order: ``in_channels`` of the backbone (also inside an adapter), the default of its class, the number of
-    means of the data preprocessor, 3.
+    It is ``in_channels`` of the backbone (also inside an adapter), the default of the backbone's class, the number of
+    means of the data preprocessor, or 3: the first of these that is known.
     """
     backbone = (cfg.get('model') or {}).get('backbone') or {}
     while isinstance(backbone.get('module'), dict):
@@ -37,19 +37,19 @@ def image_channels(cfg: Config) -> int:
 
 
 def preprocessor(cfg: Config) -> dict:
-    """Return the settings of the data preprocessor; MMPretrain has them beside the model."""
+    """Return the settings of the data preprocessor, which MMPretrain configs have beside the model."""
     return cfg.get('model', {}).get('data_preprocessor') or cfg.get('data_preprocessor') or {}
 
 
 def test_pipeline(cfg: Config) -> list[dict]:
-    """Return the transforms of the test data without those of annotations, [] without test data."""
+    """Return the transforms of the test data except those for annotations; [] without test data."""
     pipelines = (data.get('pipeline') for _, data in dataset_configs(cfg, 'test_dataloader'))
     steps: list = next(filter(None, pipelines), [])
     return [step for step in steps if not bare_name(step['type']).endswith('Annotations')]
 
 
 def _split(cfg: Config) -> tuple[list[dict], list[dict]]:
-    """Split a test pipeline behind the loading of the image."""
+    """Split a test pipeline after the transforms that load the image."""
     steps = test_pipeline(cfg)
     loads = [i for i, step in enumerate(steps) if bare_name(step['type']).startswith('Load')]
     after = loads[-1] + 1 if loads else 0
@@ -66,7 +66,7 @@ def is_8_bit(cfg: Config) -> bool:
 
 
 def transforms(cfg: Config) -> list[dict]:
-    """Return the transforms of the test data behind the loading of the image.
+    """Return the transforms of the test data that follow the loading of the image.
 
     Raises:
         RunError: The config has no test pipeline.
@@ -77,7 +77,9 @@ def transforms(cfg: Config) -> list[dict]:
 
 
 def read_picture(path: str, cfg: Optional[Config] = None) -> np.ndarray:
-    """Read an image by the test pipeline: (H, W, C), or (H, W) of one channel; without config, (H, W, 3) uint8 BGR.
+    """Read an image as the test pipeline does: (H, W, C), or (H, W) if it has one channel.
+
+    Without config, return (H, W, 3) uint8 BGR.
 
     Raises:
         RunError: The pipeline cannot read the file.
@@ -97,7 +99,7 @@ def read_picture(path: str, cfg: Optional[Config] = None) -> np.ndarray:
 
 
 def test_size(cfg: Config) -> Optional[tuple[int, int]]:
-    """Return height and width after test pipeline and padding by the model; None if they depend on the image."""
+    """Return height and width after test pipeline and padding by the model, or None if they depend on the image."""
     size: Any = None
     for step in test_pipeline(cfg):
         kind = bare_name(step['type'])
@@ -114,11 +116,11 @@ def test_size(cfg: Config) -> Optional[tuple[int, int]]:
 
 
 def resizing(cfg: Config) -> dict:
-    """Return the resizing of the test pipeline, fit for JSON.
+    """Return the resizing of the test pipeline as a dict that JSON can store.
 
     Returns:
-        dict: ``resize``, the arguments of the last step that resizes (``scale`` is width and height, or an edge), and
-        ``crop``, height and width of a crop after it; None for missing steps.
+        dict: ``resize``, the arguments of the last step that resizes (``scale`` is width and height, or one side), and
+            ``crop``, height and width of a later crop; None for missing steps.
     """
     found: dict = dict(resize=None, crop=None)
     for step in test_pipeline(cfg):
@@ -135,8 +137,8 @@ def resizing(cfg: Config) -> dict:
 def usual_size(cfg: Config) -> tuple[int, int]:
     """Return height and width for an exported graph.
 
-    :func:`test_size`, else the crop of a segmentor, else a photograph of 3:2 resized by the test pipeline, in multiples
-    of 32.
+    It is :func:`test_size`, or for a segmentor its crop. For other models it is a 3:2 photograph resized by the test
+    pipeline, rounded to multiples of 32.
     """
     exact, scope = test_size(cfg), cfg.get('default_scope')
     if exact or scope == 'mmpretrain':

@@ -74,7 +74,7 @@ def check_prediction_arguments(args: argparse.Namespace, scope: str, config: str
 
 
 def category_ids(cfg: Config, names: Optional[Sequence[str]]) -> Optional[dict[int, int]]:
-    """Return category ids by label from the COCO file of the test data, None without a file with these names."""
+    """Return category ids by label from the COCO file of the test data; None if no file has all these class names."""
     for _, dataset in dataset_configs(cfg, 'test_dataloader'):
         path = osp.join(dataset.get('data_root') or '', dataset.get('ann_file') or '')
         if names and path.endswith('.json') and osp.isfile(path):
@@ -85,7 +85,8 @@ def category_ids(cfg: Config, names: Optional[Sequence[str]]) -> Optional[dict[i
 
 
 def _instances(sample, threshold: float = 0.0) -> Iterator[tuple[int, float, list[float], Optional[np.ndarray]]]:
-    """Yield label, score, box (x1, y1, x2, y2) and mask of the detections with at least a score."""
+    """Yield label, score, box (x1, y1, x2, y2 in pixels) and mask (or None) of detections with a score from
+    ``threshold``."""
     found = sample.pred_instances
     masks = found.masks if 'masks' in found else None
     masks = masks.cpu().numpy() if isinstance(masks, torch.Tensor) else masks
@@ -100,7 +101,7 @@ def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None) -> list
     Args:
         sample (DetDataSample): Predictions.
         image_id (int | str): Id of the image.
-        ids (dict[int, int], optional): Category id of each label, by default label + 1.
+        ids (dict[int, int], optional): Category id of each label; label + 1 by default.
     """
     from pycocotools import mask as coco_mask
 
@@ -116,9 +117,10 @@ def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None) -> list
 
 
 def yolo_lines(sample, threshold: float, with_score: bool = False) -> list[str]:
-    """Return the detections of an image in YOLO's label format, in shares of width and height.
+    """Return the detections of an image in YOLO's label format, with coordinates relative to the size of the image.
 
-    A box is ``class x_centre y_centre width height``, a mask ``class x1 y1 x2 y2 ...`` around its largest part.
+    A box is ``class x_centre y_centre width height``; a mask is ``class x1 y1 x2 y2 ...``, the outline of its largest
+    part.
     """
     height, width = sample.ori_shape[:2]
     lines = []
@@ -136,14 +138,14 @@ def yolo_lines(sample, threshold: float, with_score: bool = False) -> list[str]:
 
 
 def write_yolo(path, sample, threshold: float, with_score: bool = False) -> None:
-    """Write the detections of an image as YOLO text; an image without any has an empty file."""
+    """Write the detections of an image as YOLO text. Without detections the file is empty."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(''.join(f'{line}\n' for line in yolo_lines(sample, threshold, with_score)))
 
 
 def write_label_image(path, sample) -> None:
-    """Write the label map of an image as a grey PNG, of 16 bits beyond 256 classes."""
+    """Write the label map of an image as a grey PNG of 8 bits, or of 16 bits if a label exceeds 255."""
     labels = sample.pred_sem_seg.data.squeeze(0).cpu().numpy()
     mmcv.imwrite(labels.astype(np.uint8 if labels.max(initial=0) < 256 else np.uint16), str(path))
 
@@ -157,9 +159,10 @@ def write_coco(path: str, entries: Iterable[dict], ids: Optional[dict[int, int]]
 
 
 def names_below(paths: Sequence[str], suffix: str = '') -> list[str]:
-    """Return a name for the file of each image, relative to an output folder.
+    """Return a unique file name, relative to an output folder, for each image.
 
-    Images keep their names. If names repeat in several folders, they keep their folders below the common one.
+    Images keep their names. If images in several folders have the same name, names include the folders below the common
+    one.
 
     Args:
         paths (Sequence[str]): Image files.
@@ -191,12 +194,12 @@ def drawing_in_every_process() -> Iterator[None]:
 
 
 class PredictionFilesHook(Hook):
-    """Write the predictions of each image of a test, by the options of ``tools/test.py``.
+    """Write the predictions of each image in a test, as the options of ``tools/test.py`` say.
 
-    Drawings are written whatever ``vis_backends`` the visualizer of the config has.
+    Drawings are written for any ``vis_backends`` of the config's visualizer.
 
     Args:
-        args (argparse.Namespace): ``show``, ``show_dir``, ``interval``, ``wait_time``, ``score_thr`` and those of
+        args (argparse.Namespace): ``show``, ``show_dir``, ``interval``, ``wait_time``, ``score_thr`` and the options of
             :func:`add_prediction_arguments`.
         cfg (Config): The config.
     """

@@ -146,7 +146,7 @@ def set_precision(cfg: Config, is_requested: bool) -> None:
 
 
 def has_bfloat16(device: str) -> bool:
-    """Return True if the accelerator computes bfloat16 products in hardware."""
+    """Return True if the accelerator multiplies bfloat16 matrices in hardware."""
     if device == 'cuda':
         if not torch.cuda.is_available():
             return False

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Errors, files, building, and ``register_all_modules`` for MMEngine's hub."""
+"""Helpers for errors, files and building models; ``register_all_modules`` is called by MMEngine's hub."""
 
 from .files import atomic_write, project_files
 from .registering import register_all_modules

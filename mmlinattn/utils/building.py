@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Models of configs, without reading pretrained weights."""
+"""Build models of configs without reading pretrained weights."""
 
 import os
 from typing import Any, Optional
@@ -21,7 +21,8 @@ def unwrapped(model: Any) -> nn.Module:
 
 
 def scope_of(cfg: Config) -> Optional[str]:
-    """Return ``default_scope``, or the project of the model's class in pure Python configs."""
+    """Return ``default_scope`` of a config, or in pure Python configs the package of the model's class; None if
+    unknown."""
     model = cfg.get('model')
     kind = model.get('type') if isinstance(model, dict) else None
     modules = [base.__module__ for base in kind.__mro__] if isinstance(kind, type) else [str(kind)]
@@ -32,16 +33,17 @@ def scope_of(cfg: Config) -> Optional[str]:
 
 
 def is_pretrained(init_cfg: Any) -> bool:
-    """Return True if an ``init_cfg``, or an entry of one, names a checkpoint. Its type is a name, a class or a path."""
+    """Return True if ``init_cfg``, or one of its entries, loads a checkpoint. ``type`` may be a name, a class or a
+    path."""
     entries = init_cfg if isinstance(init_cfg, (list, tuple)) else [init_cfg]
     kinds = (bare_name(entry.get('type')) for entry in entries if isinstance(entry, dict))
     return any(kind in ('Pretrained', 'PretrainedInit') for kind in kinds)
 
 
 def without_pretrained(node: Any) -> Any:
-    """Copy a config, or a part of one, without checkpoints to fetch.
+    """Copy a config, or a part of it, and remove the settings that read checkpoints.
 
-    MMDetection's distillation reads ``teacher_ckpt`` when it is built.
+    ``teacher_ckpt`` is removed too: MMDetection's distillation reads it when the model is built.
     """
     if isinstance(node, dict):
         node = type(node)((key, without_pretrained(value)) for key, value in node.items())
@@ -60,12 +62,12 @@ def build_model(cfg: Config, pretrained: bool = False) -> nn.Module:
 
     Args:
         cfg (Config): Config of a detector, segmentor or classifier.
-        pretrained (bool): Keep checkpoints of ``init_cfg``, for ``init_weights`` and adapters. Else nothing is read or
-            downloaded.
+        pretrained (bool): Keep checkpoints of ``init_cfg``, for ``init_weights`` and adapters. If False, no checkpoint
+            is read or downloaded.
 
     Raises:
-        RunError: The config has no model, or a part of it refuses its arguments. ``MMLINATTN_TRACEBACK=1`` keeps errors
-            of parts as they are.
+        RunError: The config has no model, or a module refuses its arguments. With ``MMLINATTN_TRACEBACK=1`` the error
+            of the module is raised unchanged.
     """
     name = cfg.filename or 'the config'
     if not isinstance(cfg.get('model'), dict):

@@ -6,9 +6,9 @@ from contextlib import suppress
 
 
 class RunError(RuntimeError):
-    """Fault of a run that its user can fix.
+    """Error of a run with a cause that the user can remove.
 
-    The message is complete without a traceback: ``tools/*.py`` print it alone and exit with status 1.
+    The message is complete without a traceback: ``tools/*.py`` print only the message and exit with status 1.
     """
 
 
@@ -20,7 +20,7 @@ class CheckpointError(RunError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """Checkpoint that does not exist. MMEngine raises FileNotFoundError."""
+    """Checkpoint that does not exist. It is a FileNotFoundError too, the type that MMEngine raises."""
 
 
 def printable(text: object) -> str:
@@ -30,13 +30,13 @@ def printable(text: object) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Format an error as ``Class: reason``, without the quotes of a KeyError."""
+    """Format an error as ``Class: reason``. The reason of a KeyError is its key without quotes."""
     reason = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     return f'{type(error).__name__}: {reason}' if reason else type(error).__name__
 
 
 def say_last(line: str) -> None:
-    """Flush stdout and print the last line of a run to stderr. Closed streams (``>&-``) are ignored."""
+    """Flush stdout, then print ``line`` to stderr. Closed streams (``>&-``) are ignored."""
     with suppress(AttributeError, OSError, ValueError):
         sys.stdout.flush()
     with suppress(OSError, ValueError):

@@ -9,10 +9,10 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def project_files(name: str) -> Path:
-    """Return the path of ``configs``, ``tools`` or ``model-index.yml``, installed or in the checkout.
+    """Return the path of ``configs``, ``tools`` or ``model-index.yml``, in the installed package or in the checkout.
 
     Raises:
-        FileNotFoundError: There is neither.
+        FileNotFoundError: The file is in neither.
     """
     for root in (PACKAGE / '.mim', PACKAGE.parent):
         if (root / name).exists():
@@ -25,8 +25,8 @@ def project_files(name: str) -> Path:
 def link_checkout() -> None:
     """Link ``configs`` and ``model-index.yml`` into ``mmlinattn/.mim`` of a checkout that is not installed.
 
-    MMEngine resolves ``mmlinattn::`` to that folder. Installing makes it; the tools of a checkout run without.
-    A folder without write permission stays as it is.
+    MMEngine looks up ``mmlinattn::`` addresses in that folder. Installation with pip creates the folder; the links make
+    the addresses work without installation. If the folder cannot be written to, nothing is done.
     """
     for name in ('configs', 'model-index.yml'):
         link = PACKAGE / '.mim' / name
@@ -38,10 +38,10 @@ def link_checkout() -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: Union[str, 'os.PathLike[str]']) -> Iterator[BinaryIO]:
-    """Open a file for writing that replaces ``path`` when it is complete and on the disk.
+    """Open a file for writing that replaces ``path`` only once it is complete and on disk.
 
-    The bytes go to ``NAME.part``. On an error it is removed, and an earlier file stays. A process killed while writing
-    leaves ``NAME.part`` for the next write.
+    The bytes are written to ``NAME.part``. On an error, ``NAME.part`` is removed and an existing ``path`` stays. If the
+    process is killed, ``NAME.part`` remains until the next write.
 
     Yields:
         BinaryIO: The open file.

@@ -1,7 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Private APIs of PyTorch, MMEngine and MMCV that this package uses.
 
-Docstrings name the version they were written for, and the reason. A public API replaces a missing one of PyTorch.
+Docstrings name the version with which the API was checked, and the reason why the public API does not suffice. If a
+PyTorch version lacks the private API, a public one is used instead.
 """
 
 import functools
@@ -24,7 +25,7 @@ from torch.utils._device import DeviceContext
 
 # --- state of PyTorch -------------------------------------------------------------------------------------------------
 
-# oneDNN's operators with a fused activation or sum, as torch.compile uses them on CPUs
+# operators of oneDNN that fuse a linear layer or convolution with an activation or sum; torch.compile uses them on CPUs
 _mkldnn = torch.ops.mkldnn
 LINEAR: Any = getattr(_mkldnn, '_linear_pointwise', None)
 CONV: Any = getattr(_mkldnn, '_convolution_pointwise', None)
@@ -34,7 +35,7 @@ CAN_BE_SIZE_OBLIVIOUS = hasattr(_config, 'backed_size_oblivious')  # since torch
 
 # True if oneDNN multiplies bfloat16 natively on this CPU (AVX-512 BF16, AMX)
 has_bfloat16_units: Any = getattr(_mkldnn, '_is_mkldnn_bf16_supported', bool)
-# number of active dispatch modes (counters, recorders); the innermost torch.func transform
+# number of active dispatch modes (FLOP counters, tracers); the innermost torch.func transform (vmap, grad)
 num_modes: Any = torch._C._len_torch_dispatch_stack
 innermost_transform: Any = torch._C._functorch.peek_interpreter_stack
 forward_mode: Any = forward_ad  # its level is 0 or more in forward-mode differentiation
@@ -43,7 +44,7 @@ is_exporting: Any = getattr(torch.compiler, 'is_exporting', torch.compiler.is_co
 
 
 def has_global_hooks() -> bool:
-    """Return True if there are global module hooks. ``_has_any_global_hook`` is newer than PyTorch 2.4."""
+    """Return True if global module hooks are registered. PyTorch's ``_has_any_global_hook`` does not exist in 2.4."""
     return bool(
         _module._global_forward_hooks
         or _module._global_forward_pre_hooks
@@ -53,12 +54,12 @@ def has_global_hooks() -> bool:
 
 
 def has_function_modes() -> bool:
-    """Return True if a function mode is active, other than ``torch.device`` as a context."""
+    """Return True if a ``TorchFunctionMode`` is active, other than the one that ``with torch.device(...)`` sets."""
     return any(type(mode) is not DeviceContext for mode in overrides._get_current_function_mode_stack())
 
 
 def has_static_value(size) -> bool:
-    """Return True if a size is a number, not a symbol of a graph."""
+    """Return True if a size is a plain number rather than a symbol of a traced graph."""
     check = getattr(symbolic_shapes, 'has_static_value', None)  # since torch 2.5
     return type(size) is int if check is None else check(size)
 
@@ -68,15 +69,15 @@ def is_surely_above_one(size) -> bool:
 
 
 def size_oblivious():
-    """Context for ``torch.export`` without guards on sizes of 1."""
+    """Return a context in which ``torch.export`` adds no guards that distinguish sizes of 1 from larger ones."""
     return _config.patch(  # type: ignore[attr-defined]
         backed_size_oblivious=True
     )
 
 
-# copies of a list of tensors by one kernel, other types included
+# copies a list of tensors in one kernel launch, also between dtypes
 FOREACH_COPY: Any = torch._foreach_copy_
-# the gradient of ReLU in one pass, into given memory
+# gradients of ReLU, ELU and softmax in one kernel each; those of ReLU and ELU are written to given memory
 RELU_BACKWARD = torch.ops.aten.threshold_backward.grad_input
 ELU_BACKWARD: Any = torch.ops.aten.elu_backward.grad_input
 SOFTMAX_BACKWARD: Any = torch._softmax_backward_data
@@ -86,32 +87,44 @@ SOFTMAX_BACKWARD: Any = torch._softmax_backward_data
 
 
 def default_scopes() -> list[str]:
-    """MMEngine 0.10.7: all default scopes, the current one last. Only the current one is public, and it is ours while
-    MMEngine builds a dict of ours."""
+    """Return the names of all default scopes, the current scope last.
+
+    Private API, checked with MMEngine 0.10.7. Only the current scope is public, and that is the scope of this package
+    while MMEngine builds a module of it; callers need the scope of the user's config.
+    """
     return [scope.scope_name for scope in DefaultScope._instance_dict.values()]
 
 
 def checkpoint_loaders() -> dict[str, Callable]:
-    """MMEngine 0.10.7: loaders of checkpoints by address prefix. There is no public list."""
+    """Return the registered checkpoint loaders by address prefix. Private API, checked with MMEngine 0.10.7: no public
+    list."""
     return dict(CheckpointLoader._schemes)
 
 
 def listed_globals() -> set[str]:
-    """PyTorch 2.14: names of the types that ``weights_only`` builds. The public list has the added types only."""
+    """Return the names of all types that ``torch.load(weights_only=True)`` builds.
+
+    Private API, checked with PyTorch 2.14: the public ``get_safe_globals`` lists only types added by the user.
+    """
     return {*_weights_only_unpickler._get_allowed_globals(), *_weights_only_unpickler._get_user_allowed_globals()}
 
 
 def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """PyTorch 2.14: parameters and persistent buffers of a module, without its children. Hooks of adapters remove
-    entries from ``state_dict``."""
+    """Return the parameters and persistent buffers of a module, without those of its children.
+
+    Private API, checked with PyTorch 2.14: adapters (LoRA) remove entries from the public ``state_dict`` by hooks.
+    """
     named = {**module._parameters, **module._buffers}
     return {key: t for key, t in named.items() if t is not None and key not in module._non_persistent_buffers_set}
 
 
 @contextmanager
 def before_loading(model: nn.Module, hook: Callable) -> Iterator[None]:
-    """PyTorch 2.4: call ``hook(module, state_dict, prefix, ...)`` before each module loads its own weights, after all
-    other hooks. The public ``register_load_state_dict_pre_hook`` is newer."""
+    """Call ``hook(module, state_dict, prefix, ...)`` before each module of ``model`` loads its weights, after other
+    hooks.
+
+    Private API, checked with PyTorch 2.4: the public ``register_load_state_dict_pre_hook`` does not exist there.
+    """
     handles = [module._register_load_state_dict_pre_hook(hook, with_module=True) for module in model.modules()]
     try:
         yield
@@ -121,13 +134,19 @@ def before_loading(model: nn.Module, hook: Callable) -> Iterator[None]:
 
 
 def call_compiled(module: nn.Module, call: Callable) -> None:
-    """PyTorch 2.11: set the attribute of ``nn.Module.compile``. Modules of a kind share one graph, not one each."""
+    """Make ``call`` the compiled forward of a module, so that modules of one class can share one compiled graph.
+
+    Private API, checked with PyTorch 2.11: the public ``nn.Module.compile`` compiles a graph for each module.
+    """
     module._compiled_call_impl = call
 
 
 def is_altered(*modules: nn.Module) -> bool:
-    """PyTorch 2.14: return True if a module has hooks or a method of its own, is compiled, or has sparse or subclassed
-    weights. There is no public list of hooks."""
+    """Return True if calling one of the modules may run more than the forward of its class.
+
+    This is so if the module has hooks or overridden methods, is compiled, or has sparse or subclassed weights. Private
+    API, checked with PyTorch 2.14: there is no public list of hooks.
+    """
     return any(map(_is_altered, modules))
 
 
@@ -149,8 +168,11 @@ _WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
 
 
 def is_weighted_conv(module: nn.Module) -> bool:
-    """PyTorch 2.14: True if a module is a convolution by its ``weight``, that of a parametrization or a hook of
-    ``torch.nn.utils`` included."""
+    """Return True if a module computes a plain convolution with its ``weight``.
+
+    The weight may come from a parametrization or a hook of ``torch.nn.utils`` (weight norm, spectral norm, pruning).
+    Private API, checked with PyTorch 2.14: there is no public list of hooks.
+    """
     kind: Any = type(module)
     if torch.compiler.is_dynamo_compiling():  # it cannot trace the questions below
         hooks = module._forward_hooks or module._forward_pre_hooks
@@ -163,7 +185,10 @@ def is_weighted_conv(module: nn.Module) -> bool:
 
 
 def renewed_weight(conv: nn.Conv2d) -> torch.Tensor:
-    """PyTorch 2.14: the weight after the hooks that compute it before each call."""
+    """Run the hooks that recompute the weight of ``conv`` before each call, and return the weight.
+
+    Private API, checked with PyTorch 2.14: there is no public list of hooks.
+    """
     for hook in conv._forward_pre_hooks.values():
         hook(conv, ())
     return conv.weight
@@ -175,14 +200,18 @@ def _methods(kind: Any) -> frozenset:
 
 
 def methods_of(kinds: Iterable[type]) -> list[tuple[type, str, Any]]:
-    """Return (class, name, function) of the methods of modules, without those of ``nn.Module``."""
+    """Return (class, name, function) for each method of the given module classes and their bases below
+    ``BaseModule``."""
     classes = {base for kind in kinds for base in kind.__mro__} - set(BaseModule.__mro__)
     return [(base, name, value) for base in classes for name, value in vars(base).items() if callable(value)]
 
 
 def keep_sizes_open() -> None:
-    """PyTorch 2.14: let Inductor call PyTorch's operator for the gradient of a convolution, as up to 2.11. It would
-    compile one for each image size."""
+    """Let Inductor call PyTorch's operator for the gradient of a convolution, as up to PyTorch 2.11.
+
+    Otherwise Inductor compiles this gradient anew for each image size. Private API, checked with PyTorch 2.14: there is
+    no public option.
+    """
     from torch._inductor import lowering
 
     lowering.make_fallback(torch.ops.aten.convolution_backward, lowering.constrain_to_fx_strides, warn=False)

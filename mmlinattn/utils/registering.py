@@ -6,18 +6,20 @@ from .files import project_files
 
 
 def bare_name(kind: Any) -> str:
-    """Return the class name of a ``type``: a registered name, ``scope.name``, a path, or the class itself."""
+    """Return the class name of a config's ``type``, given as a registered name, ``scope.name``, a dotted path or a
+    class."""
     return getattr(kind, '__name__', str(kind)).rpartition('.')[2]
 
 
 def register_all_modules(init_default_scope: bool = True) -> None:
-    """Register the classifiers of this package in MMPretrain's hub. Idempotent; a no-op without MMPretrain.
+    """Register the classifiers of this package in MMPretrain's model hub. Without MMPretrain, nothing is done.
 
-    ``mmengine.hub.get_model('mmlinattn::...')`` calls it. MMPretrain's ``list_models``, ``get_model`` and
-    ``ImageClassificationInferencer`` then take the names of the metafiles (``ravlt_t_in1k``).
+    ``mmengine.hub.get_model('mmlinattn::...')`` calls this function. MMPretrain's ``list_models``, ``get_model`` and
+    ``ImageClassificationInferencer`` then accept names of our metafiles (``ravlt_t_in1k``). Repeated calls have no
+    further effect.
 
     Args:
-        init_default_scope (bool): Passed by MMEngine, and unused: a config's scope is that of its task.
+        init_default_scope (bool): Passed by MMEngine and unused, as each config sets its own scope.
     """
     if find_spec('mmpretrain') is None:
         return  # modules are registered on import

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Run a study of ``projects/studies``: a paper's ablation, its arms trained small.
+"""Repeat a paper's ablation at small scale: train each variant defined in ``projects/studies``.
 
 python tools/analysis_tools/ablation_study.py --study rala --out work_dirs/study_rala --max-minutes 25
 """

@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Parameters, multiply-adds by part and kind, and activation memory of a config's model; nothing is downloaded."""
+"""Report parameters, multiply-adds of each part, and activation memory of the model of a config, without its
+weights."""
 
 import argparse
 import runpy

@@ -66,7 +66,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def checked(args: argparse.Namespace) -> Config:
-    """Return the config after all checks that need no model."""
+    """Return the config after all checks that do not need the model."""
     cfg = read_config(args.config)
     if args.checkpoint.lower() != 'none':
         args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
@@ -91,7 +91,7 @@ def checked(args: argparse.Namespace) -> Config:
 
 
 def inspect_picture(model, picture, args, progress, query, pixel) -> list:
-    """Measure each block on an image, and draw the maps of the query, ``pixel`` of the original image."""
+    """Measure each block on an image, and draw the attention of the query token at ``pixel`` of the original image."""
     entries, maps, full = [], [], []
     generator = torch.Generator().manual_seed(0)
     numbers = [name for name in args.what if name != 'maps']
@@ -116,7 +116,7 @@ def inspect_picture(model, picture, args, progress, query, pixel) -> list:
 
 
 def merged(per_image: list[list[dict]]) -> list[dict]:
-    """Average the entries of each block over the images; differing sizes become lists."""
+    """Average the entries of each block over the images; map sizes that differ between images become lists."""
     blocks = []
     for entries in zip(*per_image):
         block = averaged([(entry, 1.0) for entry in entries])

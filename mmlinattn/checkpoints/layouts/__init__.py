@@ -22,6 +22,7 @@ LAYOUTS = (cswin, deit, nextvit, pvt, ravlt, swin)
 
 
 def find_layout(keys: Iterable[str]) -> Optional[ModuleType]:
-    """Return the released layout of ``keys``, or None for our own or an unknown one."""
+    """Return the layout module for the keys of a released file, or None for keys of this project or of an unknown
+    layout."""
     keys = frozenset(keys)
     return next((layout for layout in LAYOUTS if layout.matches(keys)), None)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Renaming by rules, and the rules that several hosts share."""
+"""Rename keys by regular expressions, and the expressions shared by several backbone architectures."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-# derived buffers
+# buffers that the model computes itself
 DERIVED = re.compile(r'(relative_position_index|attn_mask|RoPE\.angle)$')
 
-# InLine's and FLatten's attention, in all hosts
+# attention of InLine and FLatten models, in all backbone architectures
 ATTENTION = [
     (r'attn\.residual\.0\.', 'attn.mixer.residual.fc1.'),
     (r'attn\.residual\.2\.', 'attn.mixer.residual.fc2.'),
@@ -25,15 +25,15 @@ ATTENTION = [
 
 
 def down(match: 're.Match') -> int:
-    """Return the first group, counted from 1 in the release, counted from 0."""
+    """Return the first group of ``match`` minus one: releases count stages from 1, this project from 0."""
     return int(match[1]) - 1
 
 
 def convert(state: Mapping[str, Tensor], rules: Sequence[tuple]) -> tuple[dict, dict, list]:
-    """Apply every rule, (pattern, replacement) as :func:`re.sub` takes them, in order to every key.
+    """Rename every key by all ``rules`` in order; a rule is a (pattern, replacement) pair for :func:`re.sub`.
 
     Returns:
-        tuple[dict, dict, list]: Backbone, head (``neck.`` and ``head.``), dropped keys.
+        tuple[dict, dict, list]: Backbone weights, head weights (``neck.`` and ``head.``), and dropped keys.
     """
     backbone: dict[str, Tensor] = {}
     head: dict[str, Tensor] = {}
@@ -51,11 +51,12 @@ def convert(state: Mapping[str, Tensor], rules: Sequence[tuple]) -> tuple[dict, 
 
 
 def joined(state: Mapping[str, Tensor], parts: Sequence[str]) -> dict[str, Tensor]:
-    """Concatenate projections such as ``attn.q`` and ``attn.kv`` to ``attn.qkv``.
+    """Concatenate separate projections, such as ``attn.q`` and ``attn.kv``, to one ``attn.qkv``.
 
     Args:
-        state (dict): Weights.
-        parts (Sequence[str]): Names of the projections. Incomplete ones, or of several widths, stay as they are.
+        state (dict): Weights by key.
+        parts (Sequence[str]): Names of the projections. A layer keeps separate projections if one is missing or their
+            input widths differ.
     """
     whole: dict[str, Tensor] = {}
     for key, value in state.items():

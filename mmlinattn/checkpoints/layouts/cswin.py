@@ -21,7 +21,8 @@ def matches(keys) -> bool:
 
 def convert(state) -> tuple:
     two = {key.split('.attns.')[0] for key in state if '.attns.1.' in key}
-    # two branches keep their number, a single one is the attention itself
+    # a block with two branches (vertical and horizontal stripes) keeps the branch number; a single branch becomes
+    # `attn`
     renamed = {
         key.replace('.attns.', '.attn.branches.')
         if key.split('.attns.')[0] in two

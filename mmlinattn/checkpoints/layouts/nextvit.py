@@ -5,7 +5,7 @@ import re
 
 from . import _rules
 
-# convolutions of 1x1 without a norm are linear layers here
+# 1x1 convolutions without a norm become linear layers
 _RULES = [
     (r'\.mhca\.group_conv3x3\.', '.conv.conv.conv.'),
     (r'\.mhca\.norm\.', '.conv.conv.norm.'),
@@ -25,7 +25,7 @@ def matches(keys) -> bool:
 
 
 def convert(state) -> tuple:
-    # unused in the release: `norm` normalises the last stage
+    # the release normalises the last stage by `norm`, and never uses its `extra_norm_list.3`
     unused = [key for key in state if key.startswith('extra_norm_list.3.') and 'norm.weight' in state]
     renamed = {key: value for key, value in _by_stage(state).items() if key not in unused}
     backbone, head, dropped = _rules.convert(renamed, _RULES)
@@ -36,7 +36,8 @@ def convert(state) -> tuple:
 
 
 def _by_stage(state) -> dict:
-    """Rename ``stem`` and ``features.N`` to our stages. The first block of a stage widens the map."""
+    """Rename ``stem`` and ``features.N`` to our stages. A stage begins at each block that increases the number of
+    channels."""
     names, stage, index, width = {}, -1, 0, 0
     blocks = {int(key.split('.')[1]) for key in state if key.startswith('features.')}
     for block in sorted(blocks):

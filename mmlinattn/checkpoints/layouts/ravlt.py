@@ -20,7 +20,7 @@ _RULES = [
     (r'\.attn\.lepe\.', '.attn.local.'),
     (r'\.pos\.', '.position.'),
 ]
-# 1x1 convolutions and (1, C, 1, 1) layer scales of the release act on NCHW maps; ours act on the last axis
+# the release has 1x1 convolutions and (1, C, 1, 1) layer scales for NCHW maps; ours are linear layers and (C,) scales
 _FLAT = re.compile(r'(attn\.(qkv|proj)|ffn\.fc[12]|head\.fc)\.weight$|gamma[12]$')
 
 

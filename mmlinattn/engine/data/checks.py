@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Check built data sets against the config. Each check yields findings of one line."""
+"""Check data sets, after they are built, against the config. Each check yields messages of one line."""
 
 import os.path as osp
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _NUM_READ = 2000  # samples with labels that are read
 
 
 class Samples(NamedTuple):
-    """Facts from some samples of a data set."""
+    """Facts read from samples of a data set."""
 
     num: int  # number of samples read
     labels: dict[int, str]  # of objects and images, each with the path of an image that has it
@@ -41,12 +41,13 @@ def all_datasets(dataset: Any) -> Iterator[Any]:
 
 
 def leaf_datasets(dataset: Any) -> Iterator[Any]:
-    """Yield the data sets inside wrappers."""
+    """Yield the data sets that are not wrappers, from inside all wrappers."""
     return (each for each in all_datasets(dataset) if not inner_datasets(each))
 
 
 def infos_of(dataset: Any, count: Optional[int] = None) -> Iterator[dict]:
-    """Yield ``get_data_info`` of the images of all data sets inside wrappers, or of a sample of ``count`` in each."""
+    """Yield ``get_data_info`` of images in all data sets inside wrappers: of all images, or of ``count`` in each data
+    set."""
     for leaf in leaf_datasets(dataset):
         if hasattr(leaf, 'get_data_info'):
             infos = map(leaf.get_data_info, range(len(leaf)) if count is None else spread(len(leaf), count))
@@ -54,9 +55,9 @@ def infos_of(dataset: Any, count: Optional[int] = None) -> Iterator[dict]:
 
 
 def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
-    """Return the first label with two names; None if one list begins like the other.
+    """Return the first label for which two lists have different class names, or None if there is none.
 
-    Case, blanks and hyphens make no difference. Names of one class each may differ.
+    Only the common length is compared. Case, blanks and hyphens are ignored. Two lists of one name each never differ.
     """
 
     def normalised(name: Any) -> str:
@@ -71,7 +72,8 @@ def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
 
 
 def check_names(key: str, meta: dict) -> Iterator[Finding]:
-    """Check that class names in a ``metainfo`` are several texts, or a file of them, under the right key."""
+    """Check that ``classes`` of a ``metainfo`` is a sequence of names, or an existing text file, and is not spelt
+    ``CLASSES``."""
     names = meta.get('classes')
     if isinstance(names, str) and names.endswith('.txt') and not osp.isfile(names):
         yield Finding(f'{key}: metainfo.classes = {names!r}: there is no such file of class names.')
@@ -89,15 +91,15 @@ def check_names(key: str, meta: dict) -> Iterator[Finding]:
 def check_categories(
     key: str, file: str, in_file: Sequence, of_labels: Sequence, classes: Sequence, needs_all: bool
 ) -> Iterator[Finding]:
-    """Check that the labels, in the order of the categories of a COCO file, have the class names of the config.
+    """Check that labels, numbered in the order of a COCO file's categories, have the class names of the config.
 
     Args:
         key: Config key of the data set, for messages.
         file: The annotation file.
-        in_file: Names of all its categories.
-        of_labels: The name of each label.
+        in_file: Names of all categories in the file.
+        of_labels: Category name of each label.
         classes: Class names of the config.
-        needs_all: Report a class without category as a fault, not as a note.
+        needs_all: Report a class without a category as a fault rather than a warning.
     """
     if not set(of_labels) <= set(classes):
         return  # data sets that choose categories by something else
@@ -163,7 +165,8 @@ def _check_coco(key: str, dataset: Any, model: nn.Module, memory: FactCache, is_
 
 
 def max_per_image(model: nn.Module) -> int:
-    """Return the most objects an image that a detector returns, 0 for other models."""
+    """Return the largest number of objects that a detector returns for an image; 0 if it has no limit or is no
+    detector."""
     head = getattr(model, 'roi_head', None) or getattr(model, 'bbox_head', None)
     limits = getattr(head, 'test_cfg', None) or {}
     return int(limits.get('max_per_img', 0) or 0) if isinstance(limits, dict) else 0
@@ -176,7 +179,7 @@ _NO_CLASSES = ('rpn_conv', 'max_depth', 'boundary_threshold')  # attributes of h
 
 
 def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
-    """Return ``num_classes`` of the classifying heads by name, empty if classes are positions in a text."""
+    """Return ``num_classes`` of each classifying head by name; empty for models that take class names as text."""
     if hasattr(model, 'language_model'):
         return {}
     roi, found = getattr(model, 'roi_head', None), {}
@@ -198,7 +201,7 @@ def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
 
 
 def read_samples(dataset: Any) -> Samples:
-    """Read the labels of some 2000 samples of a data set."""
+    """Read the labels of about 2000 samples, evenly spaced in a data set."""
     samples, length = Samples(0, {}, {}), len(dataset)
     if not hasattr(dataset, 'get_data_info'):
         return samples
@@ -227,7 +230,7 @@ def read_samples(dataset: Any) -> Samples:
 
 
 def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:
-    """Check that the heads have an output for each label, and that there is something to learn."""
+    """Check that each label has an output in the heads, and that training data has labelled objects or images."""
     heads = {} if not is_training and is_metric_learning(model) else num_classes_of_heads(model)
     classes = classes_of(dataset)
     advice = 'Set num_classes of the {}, or metainfo.classes of the data set to those that count.'
@@ -280,7 +283,7 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
 
 
 def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
-    """Check that class names in the config are in the order of folders of the same names."""
+    """Check that ``metainfo.classes`` is in the order in which MMPretrain numbers folders of the same names."""
     folders, classes = getattr(dataset, 'folder_to_idx', None), classes_of(dataset)
     if not isinstance(folders, dict) or not classes:
         return
@@ -296,7 +299,7 @@ def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
 
 
 def _labelled_folders(dataset: Any, samples: Samples) -> dict[str, int]:
-    """Return the label of each folder if folders are classes."""
+    """Return the label of each folder if each folder holds one class; {} otherwise."""
     found = getattr(dataset, 'folder_to_idx', None)
     if isinstance(found, dict) and found:
         return found
@@ -306,7 +309,11 @@ def _labelled_folders(dataset: Any, samples: Samples) -> dict[str, int]:
 
 
 def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Finding]:
-    """Check that a label means the same in training and validation, and in all joined data sets."""
+    """Check that each label has the same class name in training, validation and all concatenated data sets.
+
+    Args:
+        stages: Pairs (data set, its samples) by config key.
+    """
     entries = [(key, dataset, samples) for key, several in stages.items() for dataset, samples in several]
     entries = [entry for entry in entries if not getattr(entry[1], 'return_classes', False)]  # they are text to a model
     if len(entries) < 2:
@@ -341,7 +348,7 @@ def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Findi
 
 
 def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Finding]:
-    """Check that the labels of a checkpoint of MMEngine have the names of the test data."""
+    """Check that the class names in a checkpoint of MMEngine are those of the data set."""
     meta = checkpoint.get('meta') if isinstance(checkpoint, dict) else None
     meta = (meta.get('dataset_meta') if isinstance(meta, dict) else None) or {}
     trained = meta.get('classes') if isinstance(meta, dict) else None

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Confusion matrix, and precision over recall, of detections."""
+"""Compute the confusion matrix and the precision-recall curve of detections."""
 
 import contextlib
 import io
@@ -11,7 +11,10 @@ import torch
 
 
 class Boxes(NamedTuple):
-    """Boxes of an image. Objects have a score of 1, or 0 if evaluation ignores them (crowds)."""
+    """Boxes of one image, either annotated objects or detections.
+
+    Annotated objects have score 1, or 0 if evaluation ignores them (crowds).
+    """
 
     boxes: np.ndarray  # (n, 4) x1, y1, x2, y2 in pixels
     labels: np.ndarray  # (n,)
@@ -19,17 +22,23 @@ class Boxes(NamedTuple):
 
 
 def objects_of(instances: Sequence[dict]) -> Boxes:
-    """Return the objects of an image from ``instances`` of MMDetection's ``get_data_info``."""
+    """Return the annotated objects of an image from ``instances`` of MMDetection's ``get_data_info``."""
     boxes = np.array([each['bbox'] for each in instances], dtype=np.float64).reshape(-1, 4)
     labels = np.array([each['bbox_label'] for each in instances], dtype=np.int64)
     return Boxes(boxes, labels, np.array([float(not each.get('ignore_flag')) for each in instances]))
 
 
 def count_confusion(matrix: np.ndarray, objects: Boxes, found: Boxes) -> None:
-    """Add an image to a confusion matrix of shape (classes + 1, classes + 1), rows true, the last of each background.
+    """Add the counts of one image to a confusion matrix, in place.
 
-    Pairs of IoU 0.5 or more and of any classes are matched by falling IoU. Detections with a score below 0.3, and those
-    that match only an ignored object, are left out.
+    Objects and detections of any class are paired in the order of falling IoU, down to 0.5. Detections with a score
+    below 0.3, and detections that overlap only an ignored object, are left out.
+
+    Args:
+        matrix (np.ndarray): (classes + 1, classes + 1) counts. Rows are true classes, columns predicted classes; the
+            last row and column are background.
+        objects (Boxes): Annotated objects.
+        found (Boxes): Detections.
     """
     from torchvision.ops import box_iou
 
@@ -51,16 +60,16 @@ def count_confusion(matrix: np.ndarray, objects: Boxes, found: Boxes) -> None:
 def precision_over_recall(
     objects: Sequence[Boxes], found: Sequence[Boxes], num_classes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Evaluate boxes at IoU 0.5 with pycocotools.
+    """Compute precision over recall of boxes at IoU 0.5 with pycocotools.
 
     Args:
-        objects (Sequence[Boxes]): Objects by image.
-        found (Sequence[Boxes]): Detections by image.
+        objects (Sequence[Boxes]): Annotated objects of each image.
+        found (Sequence[Boxes]): Detections of each image.
         num_classes (int): Number of classes.
 
     Returns:
-        tuple[np.ndarray, np.ndarray]: Precision and score at 101 recalls, of shape (101, classes); -1 for classes
-        without object.
+        tuple[np.ndarray, np.ndarray]: Precisions and score thresholds at 101 recalls, each of shape (101, classes); -1
+        for classes without objects.
     """
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Check evaluators and samplers against the data sets of their loops."""
+"""Check evaluators and samplers against the data sets of the same loop."""
 
 import os.path as osp
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ _ENDLESS = {'InfiniteSampler', 'MultiSourceSampler'}
 
 
 def check_sampler(key: str, loop: Any) -> Iterator[Finding]:
-    """Check that an epoch of a loop ends."""
+    """Report an infinite sampler in a loop that waits for the end of an epoch."""
     if not isinstance(loop, (EpochBasedTrainLoop, ValLoop, TestLoop)):
         return
     samplers = (getattr(loop.dataloader, name, None) for name in ('sampler', 'batch_sampler'))
@@ -31,7 +31,14 @@ def check_sampler(key: str, loop: Any) -> Iterator[Finding]:
 
 
 def _other_image(name: str, file: str, api: Any, info: dict) -> Optional[Finding]:
-    """Compare an image of the data set with the one of its id in the evaluator's file."""
+    """Report an image for which the data set and the evaluator's annotation file name different files or boxes.
+
+    Args:
+        name (str): Name of the evaluator, for the message.
+        file (str): Annotation file of the evaluator.
+        api (COCO): The content of ``file``.
+        info (dict): ``get_data_info`` of the image.
+    """
     number, path = info.get('img_id'), info.get('img_path')
     if not isinstance(path, str):
         return None
@@ -54,8 +61,11 @@ def _other_image(name: str, file: str, api: Any, info: dict) -> Optional[Finding
 
 
 def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: nn.Module) -> Iterator[Finding]:
-    """Check the annotation file of a ``CocoMetric``: images by their ids, classes in their order, a category for each
-    label of the head, and ids of annotations."""
+    """Check an evaluator, such as ``CocoMetric`` or ``IoUMetric``, against the data set and the model.
+
+    In the annotation file of a ``CocoMetric`` these are checked: images by id, order of the classes, a category for
+    each label of the head, and annotation ids.
+    """
     classes, count = classes_of(dataset), num_classes_of_heads(model).get('bbox_head', 0)
     entries = config if isinstance(config, (list, tuple)) else [config]
     unlabelled = any(getattr(leaf, 'with_label', True) is False for leaf in leaf_datasets(dataset))

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Read facts from the files of data sets, cached as JSON."""
+"""Read facts (sizes, ids, faults) from image and annotation files, and cache them as JSON."""
 
 import json
 import math
@@ -21,7 +21,8 @@ _ORIENTATION = 274
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Return up to ``count`` of ``length`` indices including 0, evenly spread at every prefix."""
+    """Return up to ``count`` evenly spaced indices below ``length``, shuffled, so that the first few are spread out
+    too."""
     chosen = np.unique(np.linspace(0, max(length - 1, 0), min(length, count)).round().astype(int))
     return [int(i) for i in np.random.default_rng(0).permutation(chosen)]
 
@@ -33,10 +34,10 @@ def reads_local_files(*parts: Any) -> bool:
 
 
 class FactCache:
-    """Cache of facts on disk, valid while sizes and modification times of their source files stay.
+    """Cache of facts on disk. An entry is valid while size and modification time of its source files are unchanged.
 
     Args:
-        path: A JSON file, written if possible.
+        path: JSON file of the cache. If it cannot be written, nothing is cached on disk.
     """
 
     version = 2  # raise it if the keys of the facts change: work dirs hold older files
@@ -63,10 +64,14 @@ class FactCache:
 
 
 def oriented_size(path: Any, turns: bool = True) -> tuple[int, int]:
-    """Return width and height of an image from its header, after the turn by EXIF.
+    """Return width and height of an image in pixels from its header, swapped if its EXIF data turns it by 90 degrees.
+
+    Args:
+        path: The image.
+        turns: Apply the EXIF orientation.
 
     Raises:
-        Exception: Any, by Pillow's plugins at a broken file.
+        Exception: Errors of any type, raised by Pillow's plugins for a broken file.
     """
     with Image.open(path) as image:
         is_turned = turns and image.getexif().get(_ORIENTATION) in _ROTATED
@@ -74,10 +79,10 @@ def oriented_size(path: Any, turns: bool = True) -> tuple[int, int]:
 
 
 def load_coco(path: str) -> tuple[dict, str]:
-    """Load an annotation file in COCO's layout.
+    """Load an annotation file in COCO's layout, and check its structure, ids and boxes.
 
     Returns:
-        Its content, and its first fault, '' without any.
+        tuple[dict, str]: Its content ({} if it cannot be used), and its first fault ('' without faults).
     """
     try:
         with open(path, encoding='utf-8-sig') as file:
@@ -98,22 +103,23 @@ def load_coco(path: str) -> tuple[dict, str]:
 
 
 def read_coco(path: str, outlines: bool = False) -> dict:
-    """Read an annotation file in COCO's layout.
+    """Read facts from an annotation file in COCO's layout.
 
     Args:
         path: The file.
-        outlines: Masks are learnt.
+        outlines: Check outlines too, because the model learns masks.
 
     Returns:
         dict: Facts as JSON:
 
-        - ``categories``: ``[id, name]`` of each, in the order of the file;
+        - ``categories``: ``[id, name]`` of each category, in the order of the file;
         - ``stuff``: names of categories with ``isthing=0``;
-        - ``used``: ids of categories with objects that train;
-        - ``densest``: most of these objects in an image;
-        - ``images``: ``[id, file name, width, height]`` of a sample;
-        - ``fault``, ``shapes`` and ``note``: a fault, one of the boxes or outlines, and a note on objects that do not
-          train; '' without any.
+        - ``used``: ids of categories with objects that are used in training;
+        - ``densest``: largest number of such objects in one image;
+        - ``images``: ``[id, file name, width, height]`` of a sample of the images;
+        - ``fault``: first fault of structure and ids, or '';
+        - ``shapes``: first fault of boxes or outlines, or '';
+        - ``note``: objects that MMDetection leaves out or trains as background, as text, or ''.
     """
     content, fault = load_coco(path)
     fault = fault or _fault_of_annotation_ids(content)
@@ -141,7 +147,7 @@ def _is_lost(entry: dict, images: Container) -> bool:
 
 
 def _lost_objects(content: dict) -> str:
-    """Report the annotations that MMDetection leaves out."""
+    """Describe annotations that MMDetection leaves out or trains as background; '' if there are none."""
     images, annotations = {image.get('id') for image in content['images']}, content['annotations']
     lost = [entry for entry in annotations if 'segments_info' not in entry and _is_lost(entry, images)]
     ignored = [entry for entry in annotations if entry.get('ignore') and not entry.get('iscrowd')]
@@ -168,7 +174,7 @@ def _repeated_id(content: dict, *keys: str) -> str:
 
 
 def _fault_of_annotation_ids(content: dict) -> str:
-    """Find ids of annotations that MMDetection's reader would confuse."""
+    """Describe missing or repeated annotation ids, which MMDetection's reader would confuse; '' if there are none."""
     annotations = [entry for entry in content.get('annotations', ()) if 'segments_info' not in entry]
     if any(entry.get('id') is None for entry in annotations):
         return 'has annotations without id'
@@ -193,7 +199,11 @@ def _fault_of_boxes(annotations: list, category_ids: set) -> str:
 
 
 def fault_of_shapes(content: dict, outlines: bool = False) -> str:
-    """Find boxes in shares of the image or of two corners, and if masks are learnt, objects without outline."""
+    """Describe boxes in relative coordinates or as two corners, and with ``outlines`` objects without a valid outline.
+
+    Returns:
+        str: The first fault, or '' without faults.
+    """
     sizes = {image.get('id'): (image.get('width'), image.get('height')) for image in content['images']}
     boxes = [
         (entry, entry['bbox'], sizes.get(entry.get('image_id'))) for entry in content['annotations'] if 'bbox' in entry
@@ -205,7 +215,7 @@ def fault_of_shapes(content: dict, outlines: bool = False) -> str:
         for entry, box, size in boxes
         if size and all(isinstance(side, (int, float)) for side in size)
         if box[0] + box[2] > size[0] + 2 or box[1] + box[3] > size[1] + 2
-        # as two corners they would fit; boxes of hidden parts of an object may pass the edge
+        # only boxes that would fit as two corners count; boxes of partly hidden objects may extend beyond the edge
         if box[0] < box[2] <= size[0] + 2 and box[1] < box[3] <= size[1] + 2
     ]
     if len(beyond) <= len(boxes) / 5:
@@ -236,12 +246,12 @@ def _fault_of_outlines(content: dict) -> str:
 
 
 def fault_of_sizes(images: list, folder: str, turns: bool) -> str:
-    """Find the first image below a folder with another size than in its annotation.
+    """Describe the first image with another size than in its annotation; '' if there is none.
 
     Args:
-        images: ``[id, file name, width, height]`` of each.
+        images: ``[id, file name, width, height]`` of each image.
         folder: Folder of the images.
-        turns: Images are turned by their EXIF data when they are loaded, MMCV's default.
+        turns: Images are turned by their EXIF data when loaded, which is MMCV's default.
     """
     for number, name, *expected in images:
         with suppress(Exception):  # missing and broken images are reported with the samples

@@ -21,20 +21,21 @@ _MIN_OPENED = 16  # label images that are opened, however slow
 def read_labels(
     dataset: Any, load: Callable[[dict], dict], paths: dict[int, str], ignored: Any, count: int, **_: Any
 ) -> dict:
-    """Read the labels in a sample of label images through the pipeline of their data set.
+    """Read the labels of some label images through the pipeline of their data set.
 
-    The time is limited to a hundredth of a second each. The sample grows tenfold while it has one label and ignored
-    pixels only.
+    On average 0.01 s is allowed for each image of ``count``. While only one label and ignored pixels have been found,
+    up to ten times as many images are read.
 
     Args:
         dataset: A data set of MMSegmentation.
-        load: Its transform that loads annotations.
-        paths: Label images by their index in it.
-        ignored: The label that does not count.
+        load: ``LoadAnnotations`` transform of the data set.
+        paths: Paths of label images by their index in the data set.
+        ignored: Label of ignored pixels.
         count: Number of label images to open.
 
     Returns:
-        dict: ``count`` of images; ``labels`` as ``[label, path of the first image with it]``; ``fault``.
+        dict: ``count``, the number of images read; ``labels``, pairs ``[label, path of the first image with it]``;
+            ``fault``, the first unusable image as text, or ''.
     """
     found: dict[int, str] = {}
     begin, done = time.monotonic(), 0
@@ -53,7 +54,7 @@ def read_labels(
 
 
 def _read(info: dict, load: Callable[[dict], dict], path: str) -> tuple[Any, str]:
-    """Return the labels of a label image and its fault, '' without any."""
+    """Return the labels of a label image, and the reason why it cannot be used ('' if it can)."""
     picture, size = info.get('img_path'), None
     with suppress(Exception):  # Pillow does not know all images
         size = oriented_size(picture)
@@ -80,7 +81,10 @@ def _read(info: dict, load: Callable[[dict], dict], path: str) -> tuple[Any, str
 def check_label_images(
     key: str, dataset: Any, model: nn.Module, memory: FactCache, is_training: bool, num_images: int
 ) -> Iterator[Finding]:
-    """Check that a sample of the label images of a segmentor has labels of its classes, and more than one."""
+    """Check that label images of a segmentor hold labels of its classes only, and more than one class.
+
+    A sample of ``num_images`` is read.
+    """
     head = decode_head_of(model)
     count, ignored = getattr(head, 'num_classes', None), getattr(head, 'ignore_index', 255)
     ignored = 255 if ignored is None else ignored

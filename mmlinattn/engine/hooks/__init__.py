@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Hooks, one file each."""
+"""Hooks of MMEngine's Runner."""
 
 from .checkpoint_match import CheckpointMatchHook
 from .checkpointing import SafeCheckpointHook

@@ -15,16 +15,16 @@ from ...utils.building import unwrapped
 from ...utils.errors import RunError
 from ..optimizers.saved_groups import fit_checkpoint
 
-# state of a schedule, not settings
+# entries that change during the training and are not settings
 _PROGRESS = ('last_step', 'base_values', 'verbose', 'best', 'num_bad_epochs', 'cooldown_counter')
 
 
 def _kept_settings(groups: list, saved: list) -> list[str]:
-    """List settings of an optimizer that a checkpoint replaces on resuming."""
+    """Describe optimizer settings of the config that resuming replaces by those of the checkpoint."""
     kept: dict[str, str] = {}
     for group, old in zip(groups, saved):
         for key in old:
-            # with a schedule, lr belongs to the iteration
+            # with a schedule, lr and momentum change by iteration; initial_lr and initial_momentum are the settings
             begin = key in ('lr', 'momentum') and f'initial_{key}' in group and f'initial_{key}' in old
             if key in group and key != 'params' and not begin and old[key] != group[key]:
                 kept.setdefault(key.replace('initial_', ''), f'{old[key]} (the config has {group[key]})')
@@ -32,7 +32,7 @@ def _kept_settings(groups: list, saved: list) -> list[str]:
 
 
 def _kept_schedule(schedulers: list, saved: list) -> list[str]:
-    """List settings of schedules that a checkpoint replaces on resuming."""
+    """Describe schedule settings of the config that resuming replaces by those of the checkpoint."""
     if len(schedulers) != len(saved):
         return [f'{len(saved)} of its param_schedulers (the config has {len(schedulers)})']
     kept = []
@@ -47,10 +47,10 @@ def _kept_schedule(schedulers: list, saved: list) -> list[str]:
 
 
 def _warn_of_kept_settings(runner, checkpoint: dict) -> None:
-    """Warn of settings of the config that a resumed run does not use.
+    """Warn of optimizer and schedule settings that a resumed run takes from the checkpoint instead of the config.
 
     Raises:
-        RunError: The checkpoint belongs to another kind of optimizer.
+        RunError: The checkpoint belongs to another type of optimizer.
     """
     saved, schedulers = checkpoint.get('optimizer'), runner.param_schedulers
     if not isinstance(saved, dict) or not hasattr(runner.optim_wrapper, 'param_groups'):
@@ -80,30 +80,29 @@ def _warn_of_kept_settings(runner, checkpoint: dict) -> None:
 
 
 def _modules_of(keys: Iterable[str]) -> str:
-    """Join the modules of weights, for ``left_out``."""
+    """Return the names of up to five modules with the weights ``keys``, joined by commas, as a value of
+    ``left_out``."""
     return ','.join(list(dict.fromkeys(key.rpartition('.')[0] for key in keys))[:5])
 
 
 @HOOKS.register_module(force=True)
 class CheckpointMatchHook(Hook):
-    """Compare a checkpoint with the model before MMEngine loads it.
+    """Compare a checkpoint with the model before MMEngine loads it, because MMEngine only logs differences.
 
-    MMEngine loads the weights that fit and logs the others.
-
-    - ``load_from`` in training: one warning lists the weights of another shape, such as a head for other classes.
-    - Testing and resuming: the run stops if weights would stay as initialised.
-    - Resuming: one warning lists settings of optimizer and schedule that the checkpoint replaces.
+    - ``load_from`` in training: one warning lists weights of another shape, such as a head for other classes.
+    - Testing and resuming: the run stops if weights would keep their initial values.
+    - Resuming: one warning lists optimizer and schedule settings that the checkpoint replaces.
 
     Args:
-        left_out (str | Sequence[str]): Beginnings of keys that may stay as initialised, without a warning or an error,
-            e.g. ``'decode_head.conv_seg'``.
-        allow_nonfinite (bool): Test with, and resume from, NaN and infinite weights.
+        left_out (str | Sequence[str]): Prefixes of keys that may keep their initial values, without a warning or an
+            error, e.g. ``'decode_head.conv_seg'``.
+        allow_nonfinite (bool): Accept NaN and infinite weights in testing and resuming.
 
     Raises:
         RunError: One of these:
 
-            - Weights are no real numbers, or nothing of the checkpoint fits.
-            - In testing and resuming, weights have another shape, are not finite, or are missing. Testing needs no
+            - Weights are not real numbers, or no weight of the checkpoint can be loaded.
+            - In testing and resuming, weights have another shape, are not finite, or are missing. Testing does not need
               auxiliary heads.
             - In ``load_from``, frozen parameters of a backbone of this package are neither in the checkpoint nor in an
               ``init_cfg``.
@@ -116,7 +115,8 @@ class CheckpointMatchHook(Hook):
         self.left_out = (left_out,) if isinstance(left_out, str) else tuple(left_out)
 
     def before_train(self, runner) -> None:
-        """Freeze running statistics that adapters (MMPretrain's LoRA) do not save."""
+        """Set ``norm_eval`` if an adapter (MMPretrain's LoRA) does not save running statistics, so that they stay
+        constant."""
         model = unwrapped(runner.model)
         saved = model.state_dict().keys()
         for name, module in model.named_modules():
@@ -156,14 +156,14 @@ class CheckpointMatchHook(Hook):
             raise RunError(f'{fit}{used}Use the config of the checkpoint, with its number of classes. {remedy}')
 
     def _check_start(self, model: nn.Module, whole: Fit, fit: Fit, checkpoint: dict) -> None:
-        """Refuse weights that no training should start from."""
+        """Refuse a ``load_from`` checkpoint without any usable weight, or without frozen weights of the backbone."""
         if fit.missing and whole.weights.keys().isdisjoint(trained_weights(model)):
             raise RunError(
                 f'nothing in the checkpoint fits the model; it has {some(checkpoint.get("state_dict", checkpoint))}.'
             )
         for name, module in model.named_modules():
             own = module.named_parameters(name) if isinstance(module, Backbone) else ()
-            # classifiers have no output norms; they start as plain norms
+            # output norms are not in classifier checkpoints, and may keep their initial values
             frozen = [
                 key
                 for key, weight in own

@@ -17,7 +17,7 @@ ATOMIC_BACKEND = 'mmlinattn.atomic_local'
 
 
 class AtomicLocalBackend(LocalBackend):
-    """Local files, written whole or not at all."""
+    """Storage backend for local files: a file appears only when completely written."""
 
     def put(self, obj: bytes, filepath) -> None:
         mkdir_or_exist(osp.dirname(filepath))
@@ -30,7 +30,7 @@ register_backend(ATOMIC_BACKEND, AtomicLocalBackend, force=True)
 
 @contextmanager
 def _write_errors(target: str, previous: Optional[str]):
-    """Turn an OSError of writing ``target`` into a :class:`RunError` that names the ``previous`` file."""
+    """Convert an OSError while writing ``target`` to a :class:`RunError` that names the ``previous`` checkpoint."""
     try:
         yield
     except OSError as error:
@@ -41,13 +41,13 @@ def _write_errors(target: str, previous: Optional[str]):
 
 
 def write_checkpoint(runner, folder: str, name: str, *args, **options) -> str:
-    """Save a checkpoint, ``last_checkpoint`` in the work dir, and ``last_ckpt`` for other hooks.
+    """Save a checkpoint, and record its path in the file ``last_checkpoint`` and as ``last_ckpt`` in the message hub.
 
     Returns:
         str: The path of the checkpoint.
 
     Raises:
-        RunError: One of the files could not be written. The previous one is intact.
+        RunError: One of the files could not be written. The previous checkpoint and ``last_checkpoint`` are intact.
     """
     path = f'{folder.rstrip("/")}/{name}'
     previous = runner.message_hub.runtime_info.get('last_ckpt')  # also that of a resumed run
@@ -61,7 +61,7 @@ def write_checkpoint(runner, folder: str, name: str, *args, **options) -> str:
 
 
 class _DeferRemoval:
-    """Storage backend that collects removals instead of doing them."""
+    """Storage backend that collects the paths to remove in ``outdated`` and removes nothing."""
 
     def __init__(self, backend):
         self.backend = backend
@@ -73,7 +73,6 @@ class _DeferRemoval:
 
 
 def _remove(backend, path: str) -> None:
-    """Remove a checkpoint, if it exists."""
     if backend.isfile(path):
         backend.remove(path)
     elif backend.isdir(path):  # DeepSpeed writes folders
@@ -84,8 +83,8 @@ def _remove(backend, path: str) -> None:
 class SafeCheckpointHook(CheckpointHook):
     """MMEngine's ``CheckpointHook``, safe on a full disk. :class:`~mmlinattn.engine.SafeRunner` builds it.
 
-    Local files and ``last_checkpoint`` are written whole or not at all. ``max_keep_ckpts`` and ``save_best`` remove the
-    older file after the newer one is on the disk.
+    Local checkpoints and ``last_checkpoint`` are written atomically. ``max_keep_ckpts`` and ``save_best`` remove an old
+    checkpoint only after the new one is on disk.
 
     Raises:
         RunError: A checkpoint could not be written. The previous checkpoint and ``last_checkpoint`` are intact.
@@ -96,7 +95,7 @@ class SafeCheckpointHook(CheckpointHook):
     keep_ckpt_ids: deque
 
     def before_train(self, runner) -> None:
-        """Make local storage atomic, unless the config has a backend."""
+        """Write local files atomically, unless the config sets a storage backend."""
         super().before_train(runner)
         if self.backend_args is None and type(self.file_backend) is LocalBackend:
             self.backend_args = dict(backend=ATOMIC_BACKEND)
@@ -140,6 +139,6 @@ class SafeCheckpointHook(CheckpointHook):
         current = set(getattr(self, 'best_ckpt_path_dict', {}).values())
         current.add(getattr(self, 'best_ckpt_path', None))
         for path in outdated:
-            # a resumed run can reach the same best epoch, and name, again
+            # a resumed run can reach the same best epoch again: the new file then has the name of the old one
             if path not in current:
                 _remove(backend, path)

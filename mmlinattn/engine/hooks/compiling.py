@@ -24,17 +24,17 @@ OPTIONS = dict(options=dict(layout_optimization=False))
 def compile_blocks(model: nn.Module, **options) -> None:
     """Compile the blocks of every backbone of this package in ``model``, in place.
 
-    Heads, losses and data-dependent shapes stay eager. Sizes are dynamic, and blocks that differ only in their weights
-    share a graph. Training and inference have a graph each. Batches of one image run eagerly if the first batch has
-    several images, as PyTorch compiles another graph for the size 1. ``state_dict`` keeps its keys. Copies of the model
-    are not compiled.
+    Heads and losses, with their data-dependent shapes, are not compiled. Image sizes are dynamic. Blocks that differ
+    only in their weights share a graph; training and inference have separate graphs. PyTorch compiles another graph for
+    size 1: if the first batch has several images, later batches of one image run eagerly. Keys of ``state_dict`` do not
+    change. Copies of the model are not compiled.
 
     Args:
         model (nn.Module): A model on its final device.
         options: Arguments of ``torch.compile`` in place of :data:`OPTIONS`, for example ``backend``.
 
     Raises:
-        RunError: No backbone of this package in ``model``.
+        RunError: ``model`` has no backbone of this package.
     """
     from torch._dynamo import config as dynamo_config  # the import replaces functions of torch
     from torch._functorch import config as partition_config
@@ -57,19 +57,19 @@ def compile_blocks(model: nn.Module, **options) -> None:
     for backbone in backbones:
         share_drop_paths(backbone)
     for stage in stages:
-        # isolated from the guards of other stages
+        # one compiled function for each stage: a stage is not recompiled when the guards of another one fail
         compiled = torch.compile(_call, dynamic=True, **options)
         for block in stage:
             call_compiled(block, BlockCall(block, compiled))  # neither copied nor saved
 
 
 def _call(block: nn.Module, x: Tensor, stage: StageContext):
-    # each block makes its windows: shared ones would be made by the first block of a stage, in another graph
+    # each block computes its own windows: otherwise the first block's graph would have to pass them to the other graphs
     return block._call_impl(x, stage._replace(windows=None))
 
 
 class BlockCall:
-    """Call of a block through compiled code, except for single images after larger batches.
+    """Callable that runs a block compiled, or eagerly for batches of one image if the first batch had several.
 
     Args:
         block (nn.Module): The block.
@@ -85,14 +85,14 @@ class BlockCall:
         takes_one = self.takes_one.setdefault((self.block.training, torch.is_grad_enabled()), has_one)
         if has_one and not takes_one:
             return self.block._call_impl(x, stage)
-        # the first block of a stage may get a view, the others do not; PyTorch recompiles for views
+        # views are copied: only the first block of a stage gets views, and PyTorch would recompile for them
         return self.compiled(self.block, x.clone() if x._is_view() else x, stage)
 
 
 def share_drop_paths(backbone: nn.Module) -> None:
-    """Replace stochastic depth by :class:`SharedDropPath`, in place.
+    """Replace stochastic depth layers by :class:`SharedDropPath`, in place.
 
-    The identity of the first block, of rate 0, is replaced as well, unless all rates are 0.
+    The identity in place of a layer of rate 0 (first block) is replaced too, unless all rates are 0.
     """
     found = [
         (parent, name, path)
@@ -104,13 +104,14 @@ def share_drop_paths(backbone: nn.Module) -> None:
     device = next(backbone.parameters()).device
     for (parent, name, path), rate in zip(found, rates if any(rates) else []):
         shared = SharedDropPath(rate).train(path.training)
-        # no buffer: EMAHook pairs those of the model and of its copy, which may be older, by their order
+        # not a buffer: EMAHook pairs the buffers of the model with those of its averaged copy by order, and the copy
+        # may have been made before this call
         shared.keep_rate = torch.tensor(1 - rate, device=device)
         setattr(parent, name, shared)
 
 
 class SharedDropPath(DropPath):
-    """Stochastic depth with a tensor as rate: blocks of different rates share a graph."""
+    """Stochastic depth with its rate in a tensor, so that blocks of different rates share a compiled graph."""
 
     keep_rate: Tensor
 
@@ -126,15 +127,15 @@ class SharedDropPath(DropPath):
 class CompileHook(Hook):
     """Compile the blocks of the backbone with ``torch.compile``, and log each iteration that compiles.
 
-    ``--compile`` of the tools adds it; in a config it is ``custom_hooks=[dict(type='CompileHook')]``.
+    The option ``--compile`` of the tools adds this hook; in a config write ``custom_hooks=[dict(type='CompileHook')]``.
 
     Args:
-        cache (str, optional): File that carries compiled code to another machine with the same PyTorch and kind of GPU.
-            It is read before the run if it exists, and written after each epoch, validation or test with compilations.
-            It holds code: take files of your own only.
+        cache (str, optional): File with compiled code, usable on other machines with the same PyTorch and type of GPU.
+            It is read before the run if it exists, and written after each epoch, validation or test that compiled. The
+            file holds code that is run: use only files of your own.
 
     Raises:
-        RunError: No backbone of this package in the model, a ``cache`` that cannot be read, or a PyTorch without
+        RunError: The model has no backbone of this package, ``cache`` cannot be read, or PyTorch has no
             ``torch.compiler.save_cache_artifacts`` (older than 2.6).
     """
 

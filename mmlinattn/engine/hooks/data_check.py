@@ -17,7 +17,8 @@ from ..data.findings import Finding, is_metric_learning
 
 
 def extend_palette(meta: dict) -> dict:
-    """Return ``meta`` of a data set with a palette of at least as many colours as classes, for the visualizer."""
+    """Return the ``metainfo`` of a data set with random colours added for classes beyond the palette, for the
+    visualizer."""
     classes, palette = meta.get('classes'), meta.get('palette')
     if isinstance(classes, (list, tuple)) and isinstance(palette, (list, tuple)) and 0 < len(palette) < len(classes):
         more = np.random.default_rng(0).integers(0, 256, (len(classes) - len(palette), 3)).tolist()
@@ -27,12 +28,11 @@ def extend_palette(meta: dict) -> dict:
 
 def _datasets(loop: BaseLoop) -> list:
     loaders = getattr(loop, 'dataloaders', None) or [loop.dataloader]
-    # MMPretrain's vis_scheduler.py has a list with a mock of a data set
+    # MMPretrain's vis_scheduler.py replaces the loader by a list with a mock data set
     return [loader.dataset for loader in loaders if hasattr(loader, 'dataset') and not isinstance(loader, list)]
 
 
 def _loops(runner) -> dict:
-    """Return the loops of this run by stage."""
     loops = {stage: getattr(runner, f'_{stage}_loop') for stage in ('train', 'val', 'test')}
     return {stage: loop for stage, loop in loops.items() if isinstance(loop, BaseLoop)}
 
@@ -42,19 +42,21 @@ class DataCheckHook(Hook):
     """Check that the data sets match the config, before the first iteration.
 
     The main process reads annotation files, folders and a sample of the images, in some seconds. Facts about files are
-    cached in ``data_check.json`` in the work dir. Faults that MMDetection, MMSegmentation and MMPretrain ignore are:
+    cached in ``data_check.json`` in the work dir. MMDetection, MMSegmentation and MMPretrain do not report these
+    faults:
 
-    - class names that are one text, or in another order than the categories of a COCO file;
-    - other classes or folders in validation than in training, or in a checkpoint under test;
-    - label images with values beyond the classes, or ignored values only;
-    - impossible boxes, ids and sizes in COCO files, more objects than a detector gives, panoptic stuff before things.
+    - class names given as one string, or in another order than the categories of a COCO file;
+    - different classes or folders in training and validation, or in a tested checkpoint and the test data;
+    - label images with values beyond the classes, or with ignored values only;
+    - impossible boxes, ids and sizes in COCO files, more objects in an image than the detector returns, stuff
+      categories before things in panoptic files.
 
-    Classes without objects in training and objects marked ``ignore`` get a warning. Palettes get colours for all
+    Training classes without objects, and objects marked ``ignore``, get a warning. Palettes get colours for all
     classes.
 
     Args:
         fault: ``'stop'`` the run at a fault, ``'warn'`` of it, or ``'skip'`` the check.
-        num_images: Label images to open in each data set of a segmentor, in a hundredth of a second each at most.
+        num_images: Number of label images to open in each data set of a segmentor; about 0.01 s is allowed for each.
 
     Raises:
         RunError: The first fault, with the file, the values and the remedy.
@@ -69,7 +71,7 @@ class DataCheckHook(Hook):
         self.fault, self.num_images = fault, num_images
 
     def before_run(self, runner) -> None:
-        """Check the data sets of all loops that will run."""
+        """Check the data sets of all loops of this run."""
         loops = _loops(runner)
         for loop in loops.values():
             for dataset in chain.from_iterable(map(checks.all_datasets, _datasets(loop))):
@@ -81,7 +83,7 @@ class DataCheckHook(Hook):
             self._report(runner, self._check(runner, loops))
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Compare the classes of a checkpoint that is tested or resumed from with those of the data."""
+        """Compare the classes of a tested or resumed checkpoint with those of the data."""
         loops = _loops(runner)
         is_training = 'train' in loops
         if not is_main_process() or self.fault == 'skip' or (is_training and not runner._resume):

@@ -30,7 +30,8 @@ def seed_everything(*key: int) -> None:
 
 
 class _SeededBatch(list):
-    """Indices of a batch. Iterating them calls :func:`seed_everything` with ``key``, in the process that loads."""
+    """Indices of a batch; iterating over them calls :func:`seed_everything` with ``key`` in the process that loads the
+    batch."""
 
     def __init__(self, indices: list, key: tuple):
         super().__init__(indices)
@@ -45,12 +46,13 @@ class _SeededBatch(list):
 
 
 class _SeededBatches:
-    """Batch sampler that seeds each batch of another one by its epoch and its number in the epoch.
+    """Batch sampler that wraps ``batch_sampler`` and gives each batch a seed from its epoch and its number in the
+    epoch.
 
     Args:
-        batch_sampler: Batch sampler, infinite or not.
+        batch_sampler: The wrapped batch sampler, finite or infinite.
         key (tuple[int, ...]): Prefix of all seeds.
-        is_endless (bool): Start the next epoch at the end of one.
+        is_endless (bool): Continue with the next epoch at the end of an epoch.
     """
 
     def __init__(self, batch_sampler: Any, key: tuple, is_endless: bool):
@@ -77,24 +79,23 @@ class _SeededBatches:
             self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that starts next, of the sampler too."""
+        """Set the next epoch to start, also in the wrapped sampler."""
         self.epoch = epoch
         if hasattr(self.sampler, 'set_epoch'):
             self.sampler.set_epoch(epoch)
 
 
 class _Batches(chain):
-    """Batch iterator of an iteration-based loop."""
-
     def skip_iter(self, num_iters: int) -> None:
-        """Do nothing: the batch sampler skips. The loop of onedl-mmengine calls this instead of drawing."""
+        """Do nothing: the batch sampler skips batches itself. onedl-mmengine's loop calls this method when resuming."""
 
 
 @LOOPS.register_module(force=True)
 class ResumedEpochLoop(EpochBasedTrainLoop):
-    """MMEngine's epoch-based loop, with the batch numbers of the epoch for hooks and logs in a resumed epoch.
+    """MMEngine's epoch-based loop that numbers the batches of a resumed epoch as in an uninterrupted run.
 
-    MMEngine counts from 0 there. :class:`~mmlinattn.engine.SafeRunner` builds this loop for ``EpochBasedTrainLoop``.
+    MMEngine counts from 0 after resuming within an epoch. :class:`~mmlinattn.engine.SafeRunner` builds this loop for
+    ``EpochBasedTrainLoop``.
     """
 
     num_done = 0  # batches of this epoch that an earlier run trained on
@@ -108,23 +109,24 @@ _LOOPS = (EpochBasedTrainLoop, ResumedEpochLoop, IterBasedTrainLoop)
 
 @HOOKS.register_module(force=True)
 class ExactResumeHook(Hook):
-    """Give a resumed run the data and random numbers of an uninterrupted one.
+    """Give a resumed run the same data and random numbers as an uninterrupted run.
 
-    MMEngine saves the seed, but not the state of the generators. Here the state follows from the position:
+    MMEngine saves the seed, but not the state of the random generators. This hook derives the state from the position
+    in the training:
 
     - before each iteration, all generators are seeded from (seed, rank, iteration);
-    - each batch is loaded under a seed from (seed, rank, epoch, number in the epoch), by any worker;
+    - each batch is loaded under a seed from (seed, rank, epoch, number in the epoch), in any worker;
     - samplers start with the seed of the resumed checkpoint.
 
-    A run resumes at any saved iteration. Checkpoints in the middle of an epoch (``by_epoch=False``, :class:`StopHook`)
-    store their position as ``stopped``. Losses are equal bit by bit on a CPU, and as equal as those of two runs of one
-    program on a GPU (see ``randomness.deterministic`` in MMEngine).
+    A run can resume at any saved iteration. Checkpoints within an epoch (``by_epoch=False``, :class:`StopHook`) store
+    their position as ``stopped``. On a CPU the losses are bitwise equal. On a GPU they differ as much as those of two
+    runs of one program (see ``randomness.deterministic`` in MMEngine).
 
-    ``train_dataloader`` is a config. A ready-made ``DataLoader`` and train loops other than MMEngine's two keep
-    MMEngine's behaviour, with a warning. A second hook of this class is a no-op.
+    ``train_dataloader`` has to be a config. With a ``DataLoader`` object, or a train loop other than MMEngine's two,
+    the hook only warns. A second hook of this class has no effect.
 
     Raises:
-        RunError: A run resumes in the middle of an epoch, and the number of batches in an epoch has changed.
+        RunError: A run resumes within an epoch, and the number of batches in an epoch has changed.
     """
 
     priority = 'VERY_HIGH'
@@ -135,7 +137,7 @@ class ExactResumeHook(Hook):
         self._num_trained = 0  # batches of this epoch
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Keep the position of the checkpoint. It counts only if the loop is there too, in a resumed run."""
+        """Keep ``meta`` of the checkpoint; ``before_train`` uses the position in it only if the run resumes."""
         self._meta = checkpoint.get('meta') or {}
 
     def before_train(self, runner) -> None:
@@ -178,7 +180,7 @@ class ExactResumeHook(Hook):
 
     @staticmethod
     def _warn_of_memory(runner) -> None:
-        """Warn of transforms that keep images or sizes of earlier batches, in a resumed run."""
+        """Warn in a resumed run of transforms that depend on earlier batches (cached images, kept sizes)."""
         steps = (step for leaf in leaf_datasets(runner.train_dataloader.dataset) for step in transforms_of(leaf))
         # MMDetection's data preprocessor resizes batches
         augments = (getattr(unwrapped(runner.model), 'data_preprocessor', None) or nn.Identity()).modules()
@@ -204,13 +206,13 @@ class ExactResumeHook(Hook):
         self._num_trained += 1
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Store the position in the epoch; MMEngine would repeat the epoch."""
+        """Store the position in the epoch; without it, MMEngine would repeat the epoch."""
         if self.batches is not None and self._num_trained and isinstance(runner.train_loop, EpochBasedTrainLoop):
             checkpoint['meta']['stopped'] = dict(batch=self._num_trained, num_batches=len(runner.train_dataloader))
 
 
 def _build_batch_sampler(loader: DataLoader, config: dict, seed: int) -> Any:
-    """Build the samplers of a loader's config again, from the beginning."""
+    """Build new samplers, at their beginning, from the config of a loader."""
     sampler = DATA_SAMPLERS.build(dict(config['sampler']), default_args=dict(dataset=loader.dataset, seed=seed))
     batch_sampler = config.get('batch_sampler') or dict(type=BatchSampler, drop_last=loader.drop_last)
     return DATA_SAMPLERS.build(
@@ -219,7 +221,6 @@ def _build_batch_sampler(loader: DataLoader, config: dict, seed: int) -> Any:
 
 
 def _with_batches(batches: _SeededBatches, loader: DataLoader) -> DataLoader:
-    """Build a loader with another batch sampler, and the data set and settings of ``loader``."""
     names = inspect.signature(DataLoader).parameters.keys() - {'batch_size', 'shuffle', 'sampler', 'drop_last'}
     settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
     return DataLoader(**{**settings, 'batch_sampler': batches})

@@ -12,7 +12,6 @@ from ...utils.errors import RunError
 
 
 def _file_names(data_batch) -> list[str]:
-    """Return ``img_path`` of every sample of a batch of any of the three tasks."""
     samples = data_batch.get('data_samples', ()) if isinstance(data_batch, dict) else data_batch
     samples = samples if isinstance(samples, (list, tuple)) else [samples]
     samples = [sample.get('data_samples', sample) if isinstance(sample, dict) else sample for sample in samples]
@@ -21,14 +20,14 @@ def _file_names(data_batch) -> list[str]:
 
 @HOOKS.register_module(force=True)
 class FiniteLossHook(Hook):
-    """Stop at the first NaN or infinite loss, naming its images, and before such weights are saved.
+    """Stop the run at the first NaN or infinite loss, before a checkpoint is saved. The message names the images.
 
-    MMDetection's ``CheckInvalidLossHook`` checks every 50th loss and names no images. The optimizer has already used
-    the gradients of a bad loss, so no later checkpoint may be written. The process stops alone, and the launcher ends
-    the others.
+    MMDetection's ``CheckInvalidLossHook`` checks every 50th loss and names no images. When the hook runs, the optimizer
+    has already used the gradients, so that no later checkpoint may be written. The process stops without waiting for
+    others, and the launcher ends them.
 
     Raises:
-        RunError: ``outputs['loss']`` of a train step, or a weight of a checkpoint, holds NaN or infinity.
+        RunError: ``outputs['loss']`` of a train step, or a weight to be saved, holds NaN or infinity.
     """
 
     priority = 'VERY_HIGH'  # before the checkpoint hook, and before the logger averages the loss

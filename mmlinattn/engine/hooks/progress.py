@@ -14,17 +14,17 @@ from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
 
-# beginnings of LoggerHook's lines; a terminal shows bar and table instead
+# first words of LoggerHook's lines; on a terminal, the bar and the table replace these lines
 _OF_LOGGER_HOOK = ('Epoch(', 'Iter(')
 
 
 def is_error(name: str) -> bool:
-    """Return True if the lowest value of a metric is the best."""
+    """Return True if a lower value of the metric is better."""
     return bool({'loss', 'mae', 'mse', 'rmse', 'error', 'rel'} & set(name.lower().replace('/', '_').split('_')))
 
 
 def scalars(metrics: Optional[dict]) -> dict[str, float]:
-    """Return the metrics that are one number, of Python, NumPy or PyTorch."""
+    """Return the metrics with a single number as value (of Python, NumPy or PyTorch), as floats."""
     return {
         name: float(value)
         for name, value in (metrics or {}).items()
@@ -33,7 +33,7 @@ def scalars(metrics: Optional[dict]) -> dict[str, float]:
 
 
 def position(runner) -> str:
-    """Return the position of a training, ``epoch 3`` or ``iteration 8000``; '' without training."""
+    """Return the position of the training as ``epoch 3`` or ``iteration 8000``, or '' if the run does not train."""
     loop = runner._train_loop  # the property would build one, and its data, in a test
     if not isinstance(loop, BaseLoop):
         return ''
@@ -42,12 +42,12 @@ def position(runner) -> str:
 
 @HOOKS.register_module(force=True)
 class ProgressHook(Hook):
-    """Show the progress of a run on the screen from its first step on.
+    """Show the progress of a run from its first step on.
 
-    A terminal has a bar with loss, learning rate and remaining time in place of the lines of MMEngine's ``LoggerHook``;
-    the log file keeps these. Elsewhere a line is printed after the first step, then every ``interval`` seconds. After
-    each validation and test the metrics are printed as a table, beside the best of the run. Only the main process
-    prints.
+    On a terminal, a progress bar with loss, learning rate and remaining time replaces the lines of MMEngine's
+    ``LoggerHook``, which are only in the log file. If stdout is no terminal, a line is printed after the first step and
+    every ``interval`` seconds. After each validation and test, a table shows the metrics and the best values of the
+    run. Only the main process prints.
 
     Args:
         interval (float): Seconds between lines if stdout is no terminal.

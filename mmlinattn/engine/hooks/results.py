@@ -25,7 +25,7 @@ MAX_EVALUATED = 2_000_000  # images times classes that pycocotools evaluates in 
 
 
 def read_rows(path: str, last: float = math.inf) -> list[dict]:
-    """Read the rows of a ``results.csv`` up to an iteration, none of other files."""
+    """Return the rows of a ``results.csv`` up to iteration ``last``, or an empty list if the file cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError), open(path, newline='') as file:
         rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
         return [row for row in rows if row['iteration'] <= last]
@@ -33,7 +33,8 @@ def read_rows(path: str, last: float = math.inf) -> list[dict]:
 
 
 class _Predictions:
-    """Predictions of a validation or test beside its annotations, of detectors, segmentors or classifiers."""
+    """Predictions of a validation or test of a detector, segmentor or classifier, collected together with the
+    annotations."""
 
     def __init__(self, loader):
         self.dataset, self.size, self.seen = loader.dataset, len(loader.dataset), 0
@@ -65,7 +66,8 @@ class _Predictions:
             np.add.at(self.matrix.reshape(-1), (rows * count + columns)[is_class], 1)
 
     def write(self, folder: str, prefix: str) -> list[str]:
-        """Write the plots from the main process; all processes have to call it. Returns their paths."""
+        """Write the plots and return their paths. All processes have to call this method; only the main process
+        writes."""
         if get_world_size() > 1:
             self.boxes = collect_results(self.boxes, self.size, device='cpu') or []
             all_reduce(torch.as_tensor(self.matrix))
@@ -104,16 +106,17 @@ class _Predictions:
 
 @HOOKS.register_module(force=True)
 class ResultsHook(Hook):
-    """Write the course of a training, and plots of its predictions, into the work dir.
+    """Write metrics of the training, and plots of the predictions, into the work dir.
 
-    - ``results.csv``: a row for each epoch (iteration-based: for each validation, and a hundredth of the training):
-      learning rate, mean losses since the row before, and the metrics of the validation. A resumed run continues it.
-    - ``results.png``: losses, learning rate and metrics, after the last iteration.
-    - ``confusion_matrix.png``: of the last validation, also ``precision_recall.png`` of a detector. After a test, the
-      same with ``test_`` before the name.
+    - ``results.csv``: learning rate, mean losses since the previous row, and metrics of the validation. There is a row
+      per epoch, or in iteration-based training per validation and per hundredth of the training. A resumed run appends
+      to the file.
+    - ``results.png``: losses, learning rate and metrics, plotted after the last iteration.
+    - ``confusion_matrix.png``: confusion matrix of the last validation; for a detector also ``precision_recall.png``.
+      After a test, the file names begin with ``test_``.
 
-    Predictions are compared with the annotations that the data set holds: boxes of MMDetection's ``instances``, label
-    maps and labels of the data samples. Other kinds of models have no confusion matrix.
+    Annotations come from the data set: ``instances`` of MMDetection, or label maps and labels in the data samples.
+    Models of other tasks have no confusion matrix.
     """
 
     priority = 'LOW'  # after RuntimeInfoHook, the source of the numbers
@@ -166,7 +169,7 @@ class ResultsHook(Hook):
         self._log(runner, paths)
 
     def _add_row(self, runner, iteration: int, metrics: Optional[dict] = None, **epoch: int) -> None:
-        """Add a row, or metrics to the last one if it is of the same iteration, and write all rows."""
+        """Append a row, or add metrics to the last row if it is of the same iteration; then write the file."""
         if not self.rows or self.rows[-1]['iteration'] != iteration:
             row: dict[str, Any] = dict(epoch, iteration=iteration, seconds=round(time.time() - self._began, 1))
             for name, buffer in runner.message_hub.log_scalars.items():

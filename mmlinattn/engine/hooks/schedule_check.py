@@ -9,14 +9,13 @@ from mmengine.runner import IterBasedTrainLoop
 
 
 def _all_schedulers(schedulers) -> list:
-    """Return the schedulers of one optimizer, or of several by name."""
     if isinstance(schedulers, dict):
         return [each for part in schedulers.values() for each in _all_schedulers(part)]
     return list(schedulers or ())
 
 
 def _is_warm_up(scheduler) -> bool:
-    """Return True for LinearLR and ConstantLR that begin below the full rate, and for warm-ups of MMDetection."""
+    """Return True for LinearLR and ConstantLR with a rising rate, and for MMDetection's warm-up schedulers."""
     name = type(scheduler).__name__
     start = getattr(scheduler, 'start_factor', getattr(scheduler, 'factor', 1.0))
     rises = start < getattr(scheduler, 'end_factor', 1.0)
@@ -24,16 +23,16 @@ def _is_warm_up(scheduler) -> bool:
 
 
 def schedule_faults(schedulers, max_epochs: int, max_iters: int, is_by_iteration: bool) -> Iterator[str]:
-    """Compare learning rate schedules with the length of a training.
+    """Compare learning rate schedules with the length of the training.
 
     Args:
-        schedulers (list or dict): MMEngine's schedulers as the runner has built them.
-        max_epochs (int): Epochs of the training.
-        max_iters (int): Iterations of the training.
-        is_by_iteration (bool): True for an iteration-based loop; it never ends an epoch.
+        schedulers (list or dict): MMEngine's schedulers as built by the runner.
+        max_epochs (int): Number of epochs.
+        max_iters (int): Number of iterations.
+        is_by_iteration (bool): True for an iteration-based loop, which has no epochs.
 
     Yields:
-        str: A fault: a warm-up or a decay of another length than the training.
+        str: A sentence on a scheduler that ends too late, too early, or rises again.
     """
     rates = [each for each in _all_schedulers(schedulers) if each.param_name == 'lr']
     for each in rates:
@@ -65,10 +64,13 @@ def schedule_faults(schedulers, max_epochs: int, max_iters: int, is_by_iteration
 
 @HOOKS.register_module(force=True)
 class ScheduleCheckHook(Hook):
-    """Warn before the first step if the learning rate schedule does not fit the length of the training.
+    """Warn before the first step if learning rate schedule and training length do not match.
 
-    It also warns of an iteration-based loop with gradient accumulation, as MMEngine counts iterations in place of
-    updates, of a checkpoint at the end of the training, and of a run without (best) checkpoints.
+    It also warns in these cases:
+
+    - an iteration-based loop with gradient accumulation, because MMEngine counts iterations rather than updates;
+    - a checkpoint that is already at the end of the training;
+    - a run that saves no checkpoints, or cannot save best ones.
     """
 
     priority = 'VERY_LOW'  # after resuming: it takes the schedule of the checkpoint

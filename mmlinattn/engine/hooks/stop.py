@@ -24,10 +24,10 @@ GRACE = 30  # seconds that workers live after a SIGTERM, like the delay of Slurm
 
 
 class _Shielded:
-    """``worker_init_fn`` that ignores Ctrl-C, delays SIGTERM, and then calls ``init_fn``.
+    """``worker_init_fn`` of a DataLoader that ignores Ctrl-C and delays SIGTERM in the worker, then calls ``init_fn``.
 
-    Terminals send Ctrl-C, and Slurm SIGTERM, to all processes of a run. The main process needs its workers for the rest
-    of the iteration, and ends them itself.
+    A terminal sends Ctrl-C, and Slurm sends SIGTERM, to all processes of a run. The main process needs its workers for
+    the rest of the iteration, and ends them itself.
     """
 
     def __init__(self, init_fn):
@@ -51,13 +51,13 @@ class _Shielded:
 
 
 def _excepthook(kind, error, traceback) -> None:
-    """Silence the memory-sharing thread of a worker after Ctrl-C in the main process."""
+    """Silence connection errors of a worker's memory-sharing thread after Ctrl-C in the main process."""
     if not issubclass(kind, (EOFError, ConnectionError)):
         sys.__excepthook__(kind, error, traceback)
 
 
 def shield_workers(loader: DataLoader) -> None:
-    """Let future workers of a loader survive a SIGTERM for :data:`GRACE` seconds."""
+    """Let workers that ``loader`` starts from now on survive a SIGTERM for :data:`GRACE` seconds."""
     if getattr(loader, 'num_workers', 0) > 0 and not isinstance(loader.worker_init_fn, _Shielded):
         loader.worker_init_fn = _Shielded(loader.worker_init_fn)
 
@@ -67,10 +67,10 @@ _forking = threading.local()  # mask: signals blocked by a thread before it fork
 
 @functools.cache
 def _reset_in_children() -> None:
-    """Let processes that are forked while a StopHook listens end at a SIGTERM.
+    """Restore the default SIGTERM handler in processes forked while a StopHook handles the signal.
 
-    Pools, of metrics for example, end their processes with it, and would wait forever. The signal is blocked during the
-    fork, as Python loses one that arrives while it sets up the child.
+    Process pools (of metrics, for example) end their processes by SIGTERM, and would wait forever if these ignored it.
+    The signal is blocked during the fork, as Python loses a signal that arrives while the child is set up.
     """
 
     def before() -> None:
@@ -90,18 +90,18 @@ def _reset_in_children() -> None:
 class StopHook(Hook):
     """Save a checkpoint and exit with status 143 on SIGTERM (sent by Slurm, Kubernetes, torchrun).
 
-    - In training, the current iteration is finished, with gradient accumulation up to the update of the weights. Then
-      ``stopped.pth`` is written beside the other checkpoints, and named in ``last_checkpoint``. ``--resume`` continues
-      from it, also in the middle of an epoch (:class:`ExactResumeHook`).
-    - In a validation, the checkpoint is saved at once, and the validation is skipped.
+    - In training, the current iteration is finished, or with gradient accumulation all iterations up to the next update
+      of the weights. Then ``stopped.pth`` is written beside the other checkpoints, and named in ``last_checkpoint``.
+      ``--resume`` continues from it, even in the middle of an epoch (:class:`ExactResumeHook`).
+    - In a validation, the checkpoint is saved at once, and the rest of the validation is skipped.
     - Epoch-based runs without :class:`ExactResumeHook`, and loops other than MMEngine's two, exit without saving.
 
     Args:
-        save_on_sigterm (bool): Handle SIGTERM. False lets the run end at once.
-        interval (int): Iterations between two exchanges of received signals among processes.
+        save_on_sigterm (bool): Handle SIGTERM. If False, SIGTERM ends the run at once.
+        interval (int): Number of iterations after which processes tell each other about received signals.
 
     Raises:
-        ValueError: ``interval`` is no positive integer.
+        ValueError: ``interval`` is not a positive integer.
     """
 
     priority = 'LOWEST'  # after the hooks of checkpoints and learning rates
@@ -149,7 +149,7 @@ class StopHook(Hook):
             self._save_and_end(runner, runner.iter + 1)
 
     def before_val_iter(self, runner, batch_idx: int, data_batch=None) -> None:
-        """Save and end at once: weights do not change in a validation."""
+        """Save and exit at once: a validation does not change weights."""
         if self._previous is None or not self.is_signalled:
             return
         for hook in runner.hooks:

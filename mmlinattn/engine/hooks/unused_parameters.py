@@ -13,10 +13,11 @@ from ...utils.errors import RunError
 
 @HOOKS.register_module(force=True)
 class UnusedParametersHook(Hook):
-    """Name the parameters without gradient after the first iteration.
+    """Report the parameters that got no gradient in the first iteration.
 
-    An output norm of a backbone among them means that the neck skips its map (``start_level=1``). One process warns.
-    ``DistributedDataParallel`` without ``find_unused_parameters`` would fail in iteration 2; here the run stops first.
+    If an output norm of the backbone is among them, the neck does not use that feature map (``start_level=1``).
+    ``DistributedDataParallel`` without ``find_unused_parameters`` would fail in iteration 2; this hook stops the run
+    before. In all other cases it warns.
 
     Raises:
         RunError: In distributed training without ``find_unused_parameters``, some parameter got no gradient.
@@ -25,7 +26,7 @@ class UnusedParametersHook(Hook):
     priority = 'VERY_HIGH'
 
     def before_train(self, runner) -> None:
-        """Watch all trained parameters. Optimizers clear gradients before ``after_train_iter``."""
+        """Register gradient hooks on all trained parameters: optimizers clear gradients before ``after_train_iter``."""
         is_flat = is_model_wrapper(runner.model) and not isinstance(runner.model, DistributedDataParallel)
         named = {} if is_flat else dict(unwrapped(runner.model).named_parameters())
         self._without = {name: None for name, parameter in named.items() if parameter.requires_grad}
@@ -33,7 +34,7 @@ class UnusedParametersHook(Hook):
         self._handles = [named[n].register_hook(lambda _, n=n: self._without.pop(n, None)) for n in self._without]
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
-        """Report after the first iteration."""
+        """Remove the gradient hooks after the first iteration, and report."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()

@@ -21,23 +21,23 @@ def _default_decay(optimizer: Any) -> Optional[float]:
 class BackboneLayerDecayOptimWrapperConstructor(MergedOptimWrapperConstructor):
     """Layer-wise learning rate decay for detectors and segmentors (BEiT, Bao et al. 2022).
 
-    A parameter of depth i (:meth:`~mmlinattn.backbones.base.Backbone.get_layer_depth`) of L blocks gets the learning
-    rate times ``layer_decay_rate ** (L + 1 - i)``; the head gets the full rate. Classifiers of these backbones can also
-    use MMPretrain's ``LearningRateDecayOptimWrapperConstructor``.
+    In a backbone of L blocks, the learning rate of a parameter at depth i is multiplied by ``layer_decay_rate ** (L + 1
+    - i)``; i comes from :meth:`~mmlinattn.backbones.base.Backbone.get_layer_depth`. Heads and necks keep the full rate.
+    Classifiers of these backbones can also use MMPretrain's ``LearningRateDecayOptimWrapperConstructor``.
 
-    Norms, biases, other vectors, position tables and class tokens do not decay, unless ``paramwise_cfg`` sets their
-    factors. Without ``weight_decay`` in the config the optimizer's default is used. As in MMEngine, ``decay_mult`` of a
-    matching custom key (1 if absent) replaces all other decay factors of a parameter.
+    Norms, biases, other vectors, position tables and class tokens get no weight decay, unless ``paramwise_cfg`` sets
+    their factors. Without ``weight_decay`` in the config, the optimizer's default is used. As in MMEngine,
+    ``decay_mult`` of a matching custom key (1 if absent) replaces all other decay factors of a parameter.
 
     Args:
         optim_wrapper_cfg (dict): Same as MMEngine's; the optimizer needs a learning rate.
         paramwise_cfg (dict): ``layer_decay_rate`` in (0, 1], and the options of
             :class:`~mmengine.optim.DefaultOptimWrapperConstructor`, such as ``custom_keys`` and ``norm_decay_mult``.
-            Their factors multiply those of the layers.
+            Their learning rate factors are multiplied by those of the layers.
 
     Raises:
         ValueError: ``layer_decay_rate`` is missing or out of range, the optimizer has no ``lr``, or neither a module
-            called ``backbone`` nor one inside it has a ``get_layer_depth``.
+            called ``backbone`` nor a module inside it has a ``get_layer_depth``.
 
     Examples:
         >>> optim_wrapper = dict(
@@ -67,7 +67,7 @@ class BackboneLayerDecayOptimWrapperConstructor(MergedOptimWrapperConstructor):
         self.layer_decay_rate = float(rate)
 
     def adjust(self, params: list, model: nn.Module) -> None:
-        """Scale learning rates by depth and exempt tables from weight decay."""
+        """Scale learning rates by depth, and set the weight decay of position tables and class tokens to 0."""
         names, keys = {p: name for name, p in model.named_parameters()}, self.paramwise_cfg['custom_keys']
         for group in params if self.base_wd is not None else ():
             name = names[group['params'][0]]
@@ -76,7 +76,7 @@ class BackboneLayerDecayOptimWrapperConstructor(MergedOptimWrapperConstructor):
         found = [
             (f'{name}.', module)
             for name, module in model.named_modules()
-            # of the class, because adapters forward attributes of the backbone inside them
+            # asked of the class, because adapters forward attributes of the backbone that they wrap
             if 'backbone' in name.split('.') and hasattr(type(module), 'get_layer_depth')
         ]
         if not found:

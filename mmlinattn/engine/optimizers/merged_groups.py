@@ -13,7 +13,7 @@ from torch import nn
 from .saved_groups import fit_groups
 
 _APPLIED = ('lr_mult', 'decay_mult')  # factors that lr and weight_decay of a group contain
-# PyTorch's optimizers with a fused kernel for CPUs and for CUDA
+# optimizers of PyTorch with a fused kernel for CPUs and for CUDA
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
@@ -26,10 +26,10 @@ def optimizer_class(kind: Any) -> Any:
 
 
 def can_be_fused(optimizer: dict, model: nn.Module) -> bool:
-    """Return True if an optimizer config may get ``fused=True`` for all parameters of a model.
+    """Return True if ``fused=True`` may be added to an optimizer config for all parameters of a model.
 
-    The config sets neither ``fused`` nor an option that excludes it. Parameters are floating-point tensors on a CPU or
-    a CUDA device, and dense: fused kernels read parameters, gradients and states in memory order.
+    The config may set neither ``fused`` nor an option that excludes it. Parameters have to be dense floating-point
+    tensors on a CPU or a CUDA device, because fused kernels read parameters, gradients and states in memory order.
     """
     if optimizer_class(optimizer.get('type')) not in _FUSED:
         return False
@@ -50,7 +50,7 @@ def _is_dense(x: torch.Tensor) -> bool:
 
 @contextmanager
 def _without_options() -> Iterator[None]:
-    """Drop MMEngine's log lines of single parameters, up to three for each."""
+    """Suppress MMEngine's log lines on single parameters (up to three for each parameter)."""
 
     def keep(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith('paramwise_options -- ')
@@ -65,15 +65,16 @@ def _without_options() -> Iterator[None]:
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
-    """MMEngine's default constructor with one parameter group per setting, and a fused optimizer where possible.
+    """MMEngine's default constructor, but parameters with equal settings share a group, and optimizers are fused if
+    possible.
 
-    With ``paramwise_cfg`` MMEngine makes a group for each parameter. A step then starts some eight kernels per
-    parameter, and schedulers loop over all groups. Here parameters of equal settings share a group. Groups are in the
-    order of their first parameters, so that the logged ``lr`` does not change. AdamW, Adam and SGD of PyTorch get
-    ``fused=True`` if all parameters allow it (:func:`can_be_fused`) and the config sets neither ``fused`` nor
-    ``foreach``. MMEngine's ``ZeroRedundancyOptimizer`` keeps its groups.
+    With ``paramwise_cfg``, MMEngine makes a group for each parameter. A step then starts about eight kernels per
+    parameter, and schedulers loop over all groups. Merged groups are in the order of their first parameters, so that
+    the logged ``lr`` does not change. AdamW, Adam and SGD of PyTorch get ``fused=True`` if all parameters allow it
+    (:func:`can_be_fused`) and the config sets neither ``fused`` nor ``foreach``. With MMEngine's
+    ``ZeroRedundancyOptimizer``, groups are not merged.
 
-    Optimizer states of checkpoints with other groups are loaded by parameter
+    Optimizer states of checkpoints with other groups are matched by parameter name
     (:func:`~mmlinattn.engine.optimizers.saved_groups.fit_groups`).
 
     Args:
@@ -110,7 +111,7 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         return wrapper
 
     def add_params(self, params: list, module: nn.Module, prefix: str = '', **kwargs) -> None:
-        """Collect MMEngine's groups of one parameter each, then merge them."""
+        """Let MMEngine make a group for each parameter, then merge groups with equal settings."""
         super().add_params(params, module, prefix=prefix, **kwargs)
         if prefix == '':
             self.adjust(params, module)
@@ -118,7 +119,8 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
                 params[:] = self._merged(params, module)
 
     def adjust(self, params: list, model: nn.Module) -> None:
-        """Change settings of the groups, of one parameter each, before they are merged."""
+        """Change settings of the groups before they are merged; here each group has one parameter. Subclasses override
+        this."""
 
     def _merged(self, params: list, model: nn.Module) -> list[dict]:
         names = {p: name for name, p in model.named_parameters()}
@@ -143,10 +145,11 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
 
 def _adapt_loading(optimizer: torch.optim.Optimizer, order: list[str]) -> None:
-    """Fit loaded states to the groups of an optimizer, and states of fused kernels to the strides of parameters.
+    """Register hooks that fit loaded states to an optimizer: to its groups, and for fused kernels to its parameters'
+    strides.
 
-    On a CPU, fused kernels silently give wrong values if a state and its parameter have different strides. This happens
-    after ``model.to(memory_format=...)`` and with checkpoints of the other format.
+    On a CPU, fused kernels silently give wrong values if a state and its parameter have different strides. Strides
+    differ after ``model.to(memory_format=...)``, or if the checkpoint was saved in another memory format.
     """
     maps = [p for group in optimizer.param_groups for p in group['params'] if p.dim() > 3]
     strides: list[tuple] = []

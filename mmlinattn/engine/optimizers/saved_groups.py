@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Optimizer and scheduler states of a checkpoint for an optimizer with other parameter groups."""
+"""Fit optimizer and scheduler states of a checkpoint to an optimizer with other parameter groups."""
 
 from typing import Any, Optional
 
@@ -14,7 +14,8 @@ _ADVICE = 'as it was, or load_from=CHECKPOINT in place of --resume.'
 
 
 def _names_of(groups: list[dict], order: list[str]) -> Optional[list[list[str]]]:
-    """Return the parameter names of each group, or None if the groups do not tell."""
+    """Return the parameter names of each group, or None if the groups neither store names nor hold one parameter
+    each."""
     if groups and all('param_names' in group for group in groups):
         return [list(group['param_names']) for group in groups]
     if len(groups) == len(order) and all(len(group['params']) == 1 for group in groups):
@@ -27,22 +28,22 @@ def _settings(group: dict) -> dict:
 
 
 def fit_groups(groups: list[dict], saved: list[dict], order: list[str]) -> tuple[list[dict], list[int]]:
-    """Rearrange the groups of a saved optimizer state for an optimizer.
+    """Rearrange the groups of a saved optimizer state to match those of an optimizer.
 
-    Parameters of merged groups are matched by ``param_names``, those of MMEngine's groups of one parameter by the order
-    of the model, and other groups by position. Settings are the saved ones, as MMEngine resumes, except for ``fused``
-    and ``foreach`` of the optimizer.
+    Parameters of merged groups are matched by ``param_names``, parameters of MMEngine's one-parameter groups by the
+    order of the model, and other groups by position. As in MMEngine, the saved settings are used, except that ``fused``
+    and ``foreach`` come from the optimizer.
 
     Args:
         groups (list[dict]): ``param_groups`` of the optimizer.
         saved (list[dict]): ``param_groups`` of the saved state.
-        order (list[str]): Names of all parameters of the model, in its order.
+        order (list[str]): Names of all parameters, in the order of the model.
 
     Returns:
-        tuple: The groups to load, and the indices of the saved groups with their settings.
+        tuple[list[dict], list[int]]: The groups to load, and for each the index of the saved group with its settings.
 
     Raises:
-        RunError: The state is of other parameters, has other groups without names, or parameters of one group have
+        RunError: The state has other parameters, has other groups without names, or parameters of one group have
             different saved settings.
     """
     named = {name for group in [*groups, *saved] for name in group.get('param_names', ())}
@@ -81,12 +82,12 @@ def fit_groups(groups: list[dict], saved: list[dict], order: list[str]) -> tuple
 
 
 def fit_checkpoint(optimizer: Any, checkpoint: dict, model: nn.Module) -> None:
-    """Rearrange optimizer and schedulers of a checkpoint for the groups of an optimizer, in place.
+    """Rearrange the optimizer and scheduler states in a checkpoint to match the groups of an optimizer, in place.
 
     Args:
         optimizer (torch.optim.Optimizer): The optimizer to resume.
         checkpoint (dict): A checkpoint of MMEngine with ``optimizer`` and ``param_schedulers``.
-        model (nn.Module): The model, with the parameters in the order of the optimizer's groups.
+        model (nn.Module): The model of the optimizer.
 
     Raises:
         RunError: Same as :func:`fit_groups`.
@@ -98,6 +99,7 @@ def fit_checkpoint(optimizer: Any, checkpoint: dict, model: nn.Module) -> None:
     for state in schedulers if isinstance(schedulers, list) else ():
         for key in _PER_GROUP:
             values = state.get(key)
-            # MMEngine appends the base rate to those of two groups and more
+            # with two or more groups, MMEngine appends the base rate, so that a list may have one value more than
+            # groups
             if isinstance(values, list) and len(values) - len(saved) in (0, 1):
                 state[key] = [values[i] for i in sources] + values[len(saved) :]

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Process groups, and a Runner that is careful with files."""
+"""Set up distributed processes; a Runner that protects files and checks loaded checkpoints."""
 
 from .distributed import CPUDistributedDataParallel, leave_process_group, prepare_distributed
 from .safe_runner import SafeRunner, find_latest_checkpoint

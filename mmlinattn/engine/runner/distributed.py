@@ -31,7 +31,7 @@ class CPUDistributedDataParallel(MMDistributedDataParallel):
     """MMEngine's data-parallel wrapper for processes without an accelerator.
 
     ``device_ids`` is ignored: MMEngine always passes it, and DDP refuses it for a model on the CPU. SyncBatchNorm
-    becomes BatchNorm, as it trains in one process only on the CPU.
+    layers become BatchNorm, because PyTorch cannot synchronise their statistics on the CPU.
     """
 
     def __init__(self, module: nn.Module, **kwargs):
@@ -54,7 +54,8 @@ def _slurm_master() -> str:
 
 
 def _export_rank(launcher: str) -> None:
-    """Set the environment variables of PyTorch's ``env://`` from those of a launcher."""
+    """Set PyTorch's environment variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...) from those of the
+    launcher."""
     names = _RANKS[launcher]
     missing = [name for name in names if name not in os.environ]
     if missing:
@@ -73,12 +74,12 @@ def _export_rank(launcher: str) -> None:
 def prepare_distributed(cfg: Config) -> None:
     """Prepare this process and the config for ``cfg.launcher``, before the Runner is built.
 
-    With GPUs, each process selects its own. Without an accelerator, the processes are joined over gloo, as MMEngine
-    needs CUDA, and the config gets the CPU model wrapper.
+    With GPUs, each process selects its own GPU. Without an accelerator, the gloo process group is created here, because
+    MMEngine's own function needs CUDA, and the config gets the CPU model wrapper.
 
     Raises:
-        RunError: There are more processes than GPUs, a launcher's environment is missing, or the model wrapper of the
-            config needs an accelerator.
+        RunError: There are more processes than GPUs, an environment variable of the launcher is missing, or the model
+            wrapper of the config needs an accelerator.
     """
     if cfg.launcher == 'none':
         return
@@ -109,11 +110,12 @@ def prepare_distributed(cfg: Config) -> None:
 def leave_process_group(failed: bool) -> None:
     """Destroy the process group, if there is one.
 
-    Threads of a group that outlives the interpreter may abort the process after its last line (``terminate called
+    If a group outlives the interpreter, its threads may abort the process after its last line (``terminate called
     without an active exception``, exit status -6).
 
     Args:
-        failed (bool): Abort the group after an error or a signal; destroying it may wait for dead processes.
+        failed (bool): The run ended by an error or a signal. The group is then aborted, because destroying it may wait
+            for processes that have died.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return

@@ -16,20 +16,21 @@ from ..hooks.exact_resume import ResumedEpochLoop
 
 
 def _is_own_best(path: Any, folders: list[str]) -> bool:
-    """Return True for a best checkpoint of this run: ``best_...``, directly in one of its folders."""
+    """Return True if ``path`` is a best checkpoint of this run: a file ``best_...`` directly in one of ``folders``."""
     if not isinstance(path, str) or not osp.basename(path).startswith('best_'):
         return False
 
     def resolve(folder: str) -> str:
         return folder if '://' in folder else osp.realpath(folder)
 
-    # links are followed in the folder, not in the name: removing a link leaves its target
+    # only links in the folder part are followed: removing a linked file removes the link and not its target
     return resolve(osp.dirname(path)) in map(resolve, folders)
 
 
 def _keep_own_files(runner, info: dict) -> list[str]:
-    """Drop foreign file names from the runtime information of a checkpoint, and return their keys."""
-    # before training, the hook knows the folder of all runs only
+    """Remove from the runtime information of a checkpoint the file names that are not of this run; return the removed
+    keys."""
+    # before training, `out_dir` of the hook is the parent of the folders of all runs
     outs = [str(hook.out_dir) for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook.out_dir]
     name = osp.basename(runner.work_dir.rstrip(os.sep))
     folders, dropped = [runner.work_dir, *(osp.join(out, name) for out in outs)], []
@@ -51,7 +52,7 @@ def _keep_own_files(runner, info: dict) -> list[str]:
 
 @contextmanager
 def _load_errors(filename: str):
-    """Turn the errors of MMEngine for unexpected contents of a file into one line."""
+    """Convert errors that MMEngine raises for unexpected contents of ``filename`` to a CheckpointError of one line."""
     try:
         yield
     except (CheckpointError, OSError, MemoryError, torch.cuda.OutOfMemoryError):
@@ -66,16 +67,16 @@ def _load_errors(filename: str):
 
 @RUNNERS.register_module(force=True)
 class SafeRunner(Runner):
-    """MMEngine's Runner, careful with files.
+    """MMEngine's Runner, with atomic checkpoints and checks of loaded files.
 
     - It builds ``CheckpointHook`` as :class:`SafeCheckpointHook`, ``EpochBasedTrainLoop`` as :class:`ResumedEpochLoop`.
-    - It drops foreign file names from a resumed checkpoint. MMEngine's CheckpointHook would remove the files of
-      ``best_ckpt`` and ``keep_ckpt_ids``.
+    - From a loaded checkpoint it removes names of files outside this run. Otherwise MMEngine's CheckpointHook would
+      delete the files named by ``best_ckpt`` and ``keep_ckpt_ids``.
 
-    Our configs set ``runner_type='SafeRunner'``; our tools use it for all configs without ``runner_type``.
+    Our configs set ``runner_type='SafeRunner'``; our tools use this class for all configs without ``runner_type``.
 
     Raises:
-        CheckpointError: A file cannot be loaded or resumed from. The message is one line with its name.
+        CheckpointError: A file cannot be loaded or resumed from. The message is one line with the name of the file.
     """
 
     def register_hook(self, hook: Union[Hook, dict], priority: Any = None) -> None:
@@ -92,12 +93,13 @@ class SafeRunner(Runner):
         return super().build_train_loop(loop)
 
     def load_checkpoint(self, filename: str, *args, **kwargs) -> dict:
-        """Load weights as MMEngine does, and drop foreign file names from the checkpoint."""
+        """Load weights as MMEngine does, and remove names of files outside this run from the checkpoint."""
         with _load_errors(filename):
             checkpoint = super().load_checkpoint(filename, *args, **kwargs)
             hub = checkpoint.get('message_hub')
             if isinstance(hub, dict) and isinstance(hub.get('runtime_info'), dict):
-                # the resumed run has its own; the text would be copied from file to file
+                # the resumed run has its own config and name; without this, the old text would be copied to each new
+                # checkpoint
                 others = [key for key in ('cfg', 'experiment_name') if hub['runtime_info'].pop(key, None) is not None]
                 for key in others + _keep_own_files(self, hub['runtime_info']):
                     (hub.get('resumed_keys') or {}).pop(key, None)
@@ -111,11 +113,12 @@ class SafeRunner(Runner):
 def find_latest_checkpoint(work_dir: str) -> Optional[str]:
     """Return the checkpoint named by ``last_checkpoint`` in a work dir, if it belongs to that run.
 
-    It belongs to the run if it is in the work dir, or in a folder of the same name, made by ``out_dir`` of
-    CheckpointHook. A file of that name in the work dir is preferred: the path in ``last_checkpoint`` may be outdated.
+    A checkpoint belongs to the run if it is in the work dir, or in a folder of the same name (``out_dir`` of
+    CheckpointHook). The path in ``last_checkpoint`` may be outdated: a file of the same name in the work dir is
+    preferred.
 
     Returns:
-        str | None: The path, or None without ``last_checkpoint``.
+        str | None: The path, or None if there is no ``last_checkpoint``.
 
     Raises:
         CheckpointError: The checkpoint does not exist, or belongs to another run.
@@ -132,7 +135,7 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
     same_name = osp.basename(folder) == osp.basename(osp.abspath(work_dir))
     is_own = same_name or osp.realpath(folder) == osp.realpath(work_dir)
     for candidate in [osp.join(work_dir, name)] * bool(name) + [latest] * is_own:
-        # loaders check other addresses; links are not followed
+        # addresses such as s3:// are checked by their loaders; http links are not accepted
         if osp.exists(candidate) or '://' in candidate and not candidate.startswith(('http://', 'https://')):
             return candidate
     raise CheckpointError(f'{pointer} names {latest[:200]!r}, which is not there or not of this run. {advice}')

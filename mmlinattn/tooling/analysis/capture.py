@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Capture the attentions of a running model block by block, by forward hooks."""
+"""Capture inputs and outputs of each attention of a model during a forward pass, by hooks."""
 
 import inspect
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ CLASS_TOKEN, PADDING = -1, -2  # positions of tokens outside the map
 
 
 class Window(NamedTuple):
-    """Inputs and output of a mixer in one window, or in the whole map, of an image."""
+    """Inputs and output of a mixer in one window of an image (or on the whole map, for global attention)."""
 
     mixer: TokenMixer
     inputs: dict  # copies of its arguments for this window, with a batch size of 1
@@ -32,14 +32,14 @@ class Window(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """Values by head, (heads, M, e), in float32 or better."""
+        """Values split by head, (heads, M, e), in float32 or better."""
         v = self.inputs['v']
         return split_heads(v.to(accumulation_dtype(v)), self.mixer.num_heads)[0]
 
     def weights(self, rows: Tensor, local: bool = False) -> Tensor:
-        """Return the weights of the queries ``rows``, (heads, len(rows), M).
+        """Return the attention weights of the queries ``rows``, (heads, len(rows), M).
 
-        ``local`` adds the convolutions of the values, averaged over the channels of each head.
+        If ``local``, the weights of the convolutions of the values are added, averaged over the channels of each head.
         """
         inputs = {name: value for name, value in self.inputs.items() if name not in ('v', 'context')}
         weights = mixer_weights(self.mixer, **inputs, rows=rows)[0]
@@ -51,7 +51,8 @@ class Window(NamedTuple):
         return weights
 
     def convolutions(self) -> list[Callable[[Tensor], Tensor]]:
-        """Return the convolutions of the values: the mixer's own, then :attr:`local`."""
+        """Return the convolutions of the values as functions: the mixer's own, then :attr:`local`; each only if it
+        exists."""
         mixer, grid, context, v = self.mixer, self.inputs['key_grid'], self.inputs['context'], self.inputs['v']
         found: list[Callable[[Tensor], Tensor]] = []
         if isinstance(mixer, LocalMixer) and mixer.convolve(v, grid, context) is not None:
@@ -63,13 +64,14 @@ class Window(NamedTuple):
         return found
 
     def state(self) -> Optional[Tensor]:
-        """Return the product of keys and values, (heads, d, e), or None for an attention without one."""
+        """Return ``keys^T @ values``, (heads, d, e), or None for an attention without state."""
         inputs = {name: value for name, value in self.inputs.items() if name != 'context'}
         state = mixer_state(self.mixer, **inputs)
         return None if state is None else state[0]
 
     def error(self, rows: Tensor, weights: Tensor) -> float:
-        """Return the relative error of ``weights @ v`` plus the mixer's own convolution, compared with its output."""
+        """Return the relative error of ``weights @ v`` plus the mixer's own convolution, compared with the mixer's
+        output."""
         out = self.out[rows].to(weights.dtype)
         rest = out - rearrange(weights @ self.values, 'heads n e -> n (heads e)')
         if isinstance(self.mixer, LocalMixer):
@@ -80,7 +82,7 @@ class Window(NamedTuple):
 
 
 class BlockCall(NamedTuple):
-    """One forward pass of a block's attention on an image."""
+    """Inputs and outputs of one block's attention in a forward pass on one image."""
 
     name: str  # of the block within the model, backbone.stages.0.1
     branches: list[list[Window]]  # one list for all heads, or one for each direction of stripes
@@ -100,7 +102,10 @@ class BlockCall(NamedTuple):
         return next((name for name, known in TOKEN_MIXERS.module_dict.items() if known is kind), kind.__name__)
 
     def features(self) -> list[tuple[Tensor, Tensor]]:
-        """Return features (heads, tokens, d) of each branch: output of the mixer, input of the output projection."""
+        """Return two feature tensors (heads, tokens, d) for each branch.
+
+        The first is the output of the mixer, the second the input of the output projection.
+        """
         pairs = []
         for branch, whole in zip(self.branches, self.projected.chunk(len(self.branches), dim=-1)):
             positions = torch.cat([window.queries for window in branch])
@@ -117,7 +122,7 @@ class BlockCall(NamedTuple):
 
 
 def arrangements(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the attentions of a model by name, in all arrangements, in the order of the modules."""
+    """Return the outermost attention modules of a model by name: global, windowed and striped ones, in module order."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_inner = any(name.startswith(f'{outer}.') for outer in found)
@@ -128,15 +133,15 @@ def arrangements(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def watched(model: nn.Module, on_block: Callable[[BlockCall], None]) -> Iterator[None]:
-    """Call ``on_block`` after each block's attention of a forward pass on one image.
+    """Context that calls ``on_block`` after each block's attention, in a forward pass on one image.
 
     Args:
         model (nn.Module): A backbone, or any model that has one.
-        on_block (Callable): Function of a :class:`BlockCall`.
+        on_block (Callable): Function that takes a :class:`BlockCall`.
 
     Raises:
         ValueError: The model has no attention of this project, or the batch has several images.
-        NotImplementedError: The token arrangement of an attention is unknown.
+        NotImplementedError: The order in which an attention arranges its tokens is unknown.
     """
     attentions = arrangements(model)
     if not attentions:
@@ -196,7 +201,7 @@ def _watch(name: str, attention: Any, on_block: Callable) -> list:
 
 
 def _by_window(inputs: dict, number: int) -> Iterator[dict]:
-    """Split the arguments of a mixer by window of its batch."""
+    """Split the arguments of a mixer, batched over windows, into the arguments of each window."""
     for i in range(number):
         one = dict(inputs)
         for name in ('q', 'k', 'v', 'mask', 'bias', 'context'):
@@ -209,9 +214,15 @@ def _by_window(inputs: dict, number: int) -> Iterator[dict]:
 
 
 def _token_layout(attention: nn.Module, x: Tensor, calls: list[dict]) -> tuple[tuple, tuple, list]:
-    """Return the size of the map, that of the keys' map, and positions of queries and keys for each mixer call.
+    """Find the positions of the tokens in each mixer call.
 
-    The input ``x`` is (1, H, W, C) or, with class tokens, (1, N, C); ``calls`` are the arguments of the mixer calls.
+    Args:
+        attention: The attention module.
+        x: Its input, (1, H, W, C), or (1, N, C) with class tokens.
+        calls: Arguments of the mixer calls.
+
+    Returns:
+        tuple: Size of the block's map, size of the map of the keys, and positions of queries and keys for each call.
     """
     grid, key_grid = calls[0]['grid'], calls[0]['key_grid']
     size = (x.shape[1], x.shape[2]) if x.dim() == 4 else (grid[0], grid[1])
@@ -239,6 +250,6 @@ def _token_layout(attention: nn.Module, x: Tensor, calls: list[dict]) -> tuple[t
 
 
 def _all_positions(grid: Grid, device) -> Tensor:
-    """Return positions of the tokens of a whole map, class tokens first: (1, N)."""
+    """Return the positions of all tokens of a map, class tokens first, (1, N)."""
     patches = torch.arange(grid.height * grid.width, device=device)
     return torch.cat((patches.new_full((grid.prefix,), CLASS_TOKEN), patches))[None]

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Count multiply-adds and live memory of PyTorch code, operation by operation, on real or meta tensors."""
+"""Count multiply-adds and peak activation memory of PyTorch code for each operation, on real or meta tensors."""
 
 import contextlib
 import weakref
@@ -29,12 +29,12 @@ _KIND_OF = {
 
 
 class OpCounter(TorchDispatchMode):
-    """Count operations by module name within this context, by the formulas of ``torch.utils.flop_counter``.
+    """Context that counts multiply-adds by module name, with the formulas of ``torch.utils.flop_counter``.
 
-    PyTorch's ``FlopCounterMode`` neither separates linear layers from attention products nor measures memory.
+    PyTorch's ``FlopCounterMode`` neither separates linear layers from matmuls of attention nor measures memory.
 
     Args:
-        model (nn.Module): Model with the names of the modules.
+        model (nn.Module): Model that gives the names of its modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -101,14 +101,14 @@ class OpCounter(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Count functions with ambiguous operations.
+    """Function mode for functions with operations that the counter cannot classify or should not count as executed.
 
-    - All products of ``linear`` are of that kind.
-    - ``scaled_dot_product_attention`` counts as the fused kernel: two products, no N x N map. On meta tensors PyTorch
-      would build the map.
-    - Hallucinated attention counts as in its paper, with maps: two products, a 3x3 convolution of half of the maps
-      (intra-head), and their mixture (cross-head).
-    - A convolution by predicted kernels counts as any other.
+    - Every matmul inside ``linear`` counts as a linear layer.
+    - ``scaled_dot_product_attention`` counts as the fused kernel: two matmuls, and no N x N map in memory. On meta
+      tensors PyTorch would build the map.
+    - Hallucinated attention counts as in its paper, which builds the maps: two matmuls, a 3x3 convolution of half of
+      the maps (intra-head), and a mixture of the maps (cross-head).
+    - A convolution with predicted kernels counts as an ordinary convolution.
     """
 
     def __init__(self, count: OpCounter) -> None:

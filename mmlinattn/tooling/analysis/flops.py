@@ -20,7 +20,7 @@ MASK_ROIS = 100  # of MMDetection 2.x's get_flops, used by the papers; 3.x agree
 
 
 class Cost(NamedTuple):
-    """The cost of one forward pass of a model, batch size 1."""
+    """Cost of one forward pass of a model with batch size 1."""
 
     shape: tuple  # height and width of the image
     params: dict  # of each part, in the order of the forward pass
@@ -33,17 +33,18 @@ class Cost(NamedTuple):
         return sum(self.params.values())
 
     def total_macs(self, *kinds: str) -> int:
-        """Return the multiply-adds of some kinds, by default of all."""
+        """Return the multiply-adds of the given operation types, or of all types by default."""
         return sum(macs for (_, kind), macs in self.macs.items() if kind in (kinds or KINDS))
 
     @property
     def layer_macs(self) -> int:
-        """Multiply-adds of convolutions and linear layers, for comparison with counters that hook layers."""
+        """Multiply-adds of convolutions and linear layers only, to compare with counters that hook layers."""
         return self.total_macs(CONV, LINEAR)
 
 
 def part_of(name: str) -> str:
-    """Return the part of a module or parameter by its name: ``backbone.stage1``, ``neck``, ..."""
+    """Return the part of the model (``backbone.stage1``, ``neck``, ...) to which a module or parameter belongs, by its
+    name."""
     stage = re.match(r'backbone\.(?:module\.)?(stages\.|patch_embeds\.|position_tables\.|out_norms\.|layer)(\d+)', name)
     if stage:  # layers of upstream's ResNet count from one
         return f'backbone.stage{int(stage[2]) + (stage[1] != "layer")}'
@@ -52,22 +53,24 @@ def part_of(name: str) -> str:
 
 
 def image_shape(cfg: Config) -> tuple:
-    """Return the usual (height, width) of counts: 800x1280 for detectors, 512x2048 for segmentors, a classifier's test
-    size."""
+    """Return the usual (height, width) for counting.
+
+    It is 800x1280 for detectors, 512x2048 for segmentors, and the test size for classifiers.
+    """
     scope = cfg.get('default_scope', 'mmpretrain')
     return (test_size(cfg) if scope == 'mmpretrain' else None) or SHAPES.get(scope, SHAPES['mmpretrain'])
 
 
 def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
-    """Count a config's model.
+    """Count parameters, multiply-adds and activation memory of the model of a config.
 
     Args:
         cfg (Config): Config of a detector, segmentor or classifier.
         shape (tuple[int, int], optional): (height, width) of the image, both >= 32; :func:`image_shape` by default.
 
     Raises:
-        RunError: The shape is below 32x32, or the forward pass of the model depends on values. Two-stage detectors
-            with an RPN are counted part by part.
+        RunError: The shape is below 32x32, or the forward pass depends on values, which meta tensors lack. Two-stage
+            detectors with an RPN are counted part by part instead.
     """
     shape = tuple(shape or image_shape(cfg))
     if min(shape) < 32:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Measure one block's attention on an image."""
+"""Measure the attention of one block on an image."""
 
 import math
 from typing import Callable, Optional
@@ -21,18 +21,18 @@ NUMEL = 2**25  # weights built at a time: 128 MiB
 def measure_block(
     block: BlockCall, names=WHAT[:-1], num_queries: int = NUM_QUERIES, generator: Optional[torch.Generator] = None
 ) -> dict:
-    """Measure a block, head by head.
+    """Compute measures of the attention of a block, for each head.
 
     Args:
         block (BlockCall): See :func:`~mmlinattn.tooling.analysis.capture.watched`.
-        names (Sequence[str]): Names of :data:`WHAT`.
-        num_queries (int): Number of sampled queries, at least 2, an upper bound of the rows of a head's map in memory.
-            Windowed attention samples two or more in each of at most :data:`MAX_WINDOWS` windows.
+        names (Sequence[str]): Measures to compute, from :data:`WHAT`.
+        num_queries (int): Number of sampled queries, at least 2. It bounds the rows of a head's map in memory. Windowed
+            attention samples two or more queries in each of at most :data:`MAX_WINDOWS` windows.
         generator (torch.Generator, optional): Random generator of the sample.
 
     Returns:
-        dict: Entry of the block in ``summary.json``. Lists have a number a head; with stripes, the heads of the
-        vertical ones come first.
+        dict: Entry of the block in ``summary.json``. Lists have one number per head; in cross-shaped windows, the heads
+            of vertical stripes come first.
     """
     samples = [_sample(branch, num_queries, generator) for branch in block.branches]
     heads = sum(branch[0].mixer.num_heads for branch in block.branches)
@@ -95,7 +95,7 @@ def _measure_window(block: BlockCall, window: Window, rows: Tensor, names) -> di
 
 
 def _near(block: BlockCall, window: Window, rows: Tensor) -> Tensor:
-    """Return (n, M) bool: True for keys in the 3x3 neighbourhood of a query, in the map of the keys."""
+    """Return (n, M) bool: True for keys within the 3x3 neighbourhood of the query on the map of the keys."""
 
     def coordinates(tokens: Tensor, width: int) -> Tensor:
         return torch.stack((tokens // width, tokens % width), dim=-1)
@@ -106,9 +106,9 @@ def _near(block: BlockCall, window: Window, rows: Tensor) -> Tensor:
 
 
 def _sample(branch: list[Window], num_queries: int, generator=None) -> list[tuple[Window, Tensor]]:
-    """Sample windows and rows of queries, without class tokens and padding.
+    """Sample windows, and rows of queries in each window, without class tokens and padding.
 
-    Windows of one token are sampled only if there are no others.
+    Windows of a single token are sampled only if there are no others.
     """
     limit = NUMEL // (branch[0].mixer.num_heads * max(len(window.keys) for window in branch))
     num_queries = max(2, min(num_queries, limit))  # an attention may have as many heads as channels
@@ -119,7 +119,6 @@ def _sample(branch: list[Window], num_queries: int, generator=None) -> list[tupl
 
 
 def _some(items, limit: int, generator):
-    """Sample at most ``limit`` of a list or tensor, in their order."""
     if len(items) <= limit:
         return items
     picked = torch.randperm(len(items), generator=generator)[:limit].sort().values
@@ -130,7 +129,7 @@ def _some(items, limit: int, generator):
 
 
 def maps_of(block: BlockCall, queries: Tensor, keys: Tensor, local: bool = False) -> Tensor:
-    """Return weights (heads, n, m) of some queries on some keys, NaN outside the window of a query.
+    """Return weights (heads, n, m) of the given queries on the given keys; NaN for keys outside the window of a query.
 
     ``queries`` and ``keys`` are ascending positions, see :class:`~mmlinattn.tooling.analysis.capture.Window`.
     """
@@ -152,14 +151,14 @@ def maps_of(block: BlockCall, queries: Tensor, keys: Tensor, local: bool = False
 
 
 def query_map(block: BlockCall, row: int, column: int, local: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the attention of the token at ``row``, ``column`` of the block's map.
+    """Return the attention weights of the token at ``row``, ``column`` of the block's map.
 
     Returns:
-        tuple[Tensor, Tensor]: Weights over the map of the keys, (heads, h, w), NaN outside the token's window, and the
-        weight of the class token, (heads,).
+        tuple[Tensor, Tensor]: Weights over the map of the keys, (heads, h, w), NaN outside the token's window; and
+        weights of the class token, (heads,).
 
     Raises:
-        ValueError: The token is outside the map, or the keys lie on no map.
+        ValueError: The token is outside the map, or the keys are not arranged as a map.
     """
     if not block.ratio:
         raise ValueError(f'the keys of {block.name} are averages over the sequence of tokens and lie on no map')
@@ -172,14 +171,15 @@ def query_map(block: BlockCall, row: int, column: int, local: bool = False) -> t
 
 
 def full_map(block: BlockCall, side: int = 128) -> Tensor:
-    """Return the N x M map (heads, n, m), subsampled to n, m <= ``side``; NaN outside the window of a query."""
+    """Return the map of all queries and keys, subsampled to (heads, n, m) with n, m <= ``side``; NaN outside
+    windows."""
     sizes = math.prod(block.size), math.prod(block.key_size)
     queries, keys = (torch.arange(0, size, -(-size // side), device=block.projected.device) for size in sizes)
     return maps_of(block, queries, keys)
 
 
 def _some_rows(block: BlockCall, heads: int, num_queries: int) -> Tensor:
-    """Return weights (heads, n, M) of queries that all heads share, the same ones on every call."""
+    """Return weights (heads, n, M) of a sample of queries: the same queries for all heads and in every call."""
     keys = torch.arange(CLASS_TOKEN, math.prod(block.key_size), device=block.projected.device)
     limit = max(1, min(num_queries, NUMEL // (heads * len(keys))))
     queries = _some(torch.arange(math.prod(block.size)), limit, torch.Generator().manual_seed(0))
@@ -190,13 +190,17 @@ def _some_rows(block: BlockCall, heads: int, num_queries: int) -> Tensor:
 
 
 def averaged(entries: list[tuple[dict, float]]) -> dict:
-    """Average (dict, weight) pairs over their common keys; values are numbers, lists of equal length or such dicts."""
+    """Return the weighted average of dicts, given as (dict, weight) pairs, over their common keys.
+
+    Values are numbers, lists of equal length, or dicts of these.
+    """
     weights = [weight for _, weight in entries]
     return _merged([entry for entry, _ in entries], lambda values: _mean(values, weights))
 
 
 def _joined(branches: list[dict]) -> dict:
-    """Join the measures of the two directions of stripes: heads are concatenated, other numbers averaged."""
+    """Join the measures of vertical and horizontal stripes: lists over heads are concatenated, other numbers
+    averaged."""
     return _merged(branches, lambda values: sum(values, []) if isinstance(values[0], list) else _mean(values))
 
 
@@ -207,7 +211,7 @@ def _mean(values: list, weights: Optional[list] = None):
 
 
 def _merged(entries: list[dict], merge: Callable) -> dict:
-    """Merge the values of the common keys of several nested dicts."""
+    """Apply ``merge`` to the lists of values that several nested dicts have under their common keys."""
     found = {}
     for key in entries[0]:
         if all(key in entry for entry in entries):

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Build the model of a config with its weights, and prepare images by its test pipeline."""
+"""Build the model of a config with weights, and preprocess images by its test pipeline."""
 
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -19,7 +19,7 @@ from ..images import image_channels, transforms
 
 
 class Picture(NamedTuple):
-    """A preprocessed image."""
+    """Preprocessed image."""
 
     name: str  # of the file, without suffix
     shown: np.ndarray  # (h, w, 3) uint8 RGB, after resizing and cropping, before padding and normalisation
@@ -29,9 +29,9 @@ class Picture(NamedTuple):
     size: tuple[int, int]  # width and height of the original image
 
     def to_shown(self, x: float, y: float) -> tuple[int, int]:
-        """Return column and row in :attr:`shown` of a pixel of the original image.
+        """Return (column, row) in :attr:`shown` of a pixel of the original image.
 
-        A bright spot at the pixel is passed through the pipeline.
+        The position is found by passing an image with a bright spot at the pixel through the pipeline.
 
         Raises:
             RunError: The pixel is outside the image, or cropped away by the pipeline.
@@ -53,22 +53,23 @@ class Picture(NamedTuple):
 
 
 def pixels_a_token(length: int, tokens: int) -> float:
-    """Return the pixels of a token along a side: a power of two if one fits, else an equal share.
+    """Return the length in pixels of a token along one side of the image.
 
-    The last of tokens of a power of two may reach over the border.
+    It is the power of two that gives ``tokens`` tokens, the last possibly cut off at the border; otherwise ``length /
+    tokens``.
     """
     return next((float(2**i) for i in range(8) if -(-length // 2**i) == tokens), length / tokens)
 
 
 def token_at(column: int, row: int, inputs: Tensor, size: tuple[int, int]) -> tuple[int, int]:
-    """Return row and column of a pixel's token in a map of ``size``."""
+    """Return (row, column) of the token that contains a pixel, in a token map of ``size``."""
     sides = zip((row, column), inputs.shape[-2:], size)
     at = [min(int(pixel / pixels_a_token(length, tokens)), tokens - 1) for pixel, length, tokens in sides]
     return at[0], at[1]
 
 
 def load_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
-    """Build the model of a config in eval mode.
+    """Build the model of a config in eval mode, with the weights of a checkpoint.
 
     Args:
         cfg (Config): Config of a detector, segmentor or classifier.
@@ -76,7 +77,7 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
         device (str): Device of the model.
 
     Returns:
-        nn.Module: The model. Its ``dataset_meta`` has ``classes``, or None if no names are known.
+        nn.Module: The model. ``dataset_meta['classes']`` is set, to None if no class names are known.
 
     Raises:
         RunError: The model cannot be built, or the checkpoint lacks weights of its backbone.
@@ -146,7 +147,10 @@ def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Option
 
 
 def _as_rgb(pixels: np.ndarray) -> np.ndarray:
-    """Return (h, w, 3) uint8 for display: the first three channels, taken for BGR, or grey if there are fewer."""
+    """Return an image (h, w, 3) in uint8 RGB for display.
+
+    The first three channels are taken as BGR; with fewer channels, the first is taken as grey.
+    """
     if pixels.max() > 255 or pixels.min() < 0 or 0 < pixels.max() <= 1:  # 16 bits, or normalised
         pixels = (pixels - pixels.min()) * (255 / max(np.ptp(pixels), 1e-9))
     pixels = pixels[..., 2::-1] if pixels.shape[2] > 2 else pixels[..., :1].repeat(3, axis=2)

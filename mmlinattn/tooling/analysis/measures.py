@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The papers' measures of attention maps, states and features, as functions of tensors.
+"""Measures of attention maps, states and features, as defined in the papers.
 
-Weights are (heads, n, M): n queries, some or all, and their weights of all M keys. Shares and entropies of negative
-weights, as linear attentions have, are of their magnitudes.
+Weights have shape (heads, n, M): attention weights of n queries (all, or a sample) on all M keys. Linear attentions may
+have negative weights; shares and entropies are then computed from their magnitudes.
 """
 
 import torch
@@ -12,11 +12,13 @@ CONFUSION_DISTANCE = 1e-3  # InLine Sec. 4.1
 
 
 def ranks(matrix: Tensor) -> dict[str, list[float]]:
-    """Return the ranks of each matrix (heads, N, d).
+    """Return three measures of the rank of each matrix in (heads, N, d).
 
-    ``rank`` counts singular values above the usual tolerance (NumPy's ``matrix_rank``) of a float32 matrix, and
-    ``above_1_percent`` those above 1 % of the largest. ``effective`` is ``exp`` of the entropy of the singular values
-    as a distribution (Roy & Vetterli 2007): 0 for a zero matrix, else from 1 to ``at_most``.
+    - ``rank``: number of singular values above the usual tolerance (NumPy's ``matrix_rank``) for float32.
+    - ``above_1_percent``: number of singular values above 1 % of the largest.
+    - ``effective``: exponential of the entropy of the normalised singular values (Roy & Vetterli 2007), from 1 to
+      ``at_most``; 0 for a zero matrix.
+    - ``at_most``: the smaller side of the matrix.
     """
     matrix = matrix.double()
     matrix = matrix if matrix.shape[-1] <= matrix.shape[-2] else matrix.mT
@@ -43,9 +45,10 @@ def pair_distances(weights: Tensor) -> Tensor:
 
 
 def neighbourhood_weight(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum (InLine Fig. 3) and share of the weight inside a neighbourhood, means over queries.
+    """Return two measures of locality, each (heads,), averaged over queries.
 
-    The share is of all magnitudes. Both are equal if no weight is negative and the rows sum to one.
+    The first is the sum of the weights inside the neighbourhood (InLine Fig. 3); the second is the share of the
+    magnitudes inside it. Both are equal if no weight is negative and each row sums to one.
 
     Args:
         weights (Tensor): (heads, n, M).
@@ -56,25 +59,27 @@ def neighbourhood_weight(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]
 
 
 def magnitudes(weights: Tensor) -> Tensor:
-    """Return ``|w| / sum |w|`` of each query."""
+    """Return ``|w| / sum |w|`` over the keys of each query."""
     size = weights.double().abs()
     return size / size.sum(dim=-1, keepdim=True).clamp(min=1e-300)
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """Return the entropy (nats) of the magnitudes, mean over queries: 0 for one key, log M for equal weights."""
+    """Return the entropy (nats) of the magnitudes, averaged over queries: 0 for a single key, log M for equal
+    weights."""
     return torch.special.entr(magnitudes(weights)).sum(dim=-1).mean(dim=-1)
 
 
 def top_mass(weights: Tensor, count: int) -> Tensor:
-    """Return the share of the magnitude on a query's ``count`` strongest keys, mean over queries."""
+    """Return the share of the magnitudes on the ``count`` strongest keys of a query, averaged over queries."""
     return magnitudes(weights).topk(min(count, weights.shape[-1]), dim=-1).values.sum(dim=-1).mean(dim=-1)
 
 
 def cross_head_similarity(weights: Tensor) -> float:
-    """Return the cross-head cosine similarity ("CCS") of the maps (heads, n, M) of two heads or more, in [-1, 1].
+    """Return the cross-head cosine similarity ("CCS") of maps (heads, n, M) of two or more heads, in [-1, 1].
 
-    It is the mean over all pairs of heads, our reading of hMHSA Eq. 9-11, Tab. 4: no code was released.
+    It is the mean over all pairs of heads. This follows our reading of hMHSA Eq. 9-11 and Tab. 4, as no code was
+    released.
     """
     heads = weights.shape[0]
     flat = torch.nn.functional.normalize(weights.double().flatten(1), dim=-1)

@@ -19,7 +19,7 @@ TITLE_WIDTH = 7.5  # inches that titles need
 
 
 class QueryMaps(NamedTuple):
-    """Attention map of one token of a block."""
+    """Attention maps of one query token in one block."""
 
     block: str
     mixer: str
@@ -28,19 +28,20 @@ class QueryMaps(NamedTuple):
 
     @property
     def mean(self) -> np.ndarray:
-        """Mean of the heads, (h, w), with 0 for a head whose window lacks the key; NaN if all windows lack it."""
+        """Mean of the maps over heads, (h, w). A head whose window lacks a key counts as 0; NaN if all windows lack the
+        key."""
         is_outside = np.isnan(self.maps)
         return np.where(is_outside.all(axis=0), np.nan, np.where(is_outside, 0, self.maps).mean(axis=0))
 
 
 def collect_query(block: BlockCall, picture: Picture, x: int, y: int, local: bool = False) -> QueryMaps:
-    """Return the maps of the token at column ``x`` and row ``y`` of the preprocessed image."""
+    """Return the attention maps of the token at column ``x`` and row ``y`` (pixels of the preprocessed image)."""
     maps, _ = query_map(block, *token_at(x, y, picture.inputs, block.size), local)
     return QueryMaps(block.name, block.mixer_name, maps.cpu().numpy(), block.size)
 
 
 def _over_image(map_: np.ndarray, picture: Picture) -> np.ndarray:
-    """Enlarge a map to the size of the preprocessed image, without padding."""
+    """Enlarge a token map to pixels of the preprocessed image, cropped to the part without padding."""
     for axis, (length, shown) in enumerate(zip(picture.inputs.shape[-2:], picture.shown.shape)):
         tokens = map_.shape[axis]
         at = np.arange(shown) / pixels_a_token(length, tokens)
@@ -49,10 +50,10 @@ def _over_image(map_: np.ndarray, picture: Picture) -> np.ndarray:
 
 
 def overlay(map_: np.ndarray, picture: Picture) -> tuple[np.ndarray, float]:
-    """Draw weights over the grey image: red is positive, blue negative, dark is outside the window of the query.
+    """Draw attention weights over a grey image: positive weights red, negative blue, pixels outside the window dark.
 
     Returns:
-        tuple[np.ndarray, float]: (h, w, 3) in [0, 1], and the largest magnitude, drawn in full colour.
+        tuple[np.ndarray, float]: (h, w, 3) in [0, 1], and the largest magnitude, which has full colour.
     """
     weights = _over_image(map_, picture)
     peak = float(np.nanmax(np.abs(weights))) if np.isfinite(weights).any() else 0.0
@@ -71,9 +72,14 @@ def evenly_spaced(number: int, limit: int) -> list[int]:
 
 
 def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path, mark: tuple = ()) -> None:
-    """Plot a row for each of at most :data:`SHOWN_BLOCKS` blocks: its label, and panels (title, image, imshow options).
+    """Plot a grid with a row for each block, at most :data:`SHOWN_BLOCKS` evenly spaced ones.
 
-    ``size`` of a panel is in inches; ``mark`` is column and row of a cross.
+    Args:
+        rows: For each block its label, and panels (title, image, options of imshow).
+        size: Width and height of a panel in inches.
+        title: Title of the figure.
+        path: File to write.
+        mark: Column and row of a cross drawn in each panel; empty for none.
     """
     rows = [rows[i] for i in evenly_spaced(len(rows), SHOWN_BLOCKS)]
     columns = max(len(panels) for _, panels in rows)
@@ -92,9 +98,9 @@ def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path
 
 
 def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tuple, path: Path) -> None:
-    """Plot the maps of a token over the image, a row a block and a column a head.
+    """Plot the attention maps of a token over the image, a row for each block and a column for each head.
 
-    ``query`` is column and row of the token in the preprocessed image, ``pixel`` in the original one.
+    ``query`` is (column, row) of the token in the preprocessed image, ``pixel`` is (x, y) in the original image.
     """
     rows = []
     for maps in found:
@@ -115,7 +121,8 @@ def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tu
 
 
 def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -> None:
-    """Plot the maps of all queries and keys, as in FLatten Fig. 3 and hMHSA: a row a block, a column a head."""
+    """Plot the maps of all queries and keys, as in FLatten Fig. 3 and hMHSA: a row for each block, a column for each
+    head."""
     rows = []
     for block, mixer, maps in found:
         panels = []
@@ -165,7 +172,11 @@ PLOTS = dict(
 
 
 def numbers_at(entry: dict, key: str) -> np.ndarray:
-    """Return the numbers of a block by a key of :data:`PLOTS`, one a head; NaN if missing or divided by zero."""
+    """Return the measure ``key`` of :data:`PLOTS` from a block's entry, one value per head; NaN if missing or divided
+    by 0.
+
+    ``key`` is a dotted path, optionally followed by `` / `` and a divisor.
+    """
     path, _, divisor = key.partition(' / ')
     *parents, name = path.split('.')
     for parent in parents:
@@ -175,7 +186,8 @@ def numbers_at(entry: dict, key: str) -> np.ndarray:
 
 
 def plot_measures(entries: list[dict], names, out: Path, title: str) -> list[Path]:
-    """Plot each measure of ``names`` in the entries of ``summary.json``, and return the files ``NAME.png``."""
+    """Plot each measure of ``names`` over the blocks in ``summary.json``, and return the paths of the files
+    ``NAME.png``."""
     made = []
     for name in [name for name in names if name in PLOTS]:
         subject, keys = PLOTS[name]

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Attention maps and states of mixers, by differentiation of their output by the values."""
+"""Compute attention maps and states of mixers, by differentiating the output with respect to the values."""
 
 import copy
 from collections.abc import Sequence
@@ -29,23 +29,23 @@ def mixer_weights(
     bias: Optional[Tensor] = None,
     rows: Rows = None,
 ) -> Tensor:
-    """Return the attention map that a mixer is equivalent to, normalisers and signs included. Memory is O(N M).
+    """Return the attention map to which a mixer is equivalent, with normalisation and signs, in O(N M) memory.
 
-    ``weights @ v``, head by head, is the output of the mixer without its convolution of the values (``convolve`` of a
-    ``LocalMixer``). The map is the derivative of the output by the values: one backward pass gives as many queries as
-    a head has channels.
+    ``weights @ v`` for each head is the output of the mixer without its convolution of the values (``convolve`` of a
+    ``LocalMixer``). The map is the derivative of the output with respect to the values. One backward pass gives the
+    rows of as many queries as a head has channels.
 
     Args:
         mixer (TokenMixer): The attention.
         q, k, grid, key_grid, mask, rotary, bias: See :meth:`mmlinattn.attention.TokenMixer.forward`.
-        rows (Sequence[int] | Tensor, optional): Indices of some queries, by default all.
+        rows (Sequence[int] | Tensor, optional): Indices of queries; all queries by default.
 
     Returns:
         Tensor: (B, heads, N or len(rows), M), in float32 or better; zero at masked keys.
 
     Raises:
-        ValueError: ``rows`` are no indices of queries.
-        NotImplementedError: The output of the mixer is not one matrix a head times the values.
+        ValueError: ``rows`` are not indices of queries.
+        NotImplementedError: The output of a head is not a matrix times the values.
     """
     refusal = f'{type(mixer).__name__} has no weights: its output is not one matrix a head times the values'
     if mixer.context and not isinstance(mixer, LocalMixer):
@@ -60,16 +60,16 @@ def mixer_weights(
 
 
 def mixer_state(mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, *args, **terms) -> Optional[Tensor]:
-    """Return the state of a linear attention, the d x e matrix ``keys^T @ values`` that its queries multiply.
+    """Return the state of a linear attention: the d x e matrix ``keys^T @ values`` by which its queries are multiplied.
 
-    It is the first product of matrices (d, M) and (M, e) in the reference of the op.
+    It is the first matmul of matrices (d, M) and (M, e) in the reference implementation of the op.
 
     Args:
         mixer (TokenMixer): The attention.
         q, k, v, args, terms: See :meth:`mmlinattn.attention.TokenMixer.forward`, without ``context``.
 
     Returns:
-        Tensor | None: (B, heads, d, e), up to a factor a head; None for an attention without one, such as softmax.
+        Tensor | None: (B, heads, d, e), up to one factor for each head; None for an attention without state (softmax).
     """
     if mixer.quadratic:
         return None
@@ -84,7 +84,7 @@ def mixer_state(mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, *args, **ter
 
 
 class _Products(TorchFunctionMode):
-    """Keep the first product of matrices of two shapes."""
+    """Function mode that keeps the first matmul of matrices with two given shapes."""
 
     def __init__(self, *shapes: tuple[int, int]) -> None:
         super().__init__()
@@ -100,7 +100,10 @@ class _Products(TorchFunctionMode):
 
 
 def _of_values(mixer, q, k, grid, key_grid, mask=None, rotary=None, bias=None) -> Callable[[Tensor], Tensor]:
-    """Return the mixer as a function of values, without its convolution and output norm, in float32 or better."""
+    """Return a function that maps values to the output of the mixer, in float32 or better.
+
+    Queries and keys are fixed; the convolution of the values and the output norm are left out.
+    """
     wide = accumulation_dtype(q)
     if any(p.dtype != wide for p in mixer.parameters()):
         mixer = copy.deepcopy(mixer).to(wide)
@@ -121,18 +124,18 @@ def _of_values(mixer, q, k, grid, key_grid, mask=None, rotary=None, bias=None) -
 
 
 def has_unit_output(mixer: TokenMixer) -> bool:
-    """Return True if a mixer divides the output of each token by its norm within the head, after its weights."""
+    """Return True if a mixer normalises the output of each token and head to unit length after applying its weights."""
     return isinstance(mixer, AngularMixer) and mixer.form == 'released'
 
 
 def local_weights(convolve: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows: Rows = None) -> Tensor:
-    """Return a depth-wise convolution of values as a matrix, averaged over the channels of each head.
+    """Return the matrix of a depth-wise convolution of the values, averaged over the channels of each head.
 
     Args:
-        convolve (Callable): Map of values (B, M, E) to (B, N, E), affine, channel by channel.
-        v (Tensor): Values; their numbers have no influence.
+        convolve (Callable): Affine depth-wise map of values, (B, M, E) to (B, N, E).
+        v (Tensor): Values, for their shape and dtype; the numbers have no influence.
         heads (int): Number of heads.
-        rows (Sequence[int] | Tensor, optional): Indices of some outputs, by default all.
+        rows (Sequence[int] | Tensor, optional): Indices of outputs; all outputs by default.
 
     Returns:
         Tensor: (B, heads, N or len(rows), M).
@@ -149,10 +152,10 @@ def local_weights(convolve: Callable[[Tensor], Tensor], v: Tensor, heads: int, r
 
 
 def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows: Rows) -> tuple[Tensor, float]:
-    """Return the matrix of each head that a function multiplies values by, from its derivative at ``v``.
+    """Return the matrix by which a function multiplies the values of each head, computed as its derivative at ``v``.
 
-    The channels of a head share one matrix, and a channel of the output depends on the same channel of the values.
-    Each channel gives another row, so one backward pass gives as many rows as a head has channels.
+    This holds if the channels of a head share one matrix, and each output channel depends on the same channel of the
+    values. Each channel is used for another row, so that one backward pass gives as many rows as a head has channels.
 
     Returns:
         tuple[Tensor, float]: The matrix (B, heads, N or len(rows), M), and its error: the deviation of ``matrix @ v``

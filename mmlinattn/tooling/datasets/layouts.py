@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Layouts of COCO 2017, ADEChallengeData2016 and ImageNet-1k on disk: folders, images and index files."""
+"""Write images and index files in the folder layouts of COCO 2017, ADEChallengeData2016 and ImageNet-1k."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ WNIDS = tuple(f'n9{label:07d}' for label in range(len(IMAGENET_CLASSES)))  # sor
 
 
 def shapes_of(number: int) -> int | None:
-    """Return 0 for images 4, 24, 44, ... of a split, None (any number) for others."""
+    """Return the number of shapes in an image: 0 for images 4, 24, 44, ... of a split, None (random) for others."""
     return 0 if number % 20 == 4 else None
 
 
@@ -27,7 +27,7 @@ def save_picture(path: Path, image: np.ndarray) -> None:
 
 
 class Coco:
-    """Images, and one file of instance annotations for each split."""
+    """Layout of COCO: images, and one file of instance annotations for each split."""
 
     folders = ('train2017', 'val2017', 'annotations')
 
@@ -102,8 +102,11 @@ class Ade:
 
 
 class ImageNet:
-    """A folder a class, and lists ``meta/{train,val}.txt`` of the files with their labels: without, MMPretrain's
-    ``ImageNet`` needs 1000 folders. Models of 1000 classes train as well."""
+    """Layout of ImageNet: a folder for each class, and lists ``meta/{train,val}.txt`` of files with labels.
+
+    Without the lists, MMPretrain's ``ImageNet`` requires 1000 folders. Models with 1000 classes can train on this data
+    too.
+    """
 
     folders = (*(f'{split}/{wnid}' for split in ('train', 'val') for wnid in WNIDS), 'meta')
 

@@ -10,16 +10,16 @@ import numpy as np
 
 
 def mask_to_polygons(mask: np.ndarray) -> list[list[int]]:
-    """Trace the edges of the pixels of a mask.
+    """Trace the outlines of a mask along the edges of its pixels.
 
     Pixel ``(r, c)`` covers ``[c, c + 1] x [r, r + 1]``, as in pycocotools, and coordinates are integers. COCO's
-    polygons have no holes, so the outline of a region goes to each of its holes and back on the same line.
+    polygons have no holes, so the outline of a region runs to each of its holes and back on the same line.
 
     Args:
         mask: ``(H, W)`` bool or uint8.
 
     Returns:
-        Polygons ``[x0, y0, x1, y1, ...]``, one a region; none for an empty mask.
+        Polygons ``[x0, y0, x1, y1, ...]``, one for each region; an empty list for an empty mask.
     """
     # in the enlarged mask, contours have a pixel on each side of an edge; (x + 1) // 2 is its coordinate
     doubled = np.asarray(mask, np.uint8).repeat(2, axis=0).repeat(2, axis=1)

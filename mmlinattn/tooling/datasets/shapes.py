@@ -52,19 +52,19 @@ def draw_scene(
     tinted: float = 0.95,
     backgrounds: Sequence[str] = BACKGROUNDS,
 ) -> Scene:
-    """Draw an image of whole shapes, each over the ones before it.
+    """Draw an image of shapes, each drawn over the earlier ones.
 
-    Positions that hide more than ``1 - MIN_VISIBLE`` of another shape are rejected. After some tries the image gets
-    fewer shapes.
+    A position that would hide more than ``1 - MIN_VISIBLE`` of another shape is rejected. After too many rejections the
+    image gets fewer shapes.
 
     Args:
         rng: Random generator.
         size: Width and height in pixels, at least 64.
         num_shapes: Number of shapes, by default drawn from 1 to ``MAX_SHAPES``.
         kinds: Shapes to choose from: ``SHAPES`` and ``UNLABELLED_SHAPE``.
-        fill: Surface of the shapes, of ``FILLS``.
+        fill: Surface of the shapes, one of ``FILLS``.
         diameters: Smallest and largest diameter, as a fraction of the image's shorter side.
-        tinted: Fraction of the shapes with the colour typical of their kind; others have any colour.
+        tinted: Fraction of the shapes in the colour typical of their class; others have a random colour.
         backgrounds: Backgrounds to choose from, of ``BACKGROUNDS``.
 
     Examples:

@@ -11,9 +11,9 @@ FILLS = ('plain', 'striped')
 
 
 def draw_background(rng: np.random.Generator, size: tuple[int, int], kind: str) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Draw one of ``BACKGROUNDS``, pale and in a colour typical of its kind.
+    """Draw a background of one of the types ``BACKGROUNDS``, in a pale colour that is typical of the type.
 
-    A random mean colour would cost small models hundreds of iterations.
+    With random mean colours, small models would need hundreds of iterations more.
 
     Returns:
         The background ``(H, W, 3)``, float32, and its two colours.
@@ -58,7 +58,8 @@ def _bands(distance: np.ndarray, period: float) -> np.ndarray:
 
 
 def contrasting_colour(rng: np.random.Generator, others: list[np.ndarray], hue: float | None) -> np.ndarray:
-    """Return the farthest of eight random colours from all others, saturated ones around ``hue`` if given."""
+    """Return the one of eight random colours that differs most from ``others``; with ``hue``, saturated colours around
+    it."""
     if hue is None:
         candidates = rng.uniform(0, 255, (8, 3))
     else:
@@ -71,7 +72,7 @@ def contrasting_colour(rng: np.random.Generator, others: list[np.ndarray], hue: 
 def draw_fill(
     rng: np.random.Generator, size: tuple[int, int], colour: np.ndarray, fill: str, diameter: float
 ) -> np.ndarray:
-    """Return the surface of a shape of a diameter in pixels, ``(H, W, 3)`` or, of one colour, ``(3,)``."""
+    """Return the surface of a shape of ``diameter`` pixels: ``(H, W, 3)``, or ``(3,)`` if it has one colour."""
     if fill == 'plain':
         return colour
     # bands towards the further of black and white are always visible

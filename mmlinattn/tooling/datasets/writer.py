@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Write a synthetic data set, whole or not at all."""
+"""Write a synthetic data set atomically."""
 
 import json
 import shutil
@@ -56,16 +56,16 @@ class DatasetSpec:
 def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any] = lambda: None) -> bool:
     """Write a synthetic data set.
 
-    Files are written to a hidden folder inside ``out`` and moved at the end, a note of ``spec`` last. Other files are
-    never changed or removed.
+    Files are written to a hidden folder inside ``out`` and moved to ``out`` at the end; the file with the settings
+    ``spec`` is moved last. Other files are never changed or removed.
 
     Args:
         out: The folder to write.
-        spec: Content of the data set.
+        spec: Settings of the data set.
         on_image: Called after each image.
 
     Returns:
-        False if ``out`` already holds this data set, else True.
+        False if ``out`` already holds this data set, True if it was written.
 
     Raises:
         FileExistsError: ``out`` has other content.
@@ -102,7 +102,6 @@ def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any
 
 
 def _noted(out: Path) -> Any:
-    """Return the settings in the note of a data set, None without note."""
     try:
         return json.loads((out / NOTE).read_text())['content']
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):

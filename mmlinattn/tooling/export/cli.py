@@ -36,7 +36,7 @@ def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
 
 
 def main(args: Optional[list[str]] = None) -> None:
-    """Export as the arguments say. Exit with status 1 and one line on failure."""
+    """Export the model given on the command line. On failure, print one line and exit with status 1."""
     options = parse_args(args)
     with clean_end(), one_line_errors():
         target, form = Path(options.out).expanduser(), FORMATS[options.format]

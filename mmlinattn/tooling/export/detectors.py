@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""MMDetection's single-stage and two-stage detectors from image to boxes, as graphs of dynamic size.
+"""Export MMDetection's single-stage and two-stage detectors, from image to boxes, as graphs of dynamic size.
 
-The networks are upstream's modules. Their selection of boxes is replaced, as upstream's loops over images and filters
-by masks have data-dependent shapes. Here every shape follows from the image's.
+Networks are the modules of MMDetection. Only the selection of boxes is rewritten: MMDetection loops over images and
+filters by masks, so that shapes depend on data. Here every shape follows from the shape of the image.
 """
 
 from typing import Any, Optional
@@ -19,11 +19,11 @@ INSTEAD = 'MMDeploy may have a writer for it; --neck writes the backbone and nec
 
 
 class DetectorGraph(nn.Module):
-    """A detector from normalised images to boxes.
+    """Detector that maps normalised images to boxes, without shapes that depend on data.
 
     Args:
-        model (nn.Module): MMDetection's, in eval mode.
-        divisor (int): Sides are padded to multiples of it, as by the data preprocessor.
+        model (nn.Module): Detector of MMDetection, in eval mode.
+        divisor (int): Height and width are padded to multiples of this number, as by the data preprocessor.
         pad_value (float): Value of the padding.
 
     Attributes:
@@ -34,7 +34,7 @@ class DetectorGraph(nn.Module):
     ``max_per_img``. Rows beyond the detections have score 0, label -1 and zeros.
 
     Raises:
-        RunError: A part of the detector is unknown.
+        RunError: A module of the detector is not supported.
     """
 
     def __init__(self, model: Any, divisor: int = 1, pad_value: float = 0.0) -> None:
@@ -44,17 +44,19 @@ class DetectorGraph(nn.Module):
         self.score_thr: Tensor
 
     def set_threshold(self, test_cfg: Any) -> None:
-        """Hold the threshold as a buffer: files keep it by its name, and the check of a file lowers it."""
+        """Store the score threshold as a buffer, so that exported files keep it by name and their check can lower
+        it."""
         self.register_buffer('score_thr', torch.tensor(float(test_cfg.get('score_thr', 0))))
 
     def metadata(self) -> dict:
-        """Return the thresholds of the config: of scores, applied in the graph, and of masks, left to the caller."""
+        """Return the score threshold, which the graph applies, and the mask threshold, which the application has to
+        apply."""
         model: Any = self.model
         masks = model.roi_head.test_cfg.mask_thr_binary if 'masks' in self.outputs else None
         return dict(score_threshold=round(self.score_thr.item(), 6), mask_threshold=masks)
 
     def features(self, image: Tensor) -> tuple[Tensor, ...]:
-        """Return the feature maps of the padded image."""
+        """Pad the images and return their feature maps."""
         if self.divisor > 1:
             height, width = (round_up(side, self.divisor) - side for side in image.shape[2:])
             image = nn.functional.pad(image, (0, width, 0, height), value=self.pad_value)
@@ -62,7 +64,7 @@ class DetectorGraph(nn.Module):
 
 
 class SingleStage(DetectorGraph):
-    """Detectors with the box selection of :class:`mmdet.models.BaseDenseHead`: RetinaNet, FCOS, ATSS, RTMDet."""
+    """Detectors that select boxes as :class:`mmdet.models.BaseDenseHead` does: RetinaNet, FCOS, ATSS, RTMDet."""
 
     def __init__(self, model: Any, **options) -> None:
         super().__init__(model, **options)
@@ -132,9 +134,9 @@ class TwoStage(DetectorGraph):
         return boxes, scores, labels, self.masks(feats, boxes, labels)
 
     def classify(self, feats: tuple[Tensor, ...], rois: Tensor, size) -> tuple[Tensor, Tensor]:
-        """Return boxes (B, N, classes or 1, 4) and scores (B, N, classes) of regions (B, N, 4).
+        """Return boxes (B, N, classes or 1, 4) and scores (B, N, classes) for regions of interest (B, N, 4).
 
-        Each stage but the last refines the regions; logits are averaged over the stages.
+        Each stage of a cascade except the last refines the regions; logits are averaged over the stages.
         """
         logits = []
         for i, (head, extractor) in enumerate(zip(self.box_heads, self.box_extractors)):
@@ -148,7 +150,7 @@ class TwoStage(DetectorGraph):
         return boxes, _mean(logits).softmax(-1)[..., :-1]
 
     def masks(self, feats: tuple[Tensor, ...], boxes: Tensor, labels: Tensor) -> Tensor:
-        """Return probabilities (B, N, h, w) in a grid over each box, the mean of all stages."""
+        """Return mask probabilities (B, N, h, w) in a grid over each box, averaged over the stages of a cascade."""
         found = []
         for head, extractor in zip(self.mask_heads, self.mask_extractors):
             masks = head(pool(extractor, feats, boxes)).sigmoid()  # (B N, classes, h, w)
@@ -159,10 +161,10 @@ class TwoStage(DetectorGraph):
 
 
 def detector_graph(model: Any, divisor: int = 1, pad_value: float = 0.0) -> DetectorGraph:
-    """Return a detector with its head as a graph.
+    """Return the :class:`DetectorGraph` of a detector, single-stage or two-stage.
 
     Raises:
-        RunError: There is no writer for one of its parts.
+        RunError: A module of the detector is not supported.
     """
     kind = TwoStage if hasattr(model, 'roi_head') and hasattr(model, 'rpn_head') else SingleStage
     if kind is SingleStage:
@@ -199,9 +201,9 @@ def _check_extractor(extractor: Any) -> None:
 
 
 class Candidates(nn.Module):
-    """Decode the best anchors or points of each level of a dense head.
+    """Select and decode the best anchors or points in each level of a dense head.
 
-    Shape: maps of the levels and the size of the image -> boxes (B, N, 4), scores (B, N) with 0 below the threshold,
+    Shape: head outputs of all levels and the image size -> boxes (B, N, 4), scores (B, N) with 0 below the threshold,
     labels (B, N), levels (N).
     """
 
@@ -226,7 +228,7 @@ class Candidates(nn.Module):
     def best_of_level(
         self, score_thr, logits: Tensor, deltas: Tensor, priors: Tensor, factors: Optional[Tensor] = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the best priors, deltas, scores and labels of one level, (B, k, ...)."""
+        """Return priors, box deltas, scores and labels of the k best predictions in one level, each (B, k, ...)."""
         head: Any = self.head
         logits, deltas = _rows(logits, head.cls_out_channels), _rows(deltas, head.bbox_coder.encode_size)
         scores = logits.sigmoid() if head.use_sigmoid_cls else logits.softmax(-1)[..., :-1]
@@ -239,9 +241,9 @@ class Candidates(nn.Module):
 
 
 class Selection(nn.Module):
-    """Non-maximum suppression by class and the best of the rest, as MMCV's ``batched_nms``.
+    """Non-maximum suppression within each class, then selection of the best boxes, as in MMCV's ``batched_nms``.
 
-    Shape: boxes (B, N, 4), scores (B, N), labels (B, N) -> the same of the ``max_per_img`` best.
+    Shape: boxes (B, N, 4), scores (B, N), labels (B, N) -> the same three tensors for the ``max_per_img`` best boxes.
     """
 
     def __init__(self, part: Any, test_cfg: Any) -> None:
@@ -270,7 +272,7 @@ class Selection(nn.Module):
 
 
 def best(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return the best scores of (B, N) and their indices, (B, number), padded by scores of 0."""
+    """Return the ``number`` best scores of (B, N) and their indices, both (B, number); missing entries have score 0."""
     available = scores.shape[1]
     padding = number if not isinstance(available, int) else max(0, number - available)
     if padding:
@@ -280,7 +282,8 @@ def best(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 
 def decode(coder: Any, priors: Tensor, deltas: Tensor, size) -> Tensor:
-    """Decode deltas (B, N, 4 classes or 4) of priors (B, N, 2 or 4) into boxes (B, N, classes or 1, 4)."""
+    """Decode deltas (B, N, 4 or 4 classes) at points (B, N, 2) or anchors (B, N, 4) to boxes (B, N, 1 or classes,
+    4)."""
     from mmdet.models.task_modules.coders.delta_xywh_bbox_coder import delta2bbox
     from mmdet.structures.bbox import distance2bbox
 
@@ -298,10 +301,10 @@ def decode(coder: Any, priors: Tensor, deltas: Tensor, size) -> Tensor:
 
 
 def pool(extractor: Any, feats: tuple[Tensor, ...], rois: Tensor) -> Tensor:
-    """Pool the features of regions (B, N, 4), each from the level of its size, into (B N, C, h, w).
+    """Pool features of regions (B, N, 4), each from the pyramid level for its size, to (B N, C, h, w).
 
-    Every level pools all regions; regions of other levels shrink to a point, which costs next to nothing. So no shape
-    depends on the data.
+    All regions are pooled at every level, so that no shape depends on data. Regions that belong to another level shrink
+    to a point there, and cost almost nothing.
     """
     feats = feats[: extractor.num_inputs]
     image = torch.arange(rois.shape[0], device=rois.device, dtype=rois.dtype)[:, None, None]
@@ -319,16 +322,15 @@ def pool(extractor: Any, feats: tuple[Tensor, ...], rois: Tensor) -> Tensor:
 
 
 def _mean(stages: list[Tensor]) -> Tensor:
-    """Average in upstream's order of operations."""
     total: Any = sum(stages)
     return total / len(stages)
 
 
 def _rows(level: Tensor, width: int) -> Tensor:
-    """(B, A width, H, W) -> (B, H W A, width)."""
+    """Flatten a head's map to a row for each anchor: (B, A width, H, W) -> (B, H W A, width)."""
     return level.permute(0, 2, 3, 1).reshape(level.shape[0], -1, width)
 
 
 def _as_index(index: Tensor, width: int) -> Tensor:
-    """(..., k) -> (..., k, width), to gather rows of that width."""
+    """Expand indices to gather whole rows: (..., k) -> (..., k, width)."""
     return index[..., None].expand(*index.shape, width)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Models from image to result, their metadata, and the comparison of a graph with its model."""
+"""Wrap models as graphs from image to result, describe them by metadata, and compare exported files with the model."""
 
 import math
 import os
@@ -28,7 +28,7 @@ BOX_UNIT = 'of the image and of the best score, for 9 of 10 boxes'
 
 
 class Sizes(NamedTuple):
-    """Shape of the exported graph, and the smallest side in pixels of a ``dynamic`` one."""
+    """Shape of the exported graph; for a ``dynamic`` graph also the smallest accepted side in pixels."""
 
     batch: int
     height: int
@@ -42,7 +42,10 @@ class Sizes(NamedTuple):
         return self.batch, self.channels, self.height, self.width
 
     def others(self) -> list[tuple[int, int, int, int]]:
-        """Return two more shapes to check a dynamic graph at: a larger one of batch 1, and a smaller one."""
+        """Return two more input shapes for checking a dynamic graph: a larger image in batch 1, and a smaller one.
+
+        A graph of fixed size has none (empty list).
+        """
         if not self.dynamic:
             return []
         height, width = (max(self.smallest + 1, side * 5 // 8 + 1) for side in (self.height, self.width))
@@ -52,7 +55,8 @@ class Sizes(NamedTuple):
         ]
 
     def check(self) -> None:
-        """
+        """Check the batch size and the sides.
+
         Raises:
             RunError: The batch is empty, or a side is too small.
         """
@@ -70,23 +74,24 @@ class Sizes(NamedTuple):
 
 
 class ExportableModel(nn.Module):
-    """A model from a normalised image to its result, as a graph.
+    """Model that maps a normalised image to its result, for export as a graph.
 
     Args:
         model (nn.Module): Model of MMPretrain, MMSegmentation or MMDetection with a backbone. It is changed in place:
-            set to eval mode, with adaptive pools for every size.
-        boxes (bool): Detectors end in boxes, see :func:`~mmlinattn.tooling.export.detectors.detector_graph`; by default
-            in the maps of the neck.
+            set to eval mode, with adaptive pools replaced.
+        boxes (bool): Let detectors return boxes, see :func:`~mmlinattn.tooling.export.detectors.detector_graph`. By
+            default they return the feature maps of the neck.
 
     Attributes:
         task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
         outputs (list[str]): Names of the outputs; None for the maps of a neck.
 
-    Shape: (B, channels, H, W) -> scores (B, classes) of a classifier; labels (B, H, W) of a segmentor, and logits
-    (B, classes, H, W) if it is tested in windows; maps of a detector's neck, or of its backbone without a neck; boxes.
+    Shape: (B, channels, H, W) -> scores (B, classes) of a classifier; labels (B, H, W) of a segmentor, and logits (B,
+    classes, H, W) if it is tested in windows; feature maps of a detector's neck, or of its backbone if it has no neck;
+    or boxes.
 
     Raises:
-        RunError: The model is of another kind.
+        RunError: The model is not a classifier, segmentor or detector with a backbone.
     """
 
     model: Any
@@ -120,7 +125,8 @@ class ExportableModel(nn.Module):
             self.outputs = self.boxes.outputs
 
     def fold(self) -> None:
-        """Fold training-time branches (``switch_to_deploy``), in place."""
+        """Merge training-time branches of the backbone (structural re-parameterisation, ``switch_to_deploy``), in
+        place."""
         if hasattr(self.model.backbone, 'switch_to_deploy'):
             with suppress(ValueError):  # altered layers stay as they are
                 self.model.backbone.switch_to_deploy()
@@ -151,7 +157,7 @@ class ExportableModel(nn.Module):
 
     @property
     def head(self) -> Any:
-        """The head of a classifier or segmentor, the last one of a cascade."""
+        """Head of a classifier or segmentor; in a cascade, the last one."""
         heads = self.model.decode_head if self.task == 'segmentor' else self.model.head
         return heads[-1] if isinstance(heads, nn.ModuleList) else heads
 
@@ -160,10 +166,10 @@ class ExportableModel(nn.Module):
 
 
 def decision(head: Any) -> dict:
-    """Return the activation of a head's logits, and the rule for its labels.
+    """Return the activation of a head's logits, and the rule that turns scores into labels.
 
-    Softmax: the largest. Sigmoid: each class above ``threshold``, or the ``topk`` largest; the second class above it if
-    a segmentor has one output channel.
+    With softmax, the label is the largest score. With sigmoid, labels are all classes above ``threshold``, or the
+    ``topk`` largest. In a segmentor with one output channel, pixels above the threshold belong to the second class.
     """
     if getattr(head, 'out_channels', None) == 1 and hasattr(head, 'threshold'):
         return dict(activation='sigmoid', threshold=head.threshold)
@@ -185,10 +191,11 @@ TURNS = ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')  # each swaps the channels of MMC
 
 
 def normalisation(cfg: Config) -> dict:
-    """Return the data preprocessor's settings, with those of MMCV's ``Normalize`` in the test pipeline.
+    """Return the settings of the data preprocessor, including mean and std of MMCV's ``Normalize`` in the test
+    pipeline.
 
     Raises:
-        RunError: The test pipeline normalises by another transform, or both normalise.
+        RunError: The test pipeline normalises by another transform, or pipeline and data preprocessor both normalise.
     """
     given, steps = preprocessor(cfg), [step for step in test_pipeline(cfg) if 'Normalize' in str(step['type'])]
     if not steps:
@@ -205,15 +212,15 @@ def normalisation(cfg: Config) -> dict:
 
 
 def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
-    """Return the metadata for applications of the graph, fit for JSON.
+    """Return metadata that applications need to run the graph, as a dict that JSON can store.
 
     Returns:
-        dict: ``mmlinattn``, ``task``, ``serves`` and ``outputs``;
+        dict: ``mmlinattn`` (version), ``task``, ``serves`` (accepted shapes), ``outputs`` and the following:
 
         - ``input_range`` of pixels before normalisation, None if it depends on the image file;
-        - ``channel_order`` of three channels, else None;
+        - ``channel_order`` of three channels, None for other numbers of channels;
         - ``mean``, ``std``, ``resize``, ``crop``, ``pad_size_divisor`` and ``pad_value``;
-        - ``windows``: ``crop_size`` and ``stride`` of a segmentor that is tested in windows, else None;
+        - ``windows``: ``crop_size`` and ``stride`` of a segmentor that is tested in windows, None for other models;
         - ``classes``, None if neither checkpoint nor data set names them.
     """
     from ... import __version__
@@ -240,10 +247,10 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
 
 
 def deviation(outputs, expected) -> float:
-    """Return the largest deviation of one or several outputs, in standard deviations of the expected output.
+    """Return the largest deviation of outputs from expected outputs, in standard deviations of the expected output.
 
-    It is infinite for other shapes and non-finite values, for integers (labels) the share of different ones, and for
-    equal expected values relative to their magnitude.
+    For integers (labels) it is the share of different elements. For constant expected outputs it is relative to their
+    magnitude. It is infinite if shapes differ or values are not finite.
     """
     outputs, expected = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, expected))
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
@@ -259,10 +266,11 @@ def deviation(outputs, expected) -> float:
 
 
 def detection_deviation(outputs, expected) -> float:
-    """Return the 0.9 quantile of the deviation of expected detections from their nearest output.
+    """Return the 0.9 quantile of the deviations between expected detections and their nearest output detections.
 
-    A deviation is the largest of a corner in image sides, of a score in units of the best one, and of a mask's
-    probability. Rounding may exchange or drop detections of nearly equal scores or overlaps, so a few are left out.
+    A deviation is the largest of three: of a corner in image sides, of a score relative to the best score, and of a
+    mask probability. Rounding may exchange or drop detections with nearly equal scores or overlaps; the quantile
+    ignores these.
     """
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
         return math.inf
@@ -285,7 +293,8 @@ def detection_deviation(outputs, expected) -> float:
 
 
 class Export(NamedTuple):
-    """The written files, their metadata, the deviation at each checked shape, and its unit."""
+    """Result of an export: files, metadata, deviation from the model at each checked shape, and the unit of the
+    deviations."""
 
     files: list[Path]
     metadata: dict
@@ -303,18 +312,18 @@ def export_model(
     checkpoint_meta: Optional[dict] = None,
     neck: bool = False,
 ) -> Export:
-    """Write a model as a graph, and compare the file with the model.
+    """Export a model as a graph, and compare the file with the model.
 
-    ``target`` is written whole, and only if no deviation from the model exceeds :data:`TOLERANCE`. Detections are
-    compared by :func:`detection_deviation`, without the score threshold: noise seldom reaches it.
+    ``target`` is written atomically, and only if no deviation exceeds :data:`TOLERANCE`. Detections are compared by
+    :func:`detection_deviation` with a score threshold of 0, because scores on random images seldom reach the threshold.
 
     Args:
         model, cfg: Model, see :class:`ExportableModel`, and its config.
         target (Path): File to write.
-        form (str): One of :data:`~mmlinattn.tooling.export.formats.FORMATS`.
-        sizes (Sizes): Shape of the example, and whether others are accepted.
-        checkpoint_meta (dict, optional): ``meta`` of the checkpoint, for the names of the classes.
-        neck (bool): Write a detector up to its neck, also in formats that hold boxes.
+        form (str): Format, a key of :data:`~mmlinattn.tooling.export.formats.FORMATS`.
+        sizes (Sizes): Shape of the example, and whether other shapes are accepted.
+        checkpoint_meta (dict, optional): ``meta`` of the checkpoint, for the class names.
+        neck (bool): Export a detector up to its neck, even in formats that support boxes.
 
     Raises:
         RunError: The model cannot be exported, or the file deviates from it.

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Non-maximum suppression as one operator of fixed shape, ``NonMaxSuppression`` in ONNX graphs."""
+"""Non-maximum suppression with an output of fixed shape, exported as ``NonMaxSuppression`` in ONNX graphs."""
 
 import torch
 import torchvision
@@ -9,7 +9,9 @@ from torch.onnx import symbolic_helper
 
 @torch.library.custom_op('mmlinattn::nms_mask', mutates_args=())
 def nms_mask(boxes: Tensor, scores: Tensor, iou_threshold: float, max_kept: int) -> Tensor:
-    """Return 1 for each box that non-maximum suppression keeps, else 0. The mask has a fixed shape, unlike indices.
+    """Return 1 for each box that non-maximum suppression keeps, and 0 for the others.
+
+    Unlike a list of indices, this mask has a fixed shape.
 
     Args:
         boxes (Tensor): (B, N, 4), corners x1, y1, x2, y2.

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Replace parts of upstream heads for graphs of dynamic size, with the same numbers."""
+"""Replace modules of upstream heads that cannot be exported with dynamic image sizes by equivalent ones."""
 
 from typing import Any, Optional
 
@@ -11,9 +11,9 @@ from ...ops.sizes import as_tensor
 
 
 class StridedPools(TorchFunctionMode):
-    """Context that turns max pools of one pixel and stride 2, the last levels of MMDetection's FPN, into slices.
+    """Context that computes max pools of kernel 1 and stride 2 (the extra levels of MMDetection's FPN) by slicing.
 
-    Older exporters of PyTorch write the parity of the example's size into the graph.
+    Older exporters of PyTorch fix the parity of the example's size in the graph.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -24,10 +24,10 @@ class StridedPools(TorchFunctionMode):
 
 
 class BinMeans(nn.Module):
-    """``nn.AdaptiveAvgPool2d`` as two matrix products.
+    """``nn.AdaptiveAvgPool2d`` as two matmuls.
 
-    Exporters support adaptive pools at one size of the map, or not at all. As in PyTorch, bin i of n covers the rows
-    from ``floor(i H / n)`` to ``ceil((i + 1) H / n)``.
+    Exporters support adaptive pools only for one size of the map, or not at all. As in PyTorch, bin i of n covers rows
+    ``floor(i H / n)`` up to, excluding, ``ceil((i + 1) H / n)``.
 
     Args:
         bins (tuple[int, int]): Rows and columns of the result.
@@ -45,7 +45,7 @@ class BinMeans(nn.Module):
 
     @staticmethod
     def weights(size, number: int, like: Tensor) -> Tensor:
-        """Return the weights of the mean over each bin, (number, size)."""
+        """Return the weights (number, size) that average ``size`` positions over each of ``number`` bins."""
         position = torch.arange(size, device=like.device)
         index = torch.arange(number, device=like.device)
         length = as_tensor(size, like, torch.long)
@@ -56,7 +56,8 @@ class BinMeans(nn.Module):
 
 
 def replacement(module: Any) -> Optional[nn.Module]:
-    """Return the replacement of a module, or None."""
+    """Return an exportable module equivalent to an adaptive pool or to MMSegmentation's ``Upsample``; None for other
+    modules."""
     if type(module) is nn.AdaptiveAvgPool2d:
         size: Any = module.output_size
         bins = (size, size) if isinstance(size, int) else tuple(size)
@@ -69,7 +70,7 @@ def replacement(module: Any) -> Optional[nn.Module]:
 
 
 def replace_modules(model: nn.Module) -> None:
-    """Replace modules of ``model`` by :func:`replacement`, in place."""
+    """Replace adaptive pools and MMSegmentation's ``Upsample`` in ``model`` by exportable modules, in place."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             new = replacement(child)

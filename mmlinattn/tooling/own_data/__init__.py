@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""From a folder of somebody's images to a config that trains on them."""
+"""Make a config from a folder with a user's images and annotations."""
 
 from .making import ConfigArgs, make_config
 

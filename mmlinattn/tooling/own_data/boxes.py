@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Objects of all formats as COCO JSON, and notes on parts of the annotations that are not learnt."""
+"""Convert objects of all formats to COCO JSON, and note parts of the annotations that training does not use."""
 
 import json
 from collections import Counter
@@ -43,10 +43,10 @@ _MEANING = {
 
 
 def read_boxes(root: Path) -> OwnData:
-    """Read the objects of a folder, or of one annotation file with its images beside it.
+    """Read the objects of a data set: a folder, or an annotation file with its images in the same folder.
 
     Raises:
-        RunError: There are none, or a file is not readable, in one line that names it.
+        RunError: There are no images or objects, or a file cannot be read; one line that names the file.
     """
     files = [root] if root.is_file() else None
     root = root.parent if root.is_file() else root
@@ -116,7 +116,7 @@ def _own_data(
 
 
 def _with_regions(photo: Photo) -> Photo:
-    """Turn objects of an ignore class into regions ignored for every class."""
+    """Replace objects of a class that means "ignore" by regions that are ignored for every class."""
     objects = [
         item._replace(name=None, marks=item.marks | {'ignore'}) if str(item.name).lower() in _REGIONS else item
         for item in photo.objects
@@ -125,7 +125,7 @@ def _with_regions(photo: Photo) -> Photo:
 
 
 def _notes_on(photos: list[Photo]) -> list[str]:
-    """Report marks of objects and boxes beyond the image edge."""
+    """Return notes on attributes of objects, and on boxes that extend beyond the image."""
     boxes = [(photo.size, item) for photo in photos for item in photo.objects]
     beyond = sum(_reaches_beyond(size, item.box) for size, item in boxes)
     notes = [f'{beyond} of {len(boxes)} boxes reach beyond their images and are cut'] * bool(beyond)
@@ -140,16 +140,16 @@ def _notes_on(photos: list[Photo]) -> list[str]:
 
 
 def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = False) -> tuple[dict, int]:
-    """Write objects as a COCO data set, boxes cut to their images, with ids from 1.
+    """Convert images and objects to a COCO data set, with boxes cut to their images, and ids from 1.
 
     Args:
-        photos: Images and their objects. One without a class is ignored for every class.
-        classes: In the order of the labels.
-        root: Folder that file names are relative to.
-        masks: Write outlines.
+        photos: Images and their objects. An object without a class is ignored for every class.
+        classes: Class names in the order of the labels.
+        root: Folder to which file names are relative.
+        masks: Write outlines too.
 
     Returns:
-        The data set, and the number of boxes without area (left out).
+        tuple[dict, int]: The data set, and the number of boxes left out because they have no area.
     """
     images: list[dict] = []
     annotations: list[dict] = []
@@ -174,13 +174,12 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = F
 
 
 def _area(outline: Any) -> float:
-    """Return the area of polygons in square pixels, 0 for run lengths."""
     parts = outline if isinstance(outline, list) else []
     return sum(float(cv2.contourArea(np.reshape(part, (-1, 2)).astype(np.float32))) for part in parts)
 
 
 def _is_rectangle(item: Object) -> bool:
-    """Return True if the outline is the box, as exporters of boxes write it."""
+    """Return True if the outline is only the rectangle of the box, as some exporters write it."""
     if not isinstance(item.outline, list) or len(item.outline) != 1 or len(item.outline[0]) not in (8, 10):
         return not item.outline and item.is_ignored
     left, top, right, bottom = item.box
@@ -191,5 +190,6 @@ def _is_rectangle(item: Object) -> bool:
 
 
 def _reaches_beyond(size: tuple[int, int], box: tuple) -> bool:
-    """Return True if a box passes the edge by more than two pixels: exporters round, and some count from 1."""
+    """Return True if a box extends beyond the image by more than two pixels, which allows for rounding and counting
+    from 1."""
     return min(box[:2]) < -2 or box[2] > size[0] + 2 or box[3] > size[1] + 2

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Reader of COCO JSON, as COCO, CVAT, Roboflow, Label Studio and others write it."""
+"""Read COCO JSON, as written by COCO, CVAT, Roboflow, Label Studio and other tools."""
 
 from collections import Counter
 from pathlib import Path
@@ -19,12 +19,12 @@ _OF_IMAGES |= {'dataset_id', 'extra', 'metadata', 'name', 'split', 'subset', 'fl
 
 
 def read_coco_files(files: list[Path], root: Path, images: list[Path]) -> Found:
-    """Read COCO files, all of the same categories.
+    """Read COCO files that share one list of categories.
 
-    Roboflow's empty supercategory, listed as the first category, is skipped.
+    The empty supercategory that Roboflow lists as first category is skipped.
 
     Raises:
-        RunError: A file is not whole, or does not fit its images or the others.
+        RunError: A file is damaged, or does not match its images or the other files.
     """
     known, classes, photos = set(images), list[str](), list[Photo]()
     groups: set[str] = set()
@@ -88,7 +88,7 @@ def _name_of(image: dict) -> str:
 
 
 def _folder(path: Path, coco: dict, root: Path, known: set, split: Optional[str]) -> Path:
-    """Return the folder that file names are relative to, of several that of the split."""
+    """Return the folder to which file names are relative; if several fit, prefer the folder of the same split."""
     names = list(map(_name_of, coco['images']))
     suffix = f'/{names[0]}'
     folders = sorted(Path(image.as_posix()[: -len(names[0])]) for image in known if image.as_posix().endswith(suffix))

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Readers of CSV files of boxes and of classes."""
+"""Read CSV files with boxes or with the classes of images."""
 
 import csv
 import re
@@ -27,7 +27,7 @@ _RETINANET = ['filename', 'xmin', 'ymin', 'xmax', 'ymax', 'class']  # without na
 
 
 class _Table:
-    """Rows of a CSV file, with ``,``, ``;`` or tabs, and the meaning of its columns."""
+    """Rows of a CSV file (separated by ``,``, ``;`` or tabs), with the columns recognised by their names."""
 
     def __init__(self, path: Path):
         lines = read_lines(path)
@@ -53,7 +53,8 @@ class _Table:
         return [name for name, column in zip(self.names, self.columns) if column not in (self.image, self.split, *used)]
 
     def edges(self, row: dict[str, str]) -> list[float]:
-        """Return left, top, right, bottom as they are written, empty of an image without object."""
+        """Return left, top, right and bottom of a row's box in the unit of the file, or [] for an image without
+        objects."""
         cells = [row[key] for key in self.box]
         if self.written:
             cells = re.findall(r'-?\d+\.?\d*(?:e-?\d+)?', cells[0])
@@ -71,7 +72,7 @@ class _Table:
 
 
 def kind_of_table(path: Path) -> Optional[str]:
-    """Return ``'CSV of boxes'``, ``'CSV of classes'``, or None of other tables."""
+    """Return ``'CSV of boxes'`` or ``'CSV of classes'``, or None for other tables."""
     try:
         table = _Table(path)
     except (RunError, csv.Error):
@@ -82,12 +83,13 @@ def kind_of_table(path: Path) -> Optional[str]:
 
 
 def read_box_tables(files: list[Path], root: Path, images: list[Path]) -> Found:
-    """Read tables with a box a row: of TensorFlow, keras-retinanet, Kaggle, Open Images and similar ones.
+    """Read tables with a box in each row, as written by TensorFlow, keras-retinanet, Kaggle, Open Images and similar
+    tools.
 
-    Edges are pixels; all of them from 0 to 1 are shares of the image.
+    Coordinates are pixels. If all numbers of a table are from 0 to 1, they are relative to the size of the image.
 
     Raises:
-        RunError: A row is no box, or its image is not there.
+        RunError: A row has no valid box, or its image does not exist.
     """
     pictures, notes = Pictures(root, images), list[str]()
     photos: dict[tuple[Path, Optional[str]], Photo] = {}
@@ -122,12 +124,12 @@ def read_box_tables(files: list[Path], root: Path, images: list[Path]) -> Found:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Sort class names, numbers by their value."""
+    """Sort class names alphabetically; names that are numbers come first, sorted by value."""
     return sorted(names, key=lambda name: (0, float(name), '') if re.fullmatch(r'\d+', name) else (1, 0.0, name))
 
 
 class Item(NamedTuple):
-    """An image of one class."""
+    """Image with one class."""
 
     path: Path
     name: str  # class
@@ -139,13 +141,13 @@ class Item(NamedTuple):
 
 
 def read_class_tables(files: list[Path], root: Path, images: list[Path]) -> tuple[list[Item], list[str]]:
-    """Read tables with the class of an image a row, or a column of 0 and 1 for each class.
+    """Read tables with a row for each image: a column with the class, or a 0/1 column for each class.
 
     Returns:
-        The images, and notes.
+        tuple[list[Item], list[str]]: The images, and notes for the user.
 
     Raises:
-        RunError: A row has no class or several, or its image is not there.
+        RunError: A row has no class or several classes, or its image does not exist.
     """
     pictures, notes = Pictures(root, images), list[str]()
     items: dict[Path, Item] = {}

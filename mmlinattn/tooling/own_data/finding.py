@@ -26,7 +26,7 @@ _NUM_READ = 50  # images that are decoded to infer their format
 
 
 class OwnData(NamedTuple):
-    """A data set of the user."""
+    """Data set of the user, as read by one of the readers."""
 
     kind: str  # format, for messages
     classes: list[str]  # in the order of the labels
@@ -60,7 +60,7 @@ def find(root: Path, *suffixes: str) -> list[Path]:
 
 
 def split_of(path: Path) -> Optional[str]:
-    """Return 'train', 'val' or 'test' by the names in a path, the last first."""
+    """Return 'train', 'val' or 'test' by the last part of a path that names a split, or None."""
     names = (
         re.search(r'(?:^|[^a-z])(train|val|test)(?:ing|id|idation|set)?(?![a-z])', part.lower())
         for part in path.parts[::-1]
@@ -71,16 +71,16 @@ def split_of(path: Path) -> Optional[str]:
 def read_lists(
     root: Path, name: str, stems: Container[str], is_file_name: bool = False
 ) -> tuple[dict[str, str], Optional[Path]]:
-    """Read the lists of VOC, ``ImageSets/NAME/{trainval,train,val,test}.txt``.
+    """Read VOC's lists of splits, ``ImageSets/NAME/{trainval,train,val,test}.txt``.
 
     Args:
-        root: Folder of the data set; lists may be anywhere below.
-        name: Folder of the lists: ``'Main'`` of boxes, ``'Segmentation'`` of label images.
-        stems: Names of images. Other lines are a name and a number.
-        is_file_name: Lines are names or paths of files; those of other images are skipped.
+        root: Folder of the data set; lists may be in any folder below.
+        name: Folder of the lists: ``'Main'`` for boxes, ``'Segmentation'`` for label images.
+        stems: Names of images without suffix. Of other lines, only the first word is used.
+        is_file_name: Lines are file names or paths; unknown images are skipped.
 
     Returns:
-        Split by name of an image, and the folder of the lists; empty and None without lists.
+        tuple[dict[str, str], Path | None]: Split by image name, and the folder of the lists; ({}, None) without lists.
     """
     texts = [(_SPLIT_FILE.fullmatch(path.name), path) for path in find(root, '.txt') if path.parent.name == name]
     listed = sorted((_ORDER.index(match[1].lower()), path) for match, path in texts if match)
@@ -96,18 +96,18 @@ def read_lists(
 
 
 def divide(items: list) -> tuple[dict[str, list], list[str]]:
-    """Sort images by their split.
+    """Group images by split.
 
-    Without val, test replaces it. Without both, a fifth of train is drawn.
+    If there is no val, test is used as val. If both are missing, a fifth of train is drawn as val.
 
     Args:
         items: Images with the attributes ``split`` (None if unknown) and ``classes``.
 
     Returns:
-        Images by split, and notes for the user.
+        tuple[dict[str, list], list[str]]: Images by split, and notes for the user.
 
     Raises:
-        RunError: Fewer than two images to train on, or none to validate on.
+        RunError: There are fewer than two training images, or no validation image.
     """
     splits: dict[str, list] = {}
     for item in items:
@@ -134,7 +134,7 @@ def divide(items: list) -> tuple[dict[str, list], list[str]]:
 
 
 def _draw(classes: list[set]) -> set[int]:
-    """Draw a fifth of the images of each class, the rarest first. One image of each class at least is not drawn."""
+    """Draw about a fifth of the images of each class, rare classes first; at least one image of each class is left."""
     members: dict[Optional[str], list[int]] = {}
     for i, names in enumerate(classes):
         for name in names or {None}:
@@ -154,7 +154,7 @@ def _draw(classes: list[set]) -> set[int]:
 
 
 def unseen_classes(classes: Sequence[str], splits: dict[str, list]) -> list[str]:
-    """Name the classes without image in train or val; ``splits`` is the result of :func:`divide`."""
+    """Return notes on classes without images in train or val; ``splits`` is the result of :func:`divide`."""
     seen = {split: {name for item in items for name in item.classes} for split, items in splits.items()}
     nowhere = [name for name in classes if not any(name in names for names in seen.values())]
     notes = [f'no image of {_some(nowhere)}: nothing of these classes is learnt'] * bool(nowhere)
@@ -165,7 +165,7 @@ def unseen_classes(classes: Sequence[str], splits: dict[str, list]) -> list[str]
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Return width and height from the header, after the turn by EXIF."""
+    """Return width and height of an image from its header, after applying its EXIF orientation."""
     try:
         return oriented_size(path)
     except Exception as error:  # Pillow's plugins raise anything at a broken file
@@ -177,7 +177,7 @@ def _some(names: list[str]) -> str:
 
 
 def turned_notes(paths: Iterable[Path]) -> list[str]:
-    """Count the images that EXIF turns or mirrors."""
+    """Return a note with the number of images that their EXIF data rotates or mirrors; empty if there are none."""
     turned = [path for path in paths if path.suffix.lower() in ('.jpg', '.jpeg', '.jfif') and _orientation(path) > 1]
     meaning = 'labels are taken as drawn on the turned image, as loaders turn it'
     return [f'{len(turned)} images are turned by EXIF, as {turned[0].name}: {meaning}'] if turned else []
@@ -190,7 +190,7 @@ def _orientation(path: Path) -> int:
 
 
 def page_notes(paths: Iterable[Path]) -> list[str]:
-    """Name the parts of image files that no loader reads: further pages, and the nodata value."""
+    """Return notes on parts of image files that loaders do not read: pages after the first, and the nodata value."""
     pages: list[Path] = []
     nodata: dict[str, list[Path]] = {}
     for path in paths:
@@ -212,7 +212,7 @@ def page_notes(paths: Iterable[Path]) -> list[str]:
 
 
 class ImageFormat(NamedTuple):
-    """Median size and channels of images; mean and std if they differ from ImageNet's."""
+    """Median size and channels of images; mean and std, or None if the images use ImageNet's."""
 
     width: int
     height: int
@@ -223,7 +223,7 @@ class ImageFormat(NamedTuple):
 
 
 def image_format(paths: list[Path], channels: Optional[int] = None) -> ImageFormat:
-    """Infer the format from a sample of images. 8-bit images, grey ones too, are read as RGB for the released weights.
+    """Infer the image format from a sample. 8-bit images, also grey ones, are read as RGB, to fit the released weights.
 
     Args:
         paths: The images.
@@ -269,7 +269,7 @@ def read_lines(path: Path) -> list[str]:
     """Return the stripped, non-empty lines of a text file.
 
     Raises:
-        RunError: It is no text of UTF-8.
+        RunError: The file cannot be read as UTF-8 text.
     """
     try:
         return list(filter(None, map(str.strip, path.read_text(encoding='utf-8-sig').splitlines())))
@@ -278,7 +278,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def read_names(root: Path, *files: str) -> Optional[list[str]]:
-    """Read class names from the first existing file: a line each, perhaps after its number.
+    """Return the class names in the first existing file, or None. Each line has a name, perhaps after its number.
 
     In CVAT's ``labelmap.txt`` a name ends at the colon, and lines may be comments.
     """

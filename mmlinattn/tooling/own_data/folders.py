@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Images of one class each: folders of images, a class each, and tables of classes."""
+"""Read images with one class each, from class folders or from CSV files."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,14 @@ from .kinds import kinds_of
 
 
 def read_classes(root: Path) -> OwnData:
-    """Read images with a class each: of CSV files that name half of the images or more, else of folders.
+    """Read images with one class each: from CSV files if these name at least half of the images, or else from class
+    folders.
 
-    Labels are written to lists: data sets would number the folders of each split, and a split may lack a class.
+    Labels are written to list files. MMPretrain would number the folders of each split by itself, and a split may lack
+    a class.
 
     Raises:
-        RunError: There are less than two classes, or one is in val alone.
+        RunError: There are fewer than two classes, or a class occurs only in val.
     """
     images, kinds = find(root, *SUFFIXES), kinds_of(root)
     tables = kinds.files.get('CSV of classes', [])
@@ -52,7 +54,7 @@ def read_classes(root: Path) -> OwnData:
 
 
 def _folder_items(root: Path, notes: list[str]) -> list[Item]:
-    """Return the images of folders, a class each, in train/ and val/ or undivided."""
+    """Return the images in class folders, which are inside train/ and val/ or directly in ``root``."""
     folders = [path for path in sorted(root.iterdir()) if path.is_dir() and not is_hidden(path.name)]
     splits = {path: split_of(Path(path.name)) for path in folders}
     named = set(splits.values())

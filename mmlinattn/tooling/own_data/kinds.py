@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Recognise annotation formats by the content of the files."""
+"""Recognise annotation formats from the content of files."""
 
 import re
 from collections.abc import Sequence
@@ -70,13 +70,13 @@ _CONTAINERS = {
 
 
 class Kinds(NamedTuple):
-    """Annotation files of a folder by format."""
+    """Annotation files of a folder, by format."""
 
     files: dict[str, list[Path]]  # of supported formats
     unread: dict[str, list[Path]]  # of others, and containers
 
     def refusal(self, root: Path, read: str) -> str:
-        """Name the format found in place of a supported one."""
+        """Return the message for data without a supported format: it names the format that was found, and a remedy."""
         for kind, files in self.unread.items():
             if kind in _REMEDIES or not self.files:
                 remedy = _REMEDIES.get(kind, 'unpack or convert it')
@@ -92,7 +92,7 @@ _REMEDIES = {kind: remedy for rows in _PATTERNS.values() for kind, _, remedy in 
 
 
 def kind_of(path: Path) -> Optional[str]:
-    """Return the format of an annotation file, None for other files."""
+    """Return the annotation format of a file, or None if it is not recognised."""
     if path.suffix.lower() in _CONTAINERS:
         return _CONTAINERS[path.suffix.lower()]
     try:
@@ -110,7 +110,7 @@ def kind_of(path: Path) -> Optional[str]:
 
 
 def kinds_of(root: Path, files: Optional[list[Path]] = None) -> Kinds:
-    """Sort the annotation files below a folder, or ``files`` alone, by their format."""
+    """Group annotation files by format: those below ``root``, or only ``files`` if given."""
     found: dict[str, list[Path]] = {}
     texts: list[Path] = []
     for path in files or find(root, *_PATTERNS, *_CONTAINERS):

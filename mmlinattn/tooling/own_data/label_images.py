@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Images with label images: numbers or colours, as CamVid, Cityscapes, KITTI, VOC, CVAT and Roboflow lay them out."""
+"""Read images and label images of numbers or colours, in the layouts of CamVid, Cityscapes, KITTI, VOC, CVAT and
+Roboflow."""
 
 import os
 import re
@@ -39,15 +40,18 @@ _KINDS = ('labelTrainIds', 'labelIds')  # of label images, in the order of prefe
 
 
 def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnData:
-    """Read images and their label images. Copies with labels from 0 go to ``remapped`` if values are no labels.
+    """Read images and their label images.
+
+    If pixel values are not the labels 0, 1, ..., copies of the label images with such labels are written to
+    ``remapped``.
 
     Args:
-        root: The data set.
-        names: Class names in the order of their values; None takes those of the files.
-        remapped: Folder for copies.
+        root: Folder of the data set.
+        names: Class names in the order of the values; if None, names are read from files of the data set.
+        remapped: Folder for the copies.
 
     Raises:
-        RunError: There are none, they do not fit their images, or the meaning of their values is not clear.
+        RunError: There are no label images, they do not match their images, or the meaning of their values is unclear.
     """
     notes: list[str] = []
     pairs = _all_pairs(root, notes)
@@ -119,7 +123,7 @@ class _Pair(NamedTuple):
 
 
 def _all_pairs(root: Path, notes: list[str]) -> list[_Pair]:
-    """Find folders of images beside folders of label images, else both in one folder."""
+    """Pair images with label images, from neighbouring folders or, if there are none, from one folder."""
     pairs: list[_Pair] = []
     alone: tuple[list[Path], list[Path]] = ([], [])  # folders of images, of label images
     for top, inner, _ in sorted(os.walk(root, followlinks=True)):
@@ -152,7 +156,7 @@ def _all_pairs(root: Path, notes: list[str]) -> list[_Pair]:
 
 
 def _pairs(images: Path, masks: Path, notes: list[str], ending: str = '') -> list[_Pair]:
-    """Pair images with label images ``masks/STEM`` and the ending that most of them have (``.png``, ``_mask.png``)."""
+    """Pair images with label images ``masks/STEM`` plus the most frequent ending (``.png``, ``_mask.png``)."""
     stems: dict[str, str] = {}
     for path in find(images, *SUFFIXES):
         stem = path.relative_to(images).with_suffix('').as_posix()

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Values of label images, numbers or colours, and their classes."""
+"""Find the classes that the pixel values of label images (numbers or colours) stand for."""
 
 import re
 from collections import Counter
@@ -26,7 +26,7 @@ _IS_COLOUR = 1 << 24  # added to 0xRRGGBB
 
 
 class ValueCounts(NamedTuple):
-    """Values of label images: numbers, or colours as 0xRRGGBB above ``_IS_COLOUR``."""
+    """Values of label images. A colour is stored as ``_IS_COLOUR`` + 0xRRGGBB, so that it differs from all numbers."""
 
     values: list[set[int]]  # of each label image
     pixels: Counter  # number of pixels by value
@@ -36,12 +36,12 @@ class ValueCounts(NamedTuple):
 
 
 def read_mask(path: Path) -> tuple[np.ndarray, bool]:
-    """Return the values of a label image ``(H, W)``, and True if MMSegmentation reads the same.
+    """Return the values of a label image ``(H, W)``, and True if MMSegmentation reads the same values.
 
-    Values are numbers, or of coloured pixels 0xRRGGBB above ``_IS_COLOUR``.
+    A colour is stored as ``_IS_COLOUR`` + 0xRRGGBB.
 
     Raises:
-        RunError: A value is no integer from 0 to 65535.
+        RunError: A value is not an integer from 0 to 65535.
     """
     with Image.open(path) as image:
         pixels, mode = np.asarray(image), image.mode
@@ -79,7 +79,7 @@ def shortened(texts: Iterable[str]) -> str:
 
 
 def scan(masks: list[Path]) -> ValueCounts:
-    """Collect the values of all label images: colours if palettes of two files differ."""
+    """Collect the values of all label images: colours if the palettes of two files differ, and indices otherwise."""
     palettes: dict[int, bytes] = {}
     coloured = False
     for path in masks:
@@ -123,11 +123,11 @@ def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
 def interpret(
     root: Path, given: Optional[list[str]], image: Path, mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
-    """Return the class names, and the labels by value if copies are needed.
+    """Return the class names, and a table from values to labels ({} if the values are the labels).
 
     Args:
         root: Folder of the data set.
-        given: Class names of the user in the order of the values, if any.
+        given: Class names from the user in the order of the values, if any.
         image, mask: First image and label image.
         seen: Values of all label images.
         notes: Notes for the user, extended in place.
@@ -175,7 +175,8 @@ def interpret(
 
 
 def _known_layout(image: Path, mask: Path, values: list[int]) -> Optional[tuple[list[str], dict[int, int], str]]:
-    """Return names, labels and a note for ids of Cityscapes (used by KITTI, too) and of CamVid."""
+    """Return class names, labels by value and a note for the ids of Cityscapes (and KITTI) or CamVid; None
+    otherwise."""
     is_kitti = (image.parent.name, mask.parent.name) == ('image_2', 'semantic')
     are_train_ids = 'labelTrainIds' in mask.name
     if are_train_ids or 'labelIds' in mask.name or is_kitti:
@@ -191,12 +192,13 @@ def _known_layout(image: Path, mask: Path, values: list[int]) -> Optional[tuple[
 
 
 def _blurred(seen: ValueCounts, names: Optional[list[str]]) -> Optional[tuple[dict[int, int], str]]:
-    """Return labels and a note for masks of two values that were enlarged with interpolation or saved with loss.
+    """Return labels by value and a note for two-class masks that were interpolated or saved as JPEG; None for other
+    masks.
 
-    Values between the two then change from pixel to pixel.
+    In such masks, values between the two change from pixel to pixel.
 
     Raises:
-        RunError: Label images of more classes have such values.
+        RunError: Label images of more than two classes have such values.
     """
     values = sorted(seen.pixels)
     inner = values[1:-1]
@@ -218,7 +220,8 @@ def _blurred(seen: ValueCounts, names: Optional[list[str]]) -> Optional[tuple[di
 
 
 def read_values(root: Path) -> dict[int, str]:
-    """Read classes by value, a number or a colour above ``_IS_COLOUR``, from a file that lists both.
+    """Return class names by value from a file that lists both, or {}; values are numbers or colours
+    (:class:`ValueCounts`).
 
     Such files are label_colors.txt of CamVid, labelmap.txt of CVAT, class_dict.csv and _classes.csv of Roboflow.
 
@@ -251,7 +254,6 @@ def read_values(root: Path) -> dict[int, str]:
 def _of_colours(
     listed: dict[int, str], given: Optional[list[str]], mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
-    """Return names and labels of colours, by a file that lists them, else those of Cityscapes or VOC."""
     from mmseg.utils import get_classes, get_palette
 
     listed = {value: name for value, name in listed.items() if value >= _IS_COLOUR}
@@ -290,14 +292,14 @@ def _of_colours(
 
 
 def interpret_values(values: list[int], names: Optional[list[str]]) -> tuple[list[str], dict[int, int]]:
-    """Return class names, and the labels by value if values are no labels.
+    """Return class names, and a table from values to labels ({} if the values are the labels).
 
     Args:
         values: Values in the label images, ascending.
         names: Class names, if given.
 
     Raises:
-        RunError: Values and names do not fit.
+        RunError: Values and names do not match.
     """
     labels = [value for value in values if value != IGNORED]
     listed = shortened(map(str, values))

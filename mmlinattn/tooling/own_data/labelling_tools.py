@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Readers of LabelMe JSON, CVAT XML 1.1 and Label Studio JSON."""
+"""Read LabelMe JSON, CVAT XML 1.1 and Label Studio JSON."""
 
 import base64
 import io
@@ -20,8 +20,6 @@ from .objects import Found, Object, Photo, Pictures, checked_size, corners, elli
 
 
 class _Shape(NamedTuple):
-    """A shape of a labelling tool."""
-
     name: str
     points: np.ndarray  # (N, 2) pixels, or the pixels of a mask (H, W) bool
     is_outline: bool
@@ -30,7 +28,7 @@ class _Shape(NamedTuple):
 
 
 def _objects(shapes: Iterator[_Shape]) -> list[Object]:
-    """Join shapes of one group and name, and turn masks into run lengths."""
+    """Convert shapes to objects: outlines with one name and group become one object, and masks become run lengths."""
     found: list[Object] = []
     groups: dict[tuple, list[_Shape]] = {}
     for number, shape in enumerate(shapes):
@@ -59,7 +57,7 @@ def _of_mask(name: str, mask: np.ndarray, marks: frozenset) -> Object:
 
 
 def _placed(mask: np.ndarray, left: int, top: int, size: tuple[int, int]) -> np.ndarray:
-    """Return a mask of a whole image from a part of it."""
+    """Return a mask of the image ``size``, with the given part placed at ``left``, ``top``."""
     whole = np.zeros(size[::-1], bool)
     part = mask[: size[1] - top, : size[0] - left]
     whole[top : top + part.shape[0], left : left + part.shape[1]] = part
@@ -67,7 +65,7 @@ def _placed(mask: np.ndarray, left: int, top: int, size: tuple[int, int]) -> np.
 
 
 def _classes(root: Path, photos: list[Photo], listed: Optional[list[str]] = None) -> list[str]:
-    """Return the classes in the order of a list, followed by those that it lacks."""
+    """Return the class names of a list file (or of ``listed``), followed by other classes that occur."""
     found = {item.name for photo in photos for item in photo.objects if item.name is not None}
     listed = listed or read_names(root, 'classes.txt', 'labels.txt') or []
     listed = [name for name in listed if name in found or not name.startswith('_')]
@@ -85,10 +83,10 @@ _OF_SHAPES = {'label', 'points', 'shape_type', 'group_id', 'flags', 'mask', 'att
 
 
 def read_labelme(files: list[Path], root: Path, images: list[Path]) -> Found:
-    """Read JSON files of LabelMe and X-AnyLabeling, one an image.
+    """Read LabelMe and X-AnyLabeling JSON, one file for each image.
 
     Raises:
-        RunError: A file is not whole, or has no image.
+        RunError: A file is damaged, or its image does not exist.
     """
     pictures, photos, lost, flags = Pictures(root, images), list[Photo](), Counter[str](), set[str]()
     for path in files:
@@ -140,7 +138,7 @@ def read_cvat(files: list[Path], root: Path, images: list[Path]) -> Found:
     """Read CVAT XML 1.1 for images.
 
     Raises:
-        RunError: A file is not whole, is one for videos, or names an image that is not there.
+        RunError: A file is damaged or is for videos, or an image does not exist.
     """
     pictures, photos, lost, labels = Pictures(root, images), list[Photo](), Counter[str](), list[str]()
     for path in files:
@@ -200,10 +198,10 @@ def _is_number(text: str) -> bool:
 
 
 def read_label_studio(files: list[Path], root: Path, images: list[Path]) -> Found:
-    """Read Label Studio's JSON, also JSON-MIN. Tasks without annotation are left out.
+    """Read Label Studio's JSON or JSON-MIN. Tasks without annotations are left out.
 
     Raises:
-        RunError: A file is not whole, has brush masks or turned images, or names an image that is not there.
+        RunError: A file is damaged, has brush masks or rotated images, or an image does not exist.
     """
     pictures, photos, lost, several, open_tasks = Pictures(root, images), list[Photo](), Counter[str](), 0, 0
     for path in files:
@@ -235,7 +233,7 @@ def _counts(annotation: Any) -> bool:
 
 
 def _address(data: dict) -> str:
-    """Return the address of the image of a task: the first text with the suffix of an image, else the first text."""
+    """Return the image address of a task: the first string that ends like an image file, or else the first string."""
     texts = [value for value in data.values() if isinstance(value, str)]
     names = [text for text in texts if text.lower().partition('?d=')[0].partition('?')[0].endswith(SUFFIXES)]
     names += [text for text in texts if text.lower().endswith(SUFFIXES)]

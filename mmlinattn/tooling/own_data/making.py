@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Write a config for a user's data, and try a training step with it."""
+"""Write a config for a user's data, and test it with one training step."""
 
 import copy
 import io
@@ -49,18 +49,18 @@ class ConfigArgs(NamedTuple):
 
     @property
     def root(self) -> Path:
-        """The folder that paths of the data are relative to."""
+        """Folder to which paths of the data are relative."""
         return self.data if self.data.is_dir() else self.data.parent
 
 
 class _Code(str):
-    """An expression of the config."""
+    """Text that is written to the config unquoted, as an expression."""
 
     __repr__ = str.__str__
 
 
 def _portable(args: ConfigArgs, path: Any) -> str:
-    """Return a path relative to the config below or beside the folder of the config, else an absolute path.
+    """Return a path relative to the config's folder if it is in or beside that folder, and an absolute path otherwise.
 
     MMEngine replaces ``{{ fileDirname }}`` by the folder of the config.
     """
@@ -71,13 +71,13 @@ def _portable(args: ConfigArgs, path: Any) -> str:
 
 
 def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
-    """Read the data, write the config and its annotation files, and train and predict with it once.
+    """Read the data, write the config and its annotation files, and run one training step and one prediction.
 
     Returns:
-        Notes for the user, a line each, and the result of the training step.
+        tuple[list[str], SmokeResult]: Notes for the user, and the result of the training step.
 
     Raises:
-        RunError: The data is not of the task or has faults, or no config has the backbone.
+        RunError: The data does not fit the task or has errors, or no config for the task has the backbone.
     """
     if not args.data.exists():
         raise RunError(f'DATA {str(args.data)!r}: no such folder.')
@@ -113,7 +113,7 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
 
 
 def _base(args: ConfigArgs, data: OwnData) -> str:
-    """Return the name of the config to inherit."""
+    """Return the name of the config of this project to inherit."""
     order = ['retinanet_1x', 'maskrcnn_1x', 'cascade_3x', 'fpn_80k', 'upernet_160k', 'in1k']
     order = order[1:] + order[:1] if data.masks else order
     scope = TASKS[args.task]
@@ -127,12 +127,11 @@ def _base(args: ConfigArgs, data: OwnData) -> str:
 
 
 def _file(args: ConfigArgs, split: str) -> Path:
-    """Return the annotation file of a split, beside the config."""
     return args.out.with_name(f'{args.out.stem}_{split}.{"json" if args.task == "detection" else "txt"}')
 
 
 def _fitted(node: Any, num_classes: int) -> Any:
-    """Return a model config with ``num_classes`` in all heads, and batch norms of one process."""
+    """Return a model config with ``num_classes`` set in all heads, and synchronised batch norms replaced by BN."""
     if isinstance(node, (list, tuple)):
         return type(node)(_fitted(item, num_classes) for item in node)
     if not isinstance(node, dict):
@@ -148,7 +147,7 @@ def _fitted(node: Any, num_classes: int) -> Any:
 def _values(
     args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config, stem: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of the config by name, and notes on them for the user."""
+    """Return the settings of the new config by name, and notes on them for the user."""
     whole, batch = cfg.to_dict(), args.batch or _BATCH[args.task]
     notes: list[str] = []
     root = _portable(args, args.root).rstrip('/')
@@ -233,10 +232,10 @@ def _values(
 
 
 def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
-    """Fit the limits of a detector to its densest image, and its assigners to ignored objects.
+    """Raise a detector's limits of boxes to its densest image, and let training ignore regions of ignored objects.
 
     Returns:
-        The most boxes an image that the detector returns.
+        int: The largest number of boxes that the detector returns for an image.
     """
     test = model.get('test_cfg') or {}
     limits = test.get('rcnn', test)
@@ -255,7 +254,8 @@ def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
 
 
 def _ignore_regions(node: Any) -> None:
-    """Exclude regions of ignored objects from the background. MMDetection's recipes do not."""
+    """Set ``ignore_iof_thr``, so that anchors in ignored regions are not background; MMDetection's recipes leave it
+    off."""
     for child in node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ():
         _ignore_regions(child)
     if isinstance(node, dict) and 'ignore_iof_thr' in node:
@@ -263,7 +263,8 @@ def _ignore_regions(node: Any) -> None:
 
 
 def _durations(args: ConfigArgs, values: dict, data: OwnData, trial: Optional[SmokeResult]) -> list[str]:
-    """Report the time of a step and an estimate for the whole training."""
+    """Return a line with the measured time of a step and an estimate for the whole training; empty without
+    measurement."""
     if trial is None:
         return []
     height, width = trial.size
@@ -278,7 +279,7 @@ def _durations(args: ConfigArgs, values: dict, data: OwnData, trial: Optional[Sm
 
 
 def _pipelines(args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config) -> tuple[Any, Any, int]:
-    """Return the transforms of training and test, and the side of the images in training."""
+    """Return the transforms of training and test, and the longer side of training images in pixels."""
     loading: dict[str, Any] = dict(type='LoadImageFromFile')
     if pixels.mean is not None:
         loading.update(color_type='unchanged', to_float32=True)
@@ -311,7 +312,10 @@ def _pipelines(args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config
 
 
 def _schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
-    """Return loops, learning rates and checkpoints for a number of steps an epoch; a recipe may be too long."""
+    """Return loops, learning rate schedule and checkpoint settings for ``steps`` iterations per epoch.
+
+    Iteration-based recipes are shortened for small data sets.
+    """
     if task == 'segmentation':
         total = min(cfg.train_cfg.max_iters, max(4000, round(50 * steps)))
         every, warm = max(1, total // 10), min(1500, total // 10)
@@ -344,7 +348,7 @@ def _schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
 
 
 def _try(args: ConfigArgs) -> SmokeResult:
-    """Run a training step and a prediction on images of the data; a detector's are made smaller."""
+    """Run one training step and one prediction on images of the data; a detector's images are made smaller."""
     cfg, scope = read_config(str(args.out)), TASKS[args.task]
     init_default_scope(scope)
     source = Upstream(str(args.out), cfg, scope)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Objects in images, the common result of the readers of all formats."""
+"""Objects in images, the common result of the readers for all formats."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ _NOTHING = ('', '0', '0.0', 'false', 'no', 'none', 'unspecified', 'n/a', '-1')
 
 
 class Object(NamedTuple):
-    """An object of an image."""
+    """Annotated object in an image."""
 
     name: Optional[str]  # class; None for a region that is ignored for every class
     box: tuple  # left, top, right, bottom in pixels
@@ -34,7 +34,7 @@ class Object(NamedTuple):
 
 
 class Photo(NamedTuple):
-    """An image and its objects."""
+    """Image with its annotated objects."""
 
     path: Path
     size: tuple[int, int]  # width, height
@@ -43,12 +43,12 @@ class Photo(NamedTuple):
 
     @property
     def classes(self) -> set[str]:
-        """Classes of the objects that are learnt."""
+        """Classes of the objects that are used in training."""
         return {item.name for item in self.objects if item.name is not None and not item.is_ignored}
 
 
 def marks_of(attributes: dict[str, Any]) -> frozenset:
-    """Name the attributes of an object that are set: not empty, 0, false or 'Unspecified'."""
+    """Return the names of attributes with a value other than empty, 0, false or 'Unspecified'."""
     names = [str(key) for key, value in attributes.items() if _is_set(value)]
     return frozenset(_ATTRIBUTES.get(key.lower(), key if key in _KNOWN else key.lower()) for key in names)
 
@@ -63,10 +63,10 @@ def _is_set(value: Any) -> bool:
 
 
 def from_points(name: Optional[str], parts: list, marks: Iterable[str] = (), is_outline: bool = True) -> Object:
-    """Return an object of polygons, each ``(N, 2)`` in pixels.
+    """Return an object made of polygons, each ``(N, 2)`` in pixels.
 
     Raises:
-        ValueError: A coordinate is not finite, or there is none.
+        ValueError: There are no points, or a coordinate is not finite.
     """
     points = np.concatenate([np.reshape(np.asarray(part, float), (-1, 2)) for part in parts])
     if not len(points) or not np.isfinite(points).all():
@@ -77,14 +77,14 @@ def from_points(name: Optional[str], parts: list, marks: Iterable[str] = (), is_
 
 
 def corners(box: tuple, degrees: float = 0.0, pivot: Optional[tuple] = None) -> np.ndarray:
-    """Return the corners ``(4, 2)`` of a box that is turned clockwise, around its centre or a pivot."""
+    """Return the corners ``(4, 2)`` of a box rotated clockwise around its centre, or around ``pivot``."""
     left, top, right, bottom = box
     points = np.array([(left, top), (right, top), (right, bottom), (left, bottom)], float)
     return _turned(points, degrees, np.array(pivot or ((left + right) / 2, (top + bottom) / 2)))
 
 
 def ellipse(x: float, y: float, rx: float, ry: float, degrees: float = 0.0) -> np.ndarray:
-    """Return 36 points ``(36, 2)`` of an ellipse that is turned clockwise around its centre."""
+    """Return 36 points ``(36, 2)`` on an ellipse rotated clockwise around its centre."""
     angles = np.linspace(0, 2 * math.pi, 36, endpoint=False)
     centre = np.array((x, y))
     return _turned(np.stack([rx * np.cos(angles), ry * np.sin(angles)], 1) + centre, degrees, centre)
@@ -96,10 +96,10 @@ def _turned(points: np.ndarray, degrees: float, centre: np.ndarray) -> np.ndarra
 
 
 def checked_size(file: Path, picture: Path, width: Any = None, height: Any = None) -> tuple[int, int]:
-    """Return width and height of an image.
+    """Return width and height of an image, after comparing them with those in its annotation file.
 
     Raises:
-        RunError: The annotation file has another size, neither 0 nor missing.
+        RunError: The annotation file gives another size. Missing sizes and 0 are accepted.
     """
     size = image_size(picture)
     try:
@@ -117,11 +117,11 @@ Found = tuple[list[Photo], list[str], list[str]]
 
 
 class Pictures:
-    """Images of a data set, found by the names in annotation files.
+    """Images of a data set, found by names in annotation files.
 
     Args:
         root: Folder of the data set.
-        images: Its images.
+        images: Paths of all images.
     """
 
     def __init__(self, root: Path, images: list[Path]):
@@ -134,17 +134,18 @@ class Pictures:
         return name.replace('\\', '/').rpartition('/')[2] in self.by_name
 
     def find(self, file: Path, name: str, is_upload: bool = False) -> Path:
-        """Return the image of a name, path or address: of several, the one with the most parent folders in common.
+        """Return the image for a name, path or URL in an annotation file.
 
-        Among equal ones, images beside the file and in VOC's JPEGImages are preferred.
+        If several images have the name, the image with the most parent folders in common is taken. If these are equal,
+        images beside the file and in VOC's JPEGImages are preferred.
 
         Args:
             file: The annotation file, for messages and relative paths.
             name: Name in that file, with or without suffix.
-            is_upload: Label Studio prepends eight characters and a hyphen to the name.
+            is_upload: The name may begin with eight characters and a hyphen, as Label Studio renames uploads.
 
         Raises:
-            RunError: No image matches, or several do.
+            RunError: No image matches, or several match equally.
         """
         parts = unquote(str(name)).replace('\\', '/').split('?d=')[-1].split('?')[0].split('/')
         names = [parts[-1], *([parts[-1].partition('-')[2]] if is_upload and '-' in parts[-1] else [])]

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Readers of text files, one an image: YOLO and KITTI."""
+"""Read YOLO and KITTI text files, one for each image."""
 
 import re
 from pathlib import Path
@@ -14,10 +14,10 @@ from .objects import Found, Object, Photo, Pictures, from_points, marks_of
 
 
 def read_yolo(files: list[Path], root: Path, images: list[Path]) -> Found:
-    """Read every image with its text file. Its split is that of data.yaml, else of its folder.
+    """Read every image with its text file. The split comes from data.yaml, or else from the folder.
 
     Raises:
-        RunError: A line is no box or outline of one of the classes, or the classes have no names.
+        RunError: A line is not a box or outline of a known class, or there are no class names.
     """
     file, content = _yolo_settings(root)
     names = content.get('names')
@@ -57,9 +57,10 @@ def _yolo_settings(root: Path) -> tuple[Optional[Path], dict]:
 
 
 def _yolo_splits(root: Path, content: dict, images: list[Path]) -> dict[Path, str]:
-    """Return the split of each image by ``train``, ``val`` and ``test`` of a data.yaml, folders or lists of files.
+    """Return the split of images listed under ``train``, ``val`` and ``test`` in data.yaml, as folders or lists of
+    files.
 
-    Folders of another machine are skipped.
+    Folders that do not exist on this machine are skipped.
     """
     known, listed, lost = {path.resolve(): path for path in images}, dict[Path, str](), []
     for split in ('train', 'val', 'test'):
@@ -87,7 +88,6 @@ def _yolo_splits(root: Path, content: dict, images: list[Path]) -> dict[Path, st
 
 
 def _yolo_file(root: Path, path: Path) -> Path:
-    """Return the text file of an image."""
     parts = list(path.relative_to(root).parts)
     at = next((i for i in reversed(range(len(parts))) if parts[i] in ('images', 'Images')), None)
     if at is not None:
@@ -107,13 +107,13 @@ def _unpaired(root: Path, images: list[Path]) -> list[str]:
 
 
 def _yolo_photo(root: Path, path: Path, classes: list[str], has_points: bool = False) -> Photo:
-    """Read the text file of an image, if there is one: boxes, or outlines of three points or more.
+    """Read an image and its text file, if there is one, with boxes or with outlines of three or more points.
 
     Args:
         root: Folder of the data set.
         path: The image.
         classes: Class names.
-        has_points: Key points follow each box.
+        has_points: Key points follow each box, and are skipped.
     """
     file, size = _yolo_file(root, path), image_size(path)
     objects: list[Object] = []
@@ -145,7 +145,7 @@ def read_kitti(files: list[Path], root: Path, images: list[Path]) -> Found:
     """Read KITTI's label files: type, truncated, occluded, alpha, left, top, right, bottom, then seven fields of 3D.
 
     Raises:
-        RunError: A line is none of KITTI's, or a file has no image.
+        RunError: A line does not have KITTI's fields, or a file has no image.
     """
     pictures, photos = Pictures(root, images), list[Photo]()
     lists, _ = read_lists(root, 'ImageSets', {path.stem for path in files})

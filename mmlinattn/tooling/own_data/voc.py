@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Reader of VOC XML. Upstream's looks for .jpg alone."""
+"""Read VOC XML with images of any suffix; the readers of MMDetection and MMSegmentation accept only .jpg."""
 
 import math
 import xml.etree.ElementTree as ElementTree
@@ -13,10 +13,10 @@ from .objects import Found, Object, Photo, Pictures, checked_size, corners, from
 
 
 def read_voc_files(files: list[Path], root: Path, images: list[Path]) -> Found:
-    """Read every XML file with the image of its name. Its split is that of ImageSets/Main, else of its folder.
+    """Read every XML file with its image. The split comes from ImageSets/Main, or else from the folder.
 
     Raises:
-        RunError: A file is not whole, or has no image.
+        RunError: A file is damaged, or its image does not exist.
     """
     lists, source = read_lists(root, 'Main', {path.stem for path in files})
     pictures, owners, photos = Pictures(root, images), dict[Path, Path](), list[Photo]()
@@ -37,10 +37,10 @@ def read_voc_files(files: list[Path], root: Path, images: list[Path]) -> Found:
 
 
 def read_voc(path: Path, picture: Path) -> Photo:
-    """Read one XML file. Coordinates are pixels from the left and upper edge of the image, as they are written.
+    """Read one XML file. Coordinates are pixels from the left and upper edge of the image, and are not shifted by 1.
 
     Raises:
-        RunError: It is no VOC annotation, or not of this image.
+        RunError: The file is not a VOC annotation, or belongs to another image.
     """
     try:
         tree = ElementTree.parse(path).getroot()
@@ -54,7 +54,7 @@ def read_voc(path: Path, picture: Path) -> Photo:
 
 
 def _object(item: ElementTree.Element) -> Object:
-    """Read an object, also roLabelImg's turned boxes and the outlines that Roboflow writes beside boxes."""
+    """Read an object: a box, a rotated box of roLabelImg, or an outline that Roboflow writes beside the box."""
 
     def text(*keys: str) -> str:
         found = item.findtext('/'.join(keys))

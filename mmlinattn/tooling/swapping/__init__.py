@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Backbone swaps in configs of MMDetection, MMSegmentation and MMPretrain."""
+"""Replace the backbone in configs of MMDetection, MMSegmentation and MMPretrain."""
 
 from .swap import Swapped, swap_backbone
 from .upstream import NoModel, Unsupported

@@ -27,7 +27,10 @@ class Candidate(NamedTuple):
 
 
 def candidates(network: dict, measured: Measured, new: ZooBackbone, task: str) -> list[Candidate]:
-    """Return the networks to try in order; none if upstream's maps have no stride."""
+    """Return the networks to try, in order: necks and heads adapted to the new backbone's maps.
+
+    The list is empty if upstream's maps have no stride.
+    """
     old, necks, size = measured.maps, listed(network.get('neck')), measured.size
     if task == 'mmpretrain':
         return _for_classifiers(network, measured, new)
@@ -61,7 +64,7 @@ def candidates(network: dict, measured: Measured, new: ZooBackbone, task: str) -
 
 
 def _for_plain(network: dict, measured: Measured, new: ZooBackbone) -> Candidate:
-    """One map of stride 16 in place of plain ones or of a pyramid."""
+    """Replace the backbone by one with a single map of stride 16, used once or resampled to a pyramid."""
     old, (single,), neck = measured.maps, new.stages, network.get('neck')
     if all(out.stride == single.stride for out in old):
         several = new._replace(stages=new.stages * len(old))
@@ -117,7 +120,7 @@ def _adapted(network: dict, measured: Measured, new: ZooBackbone, sources: list[
 
 
 def _for_classifiers(network: dict, measured: Measured, backbone: ZooBackbone) -> list[Candidate]:
-    """The last map for classifiers and self-supervised training, or all for a neck that fuses them."""
+    """Return candidates that read the last map, or all maps if the neck fuses several."""
     necks, old, last, remark = listed(network.get('neck')), measured.maps, len(backbone.stages) - 1, ''
     stages = [last]
     if len(old) > 1 and not backbone.plain and any(isinstance(n.get('in_channels'), (list, tuple)) for n in necks):

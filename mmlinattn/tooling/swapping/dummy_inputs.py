@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Batches of two images with each task's annotations, for a step of any upstream model."""
+"""Make batches of two random images with annotations for each task, for a training step of any upstream model."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def _metainfo(size: Size) -> dict:
 
 
 def detection_batch(size: Size, masks: bool = True, proposals: bool = False) -> Batch:
-    """Two objects an image, of the first class, with a semantic map and perhaps masks and proposals."""
+    """Return two images with two objects each, of class 0, a semantic map, and optionally masks and proposals."""
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
 
@@ -51,7 +51,7 @@ def detection_batch(size: Size, masks: bool = True, proposals: bool = False) -> 
 
 
 def _video_batch(size: Size, masks: bool) -> Batch:
-    """One video of two frames with the same two objects."""
+    """Return a video of two frames that show the same two objects."""
     from mmdet.structures import TrackDataSample
 
     frames, video = detection_batch(size, masks), TrackDataSample()
@@ -62,7 +62,7 @@ def _video_batch(size: Size, masks: bool) -> Batch:
 
 
 def _reid_batch(size: Size) -> Batch:
-    """Two images of each of two people, for a triplet loss."""
+    """Return two images of each of two people, for a triplet loss."""
     from mmdet.structures import ReIDDataSample
 
     samples = [ReIDDataSample(metainfo=_metainfo(size)).set_gt_label(person) for person in (0, 0, 1, 1)]
@@ -70,7 +70,7 @@ def _reid_batch(size: Size) -> Batch:
 
 
 def segmentation_batch(size: Size) -> Batch:
-    """Two classes, half of an image each, their edge, and depths."""
+    """Return images with one class in each half, the edge between them, and depths."""
     from mmseg.structures import SegDataSample
 
     middle, samples = size[1] // 2, []
@@ -86,7 +86,7 @@ def segmentation_batch(size: Size) -> Batch:
 
 
 def classification_batch(size: Size, num_classes: int, channels: int = 3) -> Batch:
-    """Labels 0 and 1, as numbers and as multi-label scores."""
+    """Return images with labels 0 and 1, as numbers and as multi-label scores."""
     from mmpretrain.structures import DataSample
 
     samples = []

@@ -20,7 +20,7 @@ _MASKING = {'mask', 'masks', 'ids_restore', 'importance'}
 
 
 class Measured(NamedTuple):
-    """The outputs of an upstream backbone for noise of a height and width."""
+    """Feature maps that an upstream backbone returns for noise of the given size (height, width)."""
 
     maps: list[FeatureMap]
     size: tuple[int, int]

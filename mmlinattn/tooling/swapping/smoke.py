@@ -21,14 +21,14 @@ from .upstream import Upstream, join_encoder
 
 
 class SmokeResult(NamedTuple):
-    """The results of a smoke test.
+    """Result of a smoke test.
 
     Attributes:
-        failure: The step that failed and its error, '' for none.
-        loss: Loss of the training step; None if that failed.
-        without_gradient: Names of parameters of the backbone.
-        seconds: Duration of a second step on given batches.
-        size: Height and width of these batches.
+        failure: The step that failed and its error; '' if none failed.
+        loss: Loss of the training step; None if the step failed.
+        without_gradient: Names of backbone parameters that got no gradient.
+        seconds: Duration of a second training step, measured on given batches only.
+        size: Height and width of the images in that step.
     """
 
     failure: str = ''

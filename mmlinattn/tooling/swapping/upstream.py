@@ -24,14 +24,14 @@ _OWN_HEADS = dict(
 
 
 class Unsupported(RunError):
-    """The network cannot use another backbone; the message says why."""
+    """Raised if a network cannot use another backbone; the message says why."""
 
     def __init__(self, config: str, reason: str) -> None:
         super().__init__(f'{config}: no other backbone fits: {reason}')
 
 
 class NoModel(RunError):
-    """The config has no model: other configs inherit it."""
+    """Raised for a config without a model, which other configs inherit."""
 
 
 class Upstream(NamedTuple):
@@ -84,7 +84,8 @@ class Upstream(NamedTuple):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Heights and widths to run it at: small ones, then the recipe's for networks of a fixed size."""
+        """Image sizes (height, width) to run the model at: a small size, then the config's own size if the model has a
+        fixed one."""
         fixed = self.image_size
         side = 320 if self.task == 'mmdet' else 256  # the coarsest map of a detector has stride 128
         return [fixed] if fixed and max(fixed) <= 320 else [(side, side), *([fixed] if fixed else [])]
@@ -113,7 +114,8 @@ def join_encoder(network: dict) -> dict:
 
 
 def find_dict(node: Any, wanted: dict) -> Optional[dict]:
-    """Return the first dict inside that has these values, a type in any scope."""
+    """Return the first dict inside ``node`` with the values ``wanted``, ignoring scopes of ``type``; None if there is
+    none."""
     if isinstance(node, dict):
         values = {**node, 'type': bare_name(node.get('type'))}
         if all(key in node and values[key] == value for key, value in wanted.items()):

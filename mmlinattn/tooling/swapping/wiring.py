@@ -42,7 +42,7 @@ def _distance(old: Sequence[FeatureMap], new: Sequence[FeatureMap]) -> float:
 
 
 def nearest_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap]) -> list[int]:
-    """Return the stage nearest in stride to each map."""
+    """Return, for each upstream map, the index of the new stage with the nearest stride."""
     return [min(range(len(stages)), key=lambda i: _distance([out], [stages[i]])) for out in old]
 
 
@@ -98,7 +98,7 @@ class Wiring:
         self.old_strides, self.new_strides = [out.stride for out in old], [new[i].stride for i in self.keep]
 
     def heads(self, network: dict) -> dict:
-        """Rewrite the heads of a network."""
+        """Rewrite channels, strides and indices in all heads of a network."""
         return {key: value if key in _NO_READERS else self(value, 0, key) for key, value in network.items()}
 
     def __call__(self, node: Any, depth: int = 0, parent: str = '') -> Any:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Configs as text, without the settings of the inherited one."""
+"""Write configs as text, leaving out settings that the inherited config has."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def difference(old: dict, new: dict) -> dict:
 
 
 def changes(old: Any, new: Any, path: str = '') -> list[str]:
-    """Return one line a changed value: ``neck.in_channels: [256, 512] -> [64, 128]``."""
+    """Return a line for each changed value, such as ``neck.in_channels: [256, 512] -> [64, 128]``."""
     if isinstance(old, dict) and isinstance(new, dict) and old.get('type') == new.get('type'):
         keys = [key for key in dict.fromkeys([*new, *old]) if key != '_scope_']
         return [line for key in keys for line in changes(old.get(key), new.get(key), f'{path}.{key}'.lstrip('.'))]

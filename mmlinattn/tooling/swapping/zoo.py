@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The backbones of our configs by name: settings, weights, and the papers' recipes."""
+"""Find the backbones of this project's configs by name: their settings, weights and training recipes."""
 
 import copy
 import functools
@@ -60,7 +60,7 @@ class ZooBackbone(NamedTuple):
 
 @functools.cache
 def recipes() -> dict[tuple[str, str], dict[str, str]]:
-    """Return (backbone, task) -> recipe -> path of the config."""
+    """Return the configs of this project: (backbone, task) -> recipe name -> path of the config."""
     table: dict[tuple[str, str], dict[str, str]] = {}
     for kind in _RECIPES:
         for path in project_files('configs').glob(f'mm*/*_{kind}.py'):
@@ -69,7 +69,6 @@ def recipes() -> dict[tuple[str, str], dict[str, str]]:
 
 
 def backbone_names() -> list[str]:
-    """Return every name that :func:`find_backbone` takes."""
     return sorted({name for name, _ in recipes()})
 
 
@@ -95,9 +94,10 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
 
 
 def recipe(name: str, task: str, preferred: str = '') -> Config:
-    """Return the config of the backbone's optimizer in a task, ``preferred`` (``fpn_80k``) of several.
+    """Return the config with the paper's optimizer for a backbone and task; ``preferred`` (``fpn_80k``) if there are
+    several.
 
-    Fall back to another size of the same host, then to RAVLT, if the paper has no such row.
+    If there is none, take another size of the same backbone, or else RAVLT.
     """
     family = [name.rsplit('_', count)[0] for count in range(name.count('_') + 1)]
     fitting = (
