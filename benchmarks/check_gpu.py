@@ -281,7 +281,7 @@ def run_here(name: str, file: Path) -> None:
 
 
 def run_part(name: str, rehearse: bool, seconds: float) -> dict:
-    """:func:`run_here` in a process: status, rows, and the error that ended it."""
+    """Run a part of the check in a process of its own; return its status, result rows, and the error that ended it."""
     with tempfile.TemporaryDirectory() as folder:
         file, log, error = Path(folder) / 'part.json', Path(folder) / 'log', ''
         command = [sys.executable, __file__, '--out', str(file), *['--rehearse'] * rehearse, '--part', name]

@@ -99,7 +99,7 @@ def autocast() -> torch.autocast:
 
 @contextlib.contextmanager
 def gpu_path(is_gpu: bool = True):
-    """Run CPU tensors on the path of CUDA tensors within a context, also under a dispatch mode.
+    """Context in which ops treat CPU tensors as CUDA tensors, also while a dispatch mode counts their operations.
 
     Args:
         is_gpu (bool): False for the path of the CPU.

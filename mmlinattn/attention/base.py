@@ -52,8 +52,10 @@ class LePEMixer(BaseModule):
             self.local = nn.Conv2d(width, width, size, padding=size // 2, groups=width)  # type: ignore[operator,arg-type]
 
     def mix(self, q, k, v, grid, key_grid=None, mask=None, rotary=None, bias=None, context=None) -> Tensor:
-        """Mix the values and add their convolution: (B, N, widths[2]). Arguments as in :meth:`TokenMixer.forward`;
-        values of padded tokens are zero."""
+        """Return the mixer's output plus the convolution of the values, (B, N, widths[2]).
+
+        Arguments as in :meth:`TokenMixer.forward`. The caller sets values of padded tokens to zero.
+        """
         mixer, local = self.mixer, self.local
         out = mixer(
             q,
@@ -133,7 +135,10 @@ class Attention(LePEMixer):
         return self.qkv(x).split(self.widths, dim=-1)
 
     def apply_gate(self, out: Tensor, x: Tensor, projected: list) -> Tensor:
-        """Return ``out`` times its gate (projected, the input ``x``, or its tanh), or ``out`` itself without a gate."""
+        """Multiply ``out`` by the gate: the gate projection in ``projected``, ``x`` or ``tanh(x)``, by :attr:`gate`.
+
+        Without a gate, ``out`` is returned as it is.
+        """
         if self.gate is None:
             return out
         return out * (projected[0] if projected else x if self.gate == 'identity' else x.tanh())

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The context that the blocks of a stage share, made once for each forward pass."""
+"""Grid, rotary table and window masks of a stage, computed once for each forward pass for all of its blocks."""
 
 from typing import NamedTuple, Optional, Union
 

@@ -24,7 +24,8 @@ class GroupedLinear(nn.Conv1d):
 class PredictedConv(nn.Module):
     """Depth-wise convolution with kernels predicted for each image from its mean token (InLine Eq. 6).
 
-    Two 1x1 convolutions, grouped by head, with GELU between, map the mean token (B, C) to a 3x3 kernel a channel.
+    Two 1x1 convolutions, grouped by head, with GELU between, map the mean token (B, C) to a 3x3 kernel for each
+    channel.
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:

@@ -109,7 +109,11 @@ class Arch:
                 raise ValueError(f'arch: layer_scales={self.arch["layer_scales"]!r}: expected numbers or None')
 
     def _check_outputs(self, out_indices: Sequence[int], outputs: int) -> tuple[int, ...]:
-        """Return ``out_indices`` as a tuple; check them and ``frozen_stages`` for a number of stages or blocks."""
+        """Return ``out_indices`` as a tuple.
+
+        Raises:
+            ValueError: An index or ``frozen_stages`` is out of range for ``outputs`` stages or blocks.
+        """
         indices = tuple(check_type('out_indices', out_indices, (list, tuple)))
         valid = indices and all(type(index) is int and 0 <= index < outputs for index in indices)
         if not valid or list(indices) != sorted(set(indices)):

@@ -95,7 +95,7 @@ def _settings(*args: Any) -> OrderedDict:
 
 
 def _stand_in(name: str, make: Callable) -> type:
-    """Make a class with the full name ``name``; constructing it returns ``make(*args)``."""
+    """Make a replacement of a pickled class, with the full name ``name``; constructing it returns ``make(*args)``."""
     module, _, kind = name.rpartition('.')
     return type(kind, (), {'__module__': module, '__new__': lambda cls, *args: make(*args)})
 

@@ -84,7 +84,10 @@ def plain_caller(backbone) -> Callable:
 
 
 def twin_caller(snapshot: Snapshot, precision: Precision) -> Callable:
-    """Return the caller ``call(module, *args)`` of twins, fused versions of modules made at their first call."""
+    """Return a function ``call(module, *args)`` that calls the fused twin of a module.
+
+    A twin is made when its module is first called, and kept in ``snapshot``.
+    """
     twins = snapshot.twins.setdefault(precision, {})
 
     def call(module, *args) -> Any:

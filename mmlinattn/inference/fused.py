@@ -277,7 +277,7 @@ class FeedForwardStep(Twin, MLP):
         return isinstance(children['fc1'], Twin) and isinstance(children['fc2'], Twin)
 
     def halo(self) -> int:
-        """Return the number of rows above and below a strip that its hidden map depends on."""
+        """Return the number of further input rows, above and below, that the hidden map of a strip depends on."""
         return 0
 
     def forward(self: Any, x: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class WeightGroup:
 
 
 class MixedPrecision:
-    """Caller of modules in one training forward pass under autocast.
+    """Call modules in one training forward pass under autocast, with the weights of a stage cast by one operation.
 
     If the residual stream is in half precision, modules run without autocast and all of their weights are cast,
     LayerNorm and layer scale included. If it is in float32, autocast stays on, and weights of linear layers and

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Necks between a backbone and an upstream head."""
+"""Necks that connect the backbones to heads of MMDetection, MMSegmentation and MMPretrain."""
 
 from .adapter import MapAdapter
 from .feature_pyramid import SimpleFeaturePyramid

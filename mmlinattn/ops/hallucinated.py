@@ -155,8 +155,9 @@ def _halves(bias: Tensor, half: int) -> tuple[Tensor, Tensor]:
 
 
 def _kernel(step: Step, size: int, groups: int) -> Optional[Tensor]:
-    """Return the kernels (h/2, 3, 3) of IHH or the matrix (h/2, h/2) of CHH; None for a module that is no plain
-    convolution.
+    """Return the weight of a hallucination step: kernels (h/2, 3, 3) of IHH, or the matrix (h/2, h/2) of CHH.
+
+    None stands for a module other than a plain convolution of this kernel ``size`` and these ``groups``.
 
     The convolution's bias has no effect: it adds the same value to all logits of a query, which softmax ignores. It is
     multiplied by 0 rather than left out, since distributed training expects a gradient of it.
@@ -186,8 +187,11 @@ def _bias(step: Step) -> Optional[Tensor]:
 
 
 def _by_maps(q, k, v, num_heads, grid, intra: Any, cross: Any, cross_first, mask, bias) -> Tensor:
-    """Compute Eq. 2 on explicit maps (B, h, N, M), for steps that are no plain convolutions. Arguments and result as of
-    :func:`hallucinated_attention`; steps are modules."""
+    """Compute hallucinated attention (Xu et al. 2023, Eq. 2) by explicit attention maps (B, h, N, M).
+
+    It runs if ``intra`` or ``cross`` is a module other than a plain convolution. Arguments and result as of
+    :func:`hallucinated_attention`.
+    """
     half = num_heads // 2
     queries, keys, values = split_heads(q, half), split_heads(k, half), split_heads(v, num_heads)
     maps = real = (queries * int(queries.shape[-1]) ** -0.5) @ keys.transpose(-1, -2)  # (B, h/2, N, M)

@@ -114,8 +114,10 @@ def have_attention_shapes(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bo
 
 
 def needs_equation(q: Tensor, k: Tensor, v: Tensor, num_heads: int, *others: Optional[Tensor]) -> bool:
-    """Return True if an attention op has to run its plain equation, by :func:`dispatch.needs_reference` or
-    :func:`have_attention_shapes`."""
+    """Return True if an attention op must run its reference in plain PyTorch.
+
+    So it must if :func:`dispatch.needs_reference` asks for it, or if :func:`have_attention_shapes` is False.
+    """
     if dispatch.state.settled:
         return False
     return dispatch.needs_reference(q, k, v, *others) or not have_attention_shapes(q, k, v, num_heads)

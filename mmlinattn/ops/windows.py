@@ -110,10 +110,10 @@ class Windows(NamedTuple):
 
 
 class DynamicWindows:
-    """:class:`Windows` for a map of dynamic size, with the same operations at every size.
+    """:class:`Windows` for tracing and export of maps of dynamic size, with the same operations at every size.
 
-    Windows larger than the map are padded instead of cropped, and every window has a mask. The graph computes the
-    shift, which is 0 along an axis with a single window.
+    Windows larger than the map are padded instead of cropped, and every window has a mask. The shift is computed in the
+    traced graph, as it is 0 along an axis with a single window.
 
     Args:
         height, width: Size of the map, as symbols or tensors.

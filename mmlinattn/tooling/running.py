@@ -59,9 +59,9 @@ class ToolRunner(SafeRunner):
         return built
 
     def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Optional[dict] = None) -> None:
-        """Scale learning rates by images an update over ``base_batch_size``; MMEngine leaves out accumulation.
+        """Multiply learning rates by (images of an optimizer update) / ``base_batch_size``.
 
-        With scaling off, one line reports a difference.
+        Accumulated batches count, other than in MMEngine. With scaling off, one line reports that the numbers differ.
         """
         settings: dict[str, Any] = dict(auto_scale_lr or {})
         base, is_on = settings.get('base_batch_size', 0), settings.get('enable', False)

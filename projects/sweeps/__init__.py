@@ -1,2 +1,2 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Sweeps over upstream configs, for hours."""
+"""Swap the backbone of every config of MMDetection, MMSegmentation and MMPretrain; this takes hours."""

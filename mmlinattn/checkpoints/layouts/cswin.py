@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Released CSWin files: InLine-CSWin, FLatten-CSWin and the softmax baseline."""
+"""Rename the keys of released CSWin files: InLine-CSWin, FLatten-CSWin and the softmax baseline."""
 
 from . import _rules
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Released DeiT files: InLine-DeiT and the softmax baseline."""
+"""Rename the keys of released DeiT files: InLine-DeiT and the softmax baseline."""
 
 import re
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Released Next-ViT files: classifiers, and detection and segmentation backbones."""
+"""Rename the keys of released Next-ViT files: classifiers, and detection and segmentation backbones."""
 
 import re
 

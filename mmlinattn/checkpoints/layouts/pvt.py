@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Released PVT and PVTv2 files: InLine-PVT, FLatten-PVT, FLatten-PVTv2 and the softmax baselines."""
+"""Rename the keys of released PVT and PVTv2 files: InLine-PVT, FLatten-PVT, FLatten-PVTv2 and the softmax baselines."""
 
 from . import _rules
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Released RAVLT files: classifier and detection backbone of the RALA authors."""
+"""Rename the keys of released RAVLT files: classifier and detection backbone of the RALA authors."""
 
 import re
 

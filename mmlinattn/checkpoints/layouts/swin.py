@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Released Swin files: InLine-Swin, FLatten-Swin and the softmax baseline."""
+"""Rename the keys of released Swin files: InLine-Swin, FLatten-Swin and the softmax baseline."""
 
 from . import _rules
 

@@ -95,7 +95,7 @@ class SafeCheckpointHook(CheckpointHook):
     keep_ckpt_ids: deque
 
     def before_train(self, runner) -> None:
-        """Write local files atomically, unless the config sets a storage backend."""
+        """Set the backend that writes checkpoints atomically, unless the config sets a storage backend."""
         super().before_train(runner)
         if self.backend_args is None and type(self.file_backend) is LocalBackend:
             self.backend_args = dict(backend=ATOMIC_BACKEND)

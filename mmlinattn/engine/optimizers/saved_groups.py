@@ -14,8 +14,10 @@ _ADVICE = 'as it was, or load_from=CHECKPOINT in place of --resume.'
 
 
 def _names_of(groups: list[dict], order: list[str]) -> Optional[list[list[str]]]:
-    """Return the parameter names of each group, or None if the groups neither store names nor hold one parameter
-    each."""
+    """Return the parameter names of each saved optimizer group.
+
+    They are stored in the group or, for groups of one parameter each, those in ``order``. None: neither applies.
+    """
     if groups and all('param_names' in group for group in groups):
         return [list(group['param_names']) for group in groups]
     if len(groups) == len(order) and all(len(group['params']) == 1 for group in groups):

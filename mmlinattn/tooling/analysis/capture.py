@@ -70,8 +70,10 @@ class Window(NamedTuple):
         return None if state is None else state[0]
 
     def error(self, rows: Tensor, weights: Tensor) -> float:
-        """Return the relative error of ``weights @ v`` plus the mixer's own convolution, compared with the mixer's
-        output."""
+        """Check a map: return the relative difference of the mixer's output from ``weights @ v`` and its convolution.
+
+        ``rows`` are the queries of the map.
+        """
         out = self.out[rows].to(weights.dtype)
         rest = out - rearrange(weights @ self.values, 'heads n e -> n (heads e)')
         if isinstance(self.mixer, LocalMixer):

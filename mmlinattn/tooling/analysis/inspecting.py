@@ -106,7 +106,7 @@ def _near(block: BlockCall, window: Window, rows: Tensor) -> Tensor:
 
 
 def _sample(branch: list[Window], num_queries: int, generator=None) -> list[tuple[Window, Tensor]]:
-    """Sample windows, and rows of queries in each window, without class tokens and padding.
+    """Sample windows and, in each, indices of at most ``num_queries`` queries, without class tokens and padding.
 
     Windows of a single token are sampled only if there are no others.
     """

@@ -20,7 +20,7 @@ _POOL = dict(type='GlobalAveragePooling')
 
 
 class Candidate(NamedTuple):
-    """A network with another backbone, and a remark beyond the changed values."""
+    """Config of a model with the new backbone, and a note for the user beside the list of changed values."""
 
     network: dict
     remark: str = ''
@@ -80,7 +80,7 @@ def _for_plain(network: dict, measured: Measured, new: ZooBackbone) -> Candidate
 
 
 def _wired(network: dict, old: list[FeatureMap], size: tuple[int, int], new: ZooBackbone, chosen: list[int]) -> dict:
-    """Rewrite necks and heads, with stage ``chosen[i]`` in place of map i. Heads behind a neck read its maps."""
+    """Return the candidate whose necks and heads read stage ``chosen[i]`` of the new backbone in place of map i."""
     keep, necks = positions_read(network, len(old)), listed(network.get('neck'))
     maps, result = [new.stages[i] for i in chosen], {**network, 'backbone': new.with_outputs([chosen[i] for i in keep])}
     wiring: Optional[Wiring] = Wiring(old, maps, keep, deep=len(old) == 1 or bool(necks))
@@ -94,13 +94,19 @@ def _wired(network: dict, old: list[FeatureMap], size: tuple[int, int], new: Zoo
 def _behind(
     necks: list, old: list[FeatureMap], made: list, new: list[FeatureMap], size: tuple[int, int]
 ) -> Optional[Wiring]:
-    """Wiring for the maps behind necks before and after the swap; None if they do not run on noise."""
+    """Compare the outputs of the necks on noise for the old and the new backbone, and return the wiring of the heads.
+
+    None: the necks fail on noise.
+    """
     before, after = run_necks(necks, old, size), run_necks(made, new, size)
     return Wiring(before, after) if before and after and len(before) == len(after) else None
 
 
 def _adapted(network: dict, measured: Measured, new: ZooBackbone, sources: list[int], remark: str) -> Candidate:
-    """Make maps of upstream's channels and strides by a ``MapAdapter``, map i of stage ``sources[i]``."""
+    """Return the candidate with a ``MapAdapter`` after the new backbone, which keeps channels and strides.
+
+    Map i of the adapter is made from stage ``sources[i]``.
+    """
     old = measured.maps
     # heads of networks with branches read all of them in training
     read = positions_read(network, len(old)) if measured.alone is None else range(len(old))

@@ -73,12 +73,12 @@ class Upstream(NamedTuple):
 
     @property
     def image_channels(self) -> int:
-        """Channels of the images."""
+        """Number of image channels that the model takes."""
         return image_channels(Config(dict(default_scope=self.task, model=self.network)))
 
     @property
     def image_size(self) -> Optional[tuple[int, int]]:
-        """Height and width of images in the model, 32 at least; None if they depend on the image."""
+        """Height and width of the images that enter the model, at least 32; None if they depend on the image."""
         size = (self.network.get('data_preprocessor') or {}).get('size') or test_size(self.cfg)
         return (max(size[0], 32), max(size[1], 32)) if size else None
 
@@ -127,12 +127,14 @@ def find_dict(node: Any, wanted: dict) -> Optional[dict]:
 
 
 def read_upstream(spec: str) -> Upstream:
-    """Read the upstream config ``mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py``, or one by its path.
+    """Read a config of MMDetection, MMSegmentation or MMPretrain.
+
+    ``spec`` is an address such as ``mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py``, or the path of a file.
 
     Raises:
-        RunError: It is missing, not readable, or of another project.
-        NoModel: Other configs inherit it; it has no model.
-        Unsupported: Its model has no backbone of a known kind.
+        RunError: The config is missing, not readable, or of another project.
+        NoModel: The config has no model; others inherit it.
+        Unsupported: The model has no backbone of a known kind.
     """
     base, file = _find_config(spec)
     cfg, is_whole = read_config(str(file)), Config._is_lazy_import(str(file))

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Channels, strides and indices that necks and heads read from maps, rewritten for other maps.
+"""Rewrite channels, strides and indices in the configs of necks and heads for the maps of the new backbone.
 
 A value under a key such as ``in_channels`` is rewritten if it equals the channels of an upstream map, or a list of
 them.
