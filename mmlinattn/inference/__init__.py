@@ -6,7 +6,6 @@ weights that use fused operators and reuse memory. In training under autocast, t
 (:mod:`.mixed_precision`). Modules themselves are called in graphs, and if they are patched or hooked.
 """
 
-import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -80,7 +79,7 @@ def _call(module, *args):
 def plain_caller(backbone) -> Callable:
     """Return the caller of modules without twins, ``call(module, *args)``. With ``with_cp``, blocks are recomputed in
     the backward pass."""
-    return call_recomputed if backbone.with_cp else getattr(operator, 'call', _call)  # Python 3.11
+    return call_recomputed if backbone.with_cp else _call
 
 
 def twin_caller(snapshot: Snapshot, precision: Precision) -> Callable:
