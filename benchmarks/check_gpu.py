@@ -267,7 +267,7 @@ PARTS.update({f'layouts, {name}': partial(layouts, name) for name in TIMED})
 
 
 def run_here(name: str, file: Path) -> None:
-    """Run a part and write the rows found so far after each of them."""
+    """Run a part of the check in this process. ``file`` is rewritten after each result, so that a crash loses none."""
     rows: list = []
     answer = dict(status='stopped', rows=rows)
     try:
@@ -320,7 +320,7 @@ def values_right(parts: dict) -> Optional[bool]:
 
 
 def advice(parts: dict) -> list[str]:
-    """Name the fastest option for each step, and the gain of merged groups."""
+    """Name the fastest setting of each training step, and the gain of merged parameter groups in the optimizer."""
     lines = []
     cases = [(f'steps, {name}', '') for name in TIMED if name != PEER]
     cases += [(f'detectors, {name}', ', merged') for name in DETECTORS if name != PEER]

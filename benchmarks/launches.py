@@ -172,8 +172,10 @@ def python_calls(function: Callable, *args) -> int:
 
 
 def backbone_step(model: nn.Module, images: Tensor) -> dict[str, int]:
-    """Launches of ``inference``, ``forward`` and ``backward``, and Python calls of a forward pass (``inference_calls``,
-    ``forward_calls``)."""
+    """Return the numbers of kernel launches in ``inference``, ``forward`` and ``backward``, and of Python calls.
+
+    The latter are those of a forward pass: ``inference_calls`` and ``forward_calls``.
+    """
     found = {}
     with gpu_path():
         for mode in ('inference', 'forward'):

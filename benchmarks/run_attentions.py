@@ -33,7 +33,7 @@ def names() -> list[str]:
 
 
 def calls(name: str, mode: str, side: int, dim: int, heads: int) -> tuple[Callable, Callable]:
-    """Return a function that makes inputs, and the call on them; mixers may overwrite queries and keys."""
+    """Return two functions: one makes inputs, anew for each run as mixers may overwrite them; one runs the mixer."""
     torch.manual_seed(0)
     grid = Grid(side, side)
     mixer = TOKEN_MIXERS.module_dict[name](dim, heads, grid=grid[:2])

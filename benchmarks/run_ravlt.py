@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 def calls(case: Case) -> tuple[Callable, Callable]:
-    """Return the calls of a case at the warm-up size and at its own."""
+    """Return the functions to time for a case: on an input of the warm-up size, and of the size of the case."""
     torch.manual_seed(0)
     model = RAVLT(case.arch, stage_attns=ATTNS[case.attns], drop_path_rate=0.0)
     model.train(case.mode == 'train').to(case.device)

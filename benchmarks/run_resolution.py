@@ -167,8 +167,11 @@ def too_much(points: list[Point], side: int, args) -> Optional[str]:
 
 
 def measured(name: str, point: Point, late: Optional[float], args, in_process: Callable) -> Point:
-    """Measure the missing numbers of a point. Memory is that of another process, which serves all points: its malloc
-    gives back freed memory, and its largest size is reset before each pass."""
+    """Measure time and memory of a model at one resolution, unless ``point`` has them.
+
+    Memory is measured in one process for all points. Its malloc gives back freed memory, and its peak is reset before
+    each pass.
+    """
     if len(args.only) == 2 and point == Point(point.side) and late is not None and late > ONE_PASS:
         size, seconds = measure.in_fresh_process(bytes_of, name, point.side, environment=RETURN_BLOCKS)
         return Point(point.side, seconds, size, seconds)

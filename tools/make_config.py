@@ -4,10 +4,11 @@
 
     python tools/make_config.py data/mine --task detection --backbone ravlt_t --out mine.py
 
-DATA is, by task: COCO, LabelMe or Label Studio JSON, VOC or CVAT XML, YOLO or KITTI text files, CSV; images and label
-images; a folder of images a class, or CSV. The config inherits this project's, with your classes, image size, learning
-rate and schedule. It is tried on your images: a training step, a prediction, and the time of the whole training.
-Annotation files for upstream's data sets are written beside it.
+DATA for detection: COCO, LabelMe or Label Studio JSON, VOC or CVAT XML, YOLO or KITTI text files, CSV. For
+segmentation: images and label images. For classification: a folder of images for each class, or CSV. The config
+inherits this project's, with your classes, image size, learning rate and schedule. It is tried on your images: a
+training step, a prediction, and the time of the whole training. Annotations are also written in the formats of
+OpenMMLab's data sets, beside the config.
 """
 
 import argparse

@@ -143,7 +143,8 @@ class StripeAttention(BaseModule):
         local_kernel (int, optional): Size of the locally-enhanced position encoding of the values.
 
     Raises:
-        ValueError: For an odd ``num_heads``, or a mixer that depends on the order of tokens or has another gate.
+        ValueError: For an odd ``num_heads``, or a mixer that depends on token order or has the gate ``'identity'`` or
+            ``'tanh'``.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class Attention(LePEMixer):
 
     Args:
         dim, num_heads, mixer, grid, local_kernel: See :class:`LePEMixer`.
-        gate (str, optional): Gate for mixers that leave it to the backbone (``gate = 'host'``): ``'projection'``
+        gate (str, optional): Gate for mixers whose own ``gate`` is ``'host'``, the default: ``'projection'``
             multiplies the output by a linear projection of the input (RALA Eq. 6), ``'identity'`` by the input,
             ``'tanh'`` by its tanh. None is no gate.
         qkv_bias (bool): Bias of the input projection.

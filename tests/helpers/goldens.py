@@ -73,7 +73,7 @@ def image(name: str) -> Tensor:
 
 
 def thin(output: Tensor) -> np.ndarray:
-    """The values of an NCHW map (or logits) that are stored: at most about a thousand."""
+    """Subsample an output (NCHW map or logits) to at most about a thousand values, which a golden file stores."""
     flat = output.detach().float().flatten()
     return flat[:: max(1, flat.numel() // 512)].numpy()
 

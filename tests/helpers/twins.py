@@ -149,8 +149,11 @@ def linear_map(q, k, size=None, eps=1e-6):
 
 
 def rala_map(q, k, size=None, weight_scale=1.0, eps=1e-6):
-    """Attention map of RALA, Eq. 2-4: that of keys ``a_j k_j``, ``a_j = N exp(q_g . k_j s) / sum_m exp(q_g . k_m s)``
-    with the global query ``q_g = mean_i q_i``; all a_j are one for ``s = None``."""
+    """Attention map of RALA, Eq. 2-4: the map of linear attention for keys ``a_j k_j``.
+
+    ``a_j = N exp(q_g . k_j s) / sum_m exp(q_g . k_m s)``, with ``q_g = mean_i q_i`` and s the ``weight_scale``; without
+    it all a_j are one.
+    """
     if weight_scale is None:
         return linear_map(q, k, size, eps)
     score = torch.einsum('bhd,bhjd->bhj', q.mean(dim=2), k).mul(weight_scale).exp()

@@ -177,7 +177,7 @@ def test_compiled_heads_are_no_axis_of_channels_last_maps(name, masked):
 
 
 def test_compiled_softmax_attention_is_fused():
-    """No graph holds the map of all pairs. Dynamo itself answers if torch.func is active."""
+    """No graph builds the N x N attention map. Dynamo resolves the check for torch.func at compile time."""
     inputs = [tokens() for _ in range(3)]
     nodes = compiled_nodes(lambda q, k, v: ops.softmax_attention(q, k, v, HEADS), *inputs)
     assert [op for op, _ in nodes if 'scaled_dot_product' in op]

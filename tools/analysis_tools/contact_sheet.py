@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def find_pictures(show_dir: Path, sheet: Path) -> list[Path]:
-    """Return all images below ``show_dir`` by path, without an earlier ``sheet``."""
+    """Return the sorted paths of all images below ``show_dir``, without the ``sheet`` of an earlier run."""
     found = (path for path in show_dir.rglob('*') if path.suffix.lower() in SUFFIXES)
     return sorted(path for path in found if path.resolve() != sheet.resolve())
 

@@ -93,7 +93,7 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, full_disk, monkeypat
 
 @pytest.mark.parametrize('metrics', [['acc'], ['a/acc', 'b/acc']])
 def test_a_best_checkpoint_of_a_repeated_name_stays(tmp_path, metrics):
-    """After a repeated validation, the best checkpoint has the name of the old one."""
+    """A validation repeated after resuming gives the best checkpoint the name of the old one, which must not go."""
     evaluators = [Count(prefix=metric.rpartition('/')[0] or None) for metric in metrics]
     save_best = metrics if len(metrics) > 1 else metrics[0]
     runner = runner_of(tmp_path, evaluators=evaluators, save_best=save_best, max_keep_ckpts=2)

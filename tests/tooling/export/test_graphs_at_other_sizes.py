@@ -165,7 +165,7 @@ def test_torch_export_of_all_stages_with_gradients_leaves_sizes_open(host):
 @pytest.mark.slow
 @pytest.mark.parametrize('host', ['RAVLT', 'LinearSwin'])
 def test_torch_compile_makes_one_graph_for_many_sizes(host):
-    """Maps of several windows and pixels; PyTorch compiles another graph for one."""
+    """Sizes with several windows and pixels along each axis: PyTorch compiles another graph for a size of 1."""
     torch._dynamo.reset()
     model, counter = graphs.build(host, HALVES[host]), CompileCounter()
     compiled = torch.compile(model, dynamic=True, fullgraph=True, backend=counter)
