@@ -92,8 +92,9 @@ class WindowAttention(Attention):
             self.relative_bias = RelativePositionBias(window, self.mixer.num_heads)
 
     def forward(self, x: Tensor, stage: StageContext) -> Tensor:
-        widths = self.widths[:3]
-        projected, *gate = self.qkv(x).split((sum(widths), *self.widths[3:]), dim=-1)
+        projected, gate = self.qkv(x), []
+        if len(self.widths) > 3:
+            projected, *gate = projected.split((sum(self.widths[:3]), *self.widths[3:]), dim=-1)
         return self.proj(self.apply_gate(self.mix_windows(projected, x, stage), x, gate))
 
     def mix_windows(self, projected: Tensor, x: Tensor, stage: StageContext) -> Tensor:
