@@ -141,7 +141,10 @@ class Attention(LePEMixer):
         """
         if self.gate is None:
             return out
-        return out * (projected[0] if projected else x if self.gate == 'identity' else x.tanh())
+        return self.multiply(out, projected[0] if projected else x if self.gate == 'identity' else x.tanh())
+
+    def multiply(self, out: Tensor, gate: Tensor) -> Tensor:
+        return out * gate
 
 
 class GlobalAttention(Attention):

@@ -85,14 +85,18 @@ def replaced_methods(kind: type, twin: type) -> set[str]:
     return {name for name in names if hasattr(kind, name)} | {'__call__', '_call_impl'}
 
 
+def is_own(kind: type) -> bool:
+    """Return True for a class of this package."""
+    return kind.__module__.startswith('mmlinattn.')
+
+
 def fuse(module: Any, precision: Precision) -> Any:
     """Return the twin of a module: a copy with fused operators and the same weights. Without a twin, return the module.
 
     Modules of other packages have no twin, nor have modules with hooks, adapters or patched methods.
     """
     kind = type(module)
-    is_container = kind in CONTAINERS or kind.__module__.startswith('mmlinattn.')
-    if not is_container and kind not in TWINS or is_altered(module):
+    if not (kind in CONTAINERS or kind in TWINS or is_own(kind)) or is_altered(module):
         return module
     given = module._modules
     children = {name: None if child is None else fuse(child, precision) for name, child in given.items()}
@@ -278,7 +282,8 @@ class FeedForwardStep(Twin, MLP):
 
     def halo(self) -> int:
         """Return the number of further input rows, above and below, that the hidden map of a strip depends on."""
-        return 0
+        conv: Any = self._modules.get('dwconv')
+        return 0 if conv is None else conv.kernel_size[0] // 2
 
     def forward(self: Any, x: Tensor) -> Tensor:
         numel = x.numel() // x.shape[-1] * self.hidden_dim
@@ -310,9 +315,6 @@ class ConvFFNStep(FeedForwardStep, ConvFFN):
         conv = children['dwconv']
         return super().prepare(module, children, precision) and isinstance(conv, ResidualDWConvStep) and conv.of_gelu
 
-    def halo(self) -> int:
-        return self.dwconv.kernel_size[0] // 2
-
     def hidden(self, x: Tensor) -> Tensor:
         return self.dwconv(linear_gelu(self.fc1, x), activated=True)
 
@@ -324,9 +326,6 @@ class DWConvFFNStep(FeedForwardStep, DWConvFFN):
         conv = module.dwconv
         is_plain = type(conv) is nn.Conv2d and is_ordinary(conv) and conv.stride == (1, 1)
         return super().prepare(module, children, precision) and is_plain
-
-    def halo(self) -> int:
-        return self.dwconv.kernel_size[0] // 2
 
     def hidden(self, x: Tensor) -> Tensor:
         image = self.fc1(x).permute(0, 3, 1, 2)

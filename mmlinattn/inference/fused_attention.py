@@ -22,13 +22,18 @@ from ..attention.arrangements import windows_of
 from ..attention.base import LePEMixer
 from ..ops.rank_augmented import rala_in_place
 from ..utils.private_apis import is_altered
-from .fused import LinearStep, Twin, twin_of
+from .fused import LinearStep, Twin, add_in_place, is_own, twin_of
 from .regions import assemble, cut, regions_of
+from .snapshot import is_known
 
 
-class LocalStep(Twin, LocalMixer):
+class AddInPlace(Twin):
     def add_local(self, out: Tensor, local: Tensor) -> Tensor:
-        return out.add_(local) if out.dtype == local.dtype else out + local
+        return add_in_place(out, local)
+
+
+class LocalStep(AddInPlace, LocalMixer):
+    pass
 
 
 twin_of(AngularMixer, FocusedMixer, InLineMixer)(LocalStep)
@@ -43,19 +48,16 @@ class RALAStep(Twin, RALAMixer):
 
 
 @twin_of(LePEMixer)
-class LePEStep(Twin, LePEMixer):
+class LePEStep(AddInPlace, LePEMixer):
     @classmethod
     def prepare(cls, module, children, precision) -> bool:
         """Allow a twin for projections and a mixer of this package alone, since it overwrites their results."""
         mixer, projections = module.mixer, [children[name] for name in ('qkv', 'q', 'kv') if name in children]
-        is_own = type(mixer).__module__.startswith('mmlinattn.') and not is_altered(mixer)
-        if is_own and all(isinstance(layer, LinearStep) for layer in projections):
+        is_plain = is_own(type(mixer)) and not is_altered(mixer)
+        if is_plain and all(isinstance(layer, LinearStep) for layer in projections):
             return True
         children['mixer'] = mixer
         return False
-
-    def add_local(self, out: Tensor, local: Tensor) -> Tensor:
-        return out.add_(local) if out.dtype == local.dtype else out + local
 
 
 @twin_of(Attention, GlobalAttention, ReducedAttention)
@@ -72,10 +74,7 @@ class AttentionStep(LePEStep, Attention):
         pair, *rest = self.qkv.project(x, [widths[0] + widths[1], *widths[2:]])
         return [*pair.split(widths[:2], dim=-1), *rest]
 
-    def apply_gate(self, out: Tensor, x: Tensor, projected: Sequence[Tensor]) -> Tensor:
-        if self.gate is None:
-            return out
-        gate = projected[0] if projected else x if self.gate == 'identity' else x.tanh()
+    def multiply(self, out: Tensor, gate: Tensor) -> Tensor:
         return out.mul_(gate) if out.dtype == gate.dtype else out * gate
 
 
@@ -86,11 +85,12 @@ class WindowStep(AttentionStep, WindowAttention):
 
     @classmethod
     def prepare(cls, module, children, precision) -> bool:
-        """Require convolutions that pad with zeros, as windows are padded, and parts without hooks."""
-        parts = [*module.mixer.modules(), *([] if module.local is None else [module.local])]
+        """Require convolutions that pad with zeros, as windows are padded, and known parts without hooks."""
+        parts = [*module.mixer.modules(), *([] if module.local is None else module.local.modules())]
         convs = [part for part in parts if isinstance(part, (nn.Conv1d, nn.Conv2d))]
         pads_zeros = all(conv.padding_mode == 'zeros' and not isinstance(conv.padding, str) for conv in convs)
-        return super().prepare(module, children, precision) and pads_zeros and not is_altered(*parts)
+        is_plain = all(is_known(type(part)) for part in parts) and not is_altered(*parts)
+        return super().prepare(module, children, precision) and pads_zeros and is_plain
 
     def mix_windows(self, projected: Tensor, x: Tensor, stage) -> Tensor:
         windows: Any = windows_of(stage, x).get(self.window, self.shift)[0]

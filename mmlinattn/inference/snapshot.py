@@ -11,7 +11,7 @@ from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import nn
 
 from ..utils.private_apis import is_altered
-from .fused import Precision
+from .fused import Precision, has_weights, is_own
 from .mixed_precision import WeightGroup
 
 KNOWN = {
@@ -22,7 +22,7 @@ KNOWN = {
 
 def is_known(kind: type) -> bool:
     """Return True for a class of this package, or a class of PyTorch or OpenMMLab that its backbones use unchanged."""
-    return kind in KNOWN or kind.__module__.startswith('mmlinattn.')
+    return kind in KNOWN or is_own(kind)
 
 
 class Snapshot:
@@ -58,7 +58,7 @@ class Snapshot:
             weights = [kind for kind in _weights(part).values() if kind is not None]
             self.is_plain &= all(kind == (nn.Parameter, self.dtype) for kind in weights)
             if isinstance(part, (nn.Linear, nn.Conv2d, nn.Conv1d)):  # a weight that is no parameter may be anything
-                self.is_plain &= {'weight', 'bias'} <= part._parameters.keys()
+                self.is_plain &= has_weights(part)
         self.groups = [WeightGroup(modules) for modules in backbone.stage_modules()] if self.is_plain else []
 
     def is_current(self, backbone: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Linear attention with division, the base of rank-augmented linear attention."""
 
+from collections.abc import Callable
 from typing import Any, Optional, cast
 
 import torch
@@ -226,12 +227,20 @@ def _mean(x: Tensor, mask: Optional[Tensor], count) -> Tensor:
     return ((x * mask[:, None, :, None].to(x.dtype)).sum(dim=2, keepdim=True) / count).to(x.dtype)
 
 
-class _Linear(AnalyticGradient):
-    equation, gradient = staticmethod(_equation), staticmethod(backward)
+def with_gradient(of_equation: Callable) -> type[AnalyticGradient]:
+    """Return the function of linear attention or RALA with the analytic gradient, for one of the two equations."""
 
-    @staticmethod
-    def forward(ctx: Any, options, q, k, v, rotary, mask):
-        ctx.op, ctx.options = _Linear, options
-        out, kept = forward(q, k, v, rotary, mask, **options)
-        ctx.save_for_backward(q, k, v, rotary, mask, *kept)
-        return out
+    class Linear(AnalyticGradient):
+        equation, gradient = staticmethod(of_equation), staticmethod(backward)
+
+        @staticmethod
+        def forward(ctx: Any, options, q, k, v, rotary, mask):
+            ctx.op, ctx.options = Linear, options
+            out, kept = forward(q, k, v, rotary, mask, **options)
+            ctx.save_for_backward(q, k, v, rotary, mask, *kept)
+            return out
+
+    return Linear
+
+
+_Linear = with_gradient(_equation)

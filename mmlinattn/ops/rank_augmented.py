@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Rank-augmented linear attention: linear attention with token weights and rotation."""
 
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -10,9 +10,8 @@ from ..utils import private_apis
 from . import dispatch
 from .dtypes import accumulation_dtype
 from .feature_maps import FEATURE_MAPS, check_kernel
-from .gradients import AnalyticGradient
 from .heads import Both, merge_heads_5d, needs_equation, split_heads, split_heads_5d, split_pair
-from .linear import backward, each, forward, mix, token_weights
+from .linear import each, mix, token_weights, with_gradient
 from .padding import count_tokens, inverse_sqrt, padded_eps
 from .rotary import rotate_reference
 from .sizes import is_known
@@ -107,12 +106,4 @@ def rala_in_place(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps=1e
     return out.to(v.dtype)
 
 
-class _RALA(AnalyticGradient):
-    equation, gradient = staticmethod(_equation), staticmethod(backward)
-
-    @staticmethod
-    def forward(ctx: Any, options, q, k, v, rotary, mask):
-        ctx.op, ctx.options = _RALA, options
-        out, kept = forward(q, k, v, rotary, mask, **options)
-        ctx.save_for_backward(q, k, v, rotary, mask, *kept)
-        return out
+_RALA = with_gradient(_equation)

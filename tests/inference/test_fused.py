@@ -291,3 +291,12 @@ def test_a_mixer_of_another_package_keeps_the_fused_layers_of_its_host():
     assert twin.attn.mixer is block.attn.mixer
     assert isinstance(twin.attn.qkv, fused.LinearStep) and isinstance(twin.ffn, fused.FeedForwardStep)
     torch.testing.assert_close(twin(x, StageContext.of(x)), block(x, StageContext.of(x)))
+
+
+def test_windows_are_padded_for_convolutions_that_pad_otherwise(monkeypatch):
+    monkeypatch.setattr(regions, 'SMALL_NUMEL', 0)
+    module = attention('windows', 'inline', local_kernel=3)
+    module.local = nn.Sequential(nn.ReflectionPad2d(1), nn.Conv2d(DIM, DIM, 3, groups=DIM).double()).eval()
+    x = torch.randn(2, 7, 9, DIM, dtype=torch.float64)
+    stage = StageContext.of(x)
+    torch.testing.assert_close(fuse(module, DOUBLE)(x, stage), module(x, stage))

@@ -56,9 +56,12 @@ class Window(NamedTuple):
         mixer, grid, context, v = self.mixer, self.inputs['key_grid'], self.inputs['context'], self.inputs['v']
         found: list[Callable[[Tensor], Tensor]] = []
         if isinstance(mixer, LocalMixer) and mixer.convolve(v, grid, context) is not None:
-            # a tensor of inference mode cannot be saved for a backward pass
-            mean = None if context is None else context.clone
-            found.append(lambda v: mixer.convolve(v, grid, mean and mean()))  # type: ignore[arg-type, return-value]
+
+            def convolve(v: Tensor) -> Tensor:
+                # a tensor of inference mode cannot be saved for a backward pass
+                return mixer.convolve(v, grid, None if context is None else context.clone())  # type: ignore
+
+            found.append(convolve)
         if self.local is not None:
             found.append(lambda v: on_grid(self.local, v, grid))
         return found
