@@ -4,7 +4,8 @@
 The first candidate is wired: necks and heads get the channels of the new maps (:class:`~.wiring.Wiring`). If its smoke
 test fails, a second one is tried, for families that do not name the channels they read:
 
-- detectors and segmentors get upstream's channels by a ``MapAdapter``: C4 R-CNN, NAS-FCOS, CGNet, LR-ASPP, SETR-MLA;
+- detectors and segmentors get upstream's channels by a ``MapAdapter``: C4 R-CNN, NAS-FCOS, SSD, CGNet, LR-ASPP,
+  SETR-MLA;
 - classifiers get a linear head: Conformer, EfficientFormer, LeViT.
 """
 
@@ -80,7 +81,7 @@ def _for_plain(network: dict, measured: Measured, new: ZooBackbone) -> Candidate
 
 
 def _wired(network: dict, old: list[FeatureMap], size: tuple[int, int], new: ZooBackbone, chosen: list[int]) -> dict:
-    """Return the candidate whose necks and heads read stage ``chosen[i]`` of the new backbone in place of map i."""
+    """Return the network whose necks and heads read stage ``chosen[i]`` of the new backbone in place of map i."""
     keep, necks = positions_read(network, len(old)), listed(network.get('neck'))
     maps, result = [new.stages[i] for i in chosen], {**network, 'backbone': new.with_outputs([chosen[i] for i in keep])}
     wiring: Optional[Wiring] = Wiring(old, maps, keep, deep=len(old) == 1 or bool(necks))
