@@ -7,9 +7,10 @@ import torch
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from ..layers.norms import build_token_norm
+from ..layers.norms import build_branch_norm
 from ..layers.patch_embed import PatchConv2d
 from ..layers.positions import RelativePositionBias
+from ..ops.leaves import Linear
 from ..ops.maps import pad_to_multiple
 from ..ops.sizes import to_image, unflatten
 from .base import Attention, LePEMixer, ReducedKeysAttention, mean_token
@@ -36,7 +37,7 @@ class ReducedAttention(ReducedKeysAttention):
             raise ValueError(f'ratio={ratio}: {mixer!r} adds a convolution of the values and needs their whole map')
         self.ratio = ratio
         self.sr = PatchConv2d(dim, dim, ratio)
-        self.norm = build_token_norm(norm_cfg, dim)
+        self.norm = build_branch_norm(norm_cfg, dim)
 
     def reduce(self, x: Tensor) -> Tensor:
         return self.norm(self.sr(to_image(pad_to_multiple(x, self.ratio))).permute(0, 2, 3, 1))
@@ -95,19 +96,6 @@ class WindowAttention(Attention):
         projected, gate = self.qkv(x), []
         if len(self.widths) > 3:
             projected, *gate = projected.split((sum(self.widths[:3]), *self.widths[3:]), dim=-1)
-        return self.proj(self.apply_gate(self.mix_windows(projected, x, stage), x, gate))
-
-    def mix_windows(self, projected: Tensor, x: Tensor, stage: StageContext) -> Tensor:
-        """Cut queries, keys and values into windows, mix the values within each, and merge the windows.
-
-        Args:
-            projected (Tensor): Queries, keys and values side by side, (B, H, W, sum of their widths).
-            x (Tensor): Input of the attention, (B, H, W, C).
-            stage (StageContext): Context of the map.
-
-        Returns:
-            Tensor: (B, H, W, widths[2]).
-        """
         windows, real, hidden = windows_of(stage, x).get(self.window, self.shift)
         # windows are padded with zeros after the projection, so values of padding are zero
         q, k, v = windows.partition(projected).split(self.widths[:3], dim=-1)
@@ -118,7 +106,8 @@ class WindowAttention(Attention):
         if self.mixer.local_keys:
             grid = grid._replace(regions=windows.regions_of_tokens(x))
         bias = self.map_bias(windows, hidden, x.shape[0])
-        return windows.merge(self.mix(q, k, v, grid, mask=real, bias=bias, context=context), x.shape[0])
+        out = windows.merge(self.mix(q, k, v, grid, mask=real, bias=bias, context=context), x.shape[0])
+        return self.proj(self.apply_gate(out, x, gate))
 
     def map_bias(self, windows, hidden: Optional[Tensor], batch: int) -> Optional[Tensor]:
         """Return the bias of the attention map, (1 or B * windows, heads, N, N); None if there is none.
@@ -170,8 +159,8 @@ class StripeAttention(BaseModule):
         if mixer_module.gate == 'projection':
             widths = (*widths, widths[2])
         self.widths = tuple(widths)
-        self.qkv = nn.Linear(dim, 2 * sum(widths))
-        self.proj = nn.Linear(2 * widths[2], dim)
+        self.qkv = Linear(dim, 2 * sum(widths))
+        self.proj = Linear(2 * widths[2], dim)
 
     def forward(self, x: Tensor, stage: StageContext) -> Tensor:
         # (B, H, W, 2, w) for each of q, k, v (and gate): the halves of the channels belong to the two directions

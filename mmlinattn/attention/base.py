@@ -4,15 +4,15 @@
 Subclasses call the mixer on whole maps, windows, stripes, or with spatially reduced keys, for any kind of mixer.
 """
 
-from collections.abc import Sequence
 from typing import Any, Optional, Union, cast
 
 import torch
 from mmengine.model import BaseModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.dtypes import accumulation_dtype
 from ..ops.grid import Grid, on_grid
+from ..ops.leaves import Conv2d, Linear
 from ..ops.padding import count_tokens
 from .context import StageContext
 from .mixer import check_local_kernel, get_mixer
@@ -49,7 +49,7 @@ class LePEMixer(BaseModule):
         self.local: Any = None
         if check_local_kernel(local_kernel):
             width, size = self.mixer.widths[2], local_kernel
-            self.local = nn.Conv2d(width, width, size, padding=size // 2, groups=width)  # type: ignore[operator,arg-type]
+            self.local = Conv2d(width, width, size, padding=size // 2, groups=width)  # type: ignore[operator,arg-type]
 
     def mix(self, q, k, v, grid, key_grid=None, mask=None, rotary=None, bias=None, context=None) -> Tensor:
         """Return the mixer's output plus the convolution of the values, (B, N, widths[2]).
@@ -68,10 +68,7 @@ class LePEMixer(BaseModule):
             bias=bias if mixer.bias else None,
             context=context,
         )
-        return out if local is None else self.add_local(out, on_grid(local, v, grid))
-
-    def add_local(self, out: Tensor, local: Tensor) -> Tensor:
-        return out + local
+        return out if local is None else out + on_grid(local, v, grid)
 
 
 class Attention(LePEMixer):
@@ -109,11 +106,11 @@ class Attention(LePEMixer):
             raise ValueError(f'gate={self.gate!r} multiplies by the input, {dim} wide, and {mixer!r} gives others')
         self.widths = (*self.mixer.widths, self.mixer.widths[2]) if self.gate == 'projection' else self.mixer.widths
         self.build_projections(dim, qkv_bias)
-        self.proj = nn.Linear(self.widths[2], dim)
+        self.proj = Linear(self.widths[2], dim)
 
     def build_projections(self, dim: int, bias: bool) -> None:
         """Build one linear layer, so one matmul, for queries, keys, values and the projected gate."""
-        self.qkv = nn.Linear(dim, sum(self.widths), bias=bias)
+        self.qkv = Linear(dim, sum(self.widths), bias=bias)
 
     def forward(self, x: Tensor, stage: StageContext) -> Tensor:
         """Project tokens to queries, keys and values, mix them, apply the gate and project the result.
@@ -125,14 +122,10 @@ class Attention(LePEMixer):
         Returns:
             Tensor: (B, N, C).
         """
-        q, k, v, *gate = self.project(x)
+        q, k, v, *gate = self.qkv(x).split(self.widths, dim=-1)
         context = mean_token(source_tokens(x, stage)) if self.mixer.context else None
         out = self.mix(q, k, v, stage.grid, rotary=stage.rotary, context=context)
         return self.proj(self.apply_gate(out, x, gate))
-
-    def project(self, x: Tensor) -> Sequence[Tensor]:
-        """Return queries, keys and values of (B, N, C) tokens, and the gate with ``gate='projection'``."""
-        return self.qkv(x).split(self.widths, dim=-1)
 
     def apply_gate(self, out: Tensor, x: Tensor, projected: list) -> Tensor:
         """Multiply ``out`` by the gate: the gate projection in ``projected``, ``x`` or ``tanh(x)``, by :attr:`gate`.
@@ -141,10 +134,9 @@ class Attention(LePEMixer):
         """
         if self.gate is None:
             return out
-        return self.multiply(out, projected[0] if projected else x if self.gate == 'identity' else x.tanh())
-
-    def multiply(self, out: Tensor, gate: Tensor) -> Tensor:
-        return out * gate
+        if projected:
+            return out * projected[0]
+        return out * (x if self.gate == 'identity' else x.tanh())
 
 
 class GlobalAttention(Attention):
@@ -163,8 +155,8 @@ class ReducedKeysAttention(Attention):
 
     def build_projections(self, dim: int, bias: bool) -> None:
         q, k, v, *gate = self.widths
-        self.q = nn.Linear(dim, q + sum(gate), bias=bias)
-        self.kv = nn.Linear(dim, k + v, bias=bias)
+        self.q = Linear(dim, q + sum(gate), bias=bias)
+        self.kv = Linear(dim, k + v, bias=bias)
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return the smaller map for keys and values: (B, H, W, C) -> (B, h, w, C)."""

@@ -6,19 +6,21 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.feature_maps import check_kernel
 from ..ops.grid import on_grid
+from ..ops.leaves import Leaf, halves
 from ..ops.sizes import unflatten
 from .mixer import TOKEN_MIXERS, LocalMixer
 
 
-class GroupedLinear(nn.Conv1d):
+class GroupedLinear(Leaf, nn.Conv1d):
     """A grouped 1x1 convolution of vectors (B, C), computed by one batched matmul."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = unflatten(self.weight.squeeze(-1), 0, (self.groups, -1))  # (groups, outputs, inputs)
+        weight, bias = halves(self.weight, self.bias, x)
+        weight = unflatten(weight.squeeze(-1), 0, (self.groups, -1))  # (groups, outputs, inputs)
         x = unflatten(x, -1, (self.groups, -1)).transpose(0, 1)
         # not einsum: traces do not record its casts under autocast
         out = torch.bmm(x, weight.transpose(1, 2)).transpose(0, 1).flatten(1)
-        return out if self.bias is None else out + self.bias
+        return out if bias is None else out + bias
 
 
 class PredictedConv(nn.Module):

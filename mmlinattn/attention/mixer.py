@@ -10,9 +10,10 @@ from typing import Optional, Union
 import torch.nn.functional as F
 from mmengine.model import BaseModule
 from mmengine.registry import Registry
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.grid import Grid
+from ..ops.leaves import Conv2d, halves
 
 TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn', locations=['mmlinattn.attention'])
 
@@ -107,13 +108,10 @@ class LocalMixer(TokenMixer):
 
     def forward(self, q, k, v, grid, key_grid, mask=None, context=None, **_) -> Tensor:
         out, local = self.attend(q, k, v, key_grid, mask), self.convolve(v, key_grid, context)
-        return out if local is None else self.add_local(out, local)
-
-    def add_local(self, out: Tensor, local: Tensor) -> Tensor:
-        return out + local
+        return out if local is None else out + local
 
 
-class RepeatedConv2d(nn.Conv2d):
+class RepeatedConv2d(Conv2d):
     """Depth-wise convolution of (B, C, h, w) maps, each kernel used by several channels.
 
     Args:
@@ -143,7 +141,8 @@ class RepeatedConv2d(nn.Conv2d):
         return x.repeat(self.repeats, *(1,) * (x.dim() - 1))
 
     def forward(self, image: Tensor) -> Tensor:
-        weight, bias = self.repeated(self.weight), None if self.bias is None else self.repeated(self.bias)
+        weight, bias = halves(self.weight, self.bias, image)
+        weight, bias = self.repeated(weight), None if bias is None else self.repeated(bias)
         padding = self.padding
         if self.padding_mode != 'zeros':
             image, padding = F.pad(image, self._reversed_padding_repeated_twice, mode=self.padding_mode), (0, 0)

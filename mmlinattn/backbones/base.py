@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from ..attention import Grid, StageContext
 from ..checkpoints.loading import load_pretrained
-from ..inference import run
 from ..layers import FactorisedLinear, MapLayerNorm, build_ffn, is_batch_norm
 from ..ops.sizes import clone_if_open, to_image
 from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
+from .forward_pass import forget_weights, prepare, recompute
 
 # parts of the names of learned tables and scales, exempt from weight decay in every recipe
 UNDECAYED = ('relative_bias.table', 'position_table', 'cls_token', 'mixer.position', 'mixer.scale')
@@ -134,7 +134,7 @@ class Backbone(Arch, BaseModule):
         raise NotImplementedError
 
     def stage_modules(self) -> list[list[nn.Module]]:
-        """Return the modules that :meth:`features` calls, by stage; autocast casts the weights of a stage together."""
+        """Return the modules that :meth:`features` calls, by stage; the weights of a stage are cast together."""
         raise NotImplementedError
 
     def freeze(self) -> None:
@@ -160,14 +160,12 @@ class Backbone(Arch, BaseModule):
         return self.eval()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return run(self, x)
+        x, context = prepare(self, x)
+        with context:
+            return self.features(x)
 
-    def features(self, x: Tensor, call: Callable) -> tuple[Tensor, ...]:
-        """Return the outputs for images ``x``, with every module called as ``call(module, *args)``.
-
-        This runs ``module(*args)``, recomputed in the backward pass, or fused on a CPU without gradients, see
-        :mod:`mmlinattn.inference`. Only blocks are called with a stage's context.
-        """
+    def features(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs for images ``x``."""
         raise NotImplementedError
 
     def forward_intermediates(
@@ -238,6 +236,7 @@ class Backbone(Arch, BaseModule):
 
     def train(self, mode: bool = True):
         super().train(mode)
+        forget_weights(self)  # layers may have been replaced or compiled since
         self.freeze()
         if mode and self.norm_eval:
             for module in self.modules():
@@ -391,24 +390,24 @@ class PyramidBackbone(Backbone):
             modules.update({int(i): f'out_norms.{i}' for i in self.out_norms})
         return [describe_output(i, self.embed_dims[i], 4 * 2**i, modules[i]) for i in self.out_indices]
 
-    def embed(self, stage: int, x: Tensor, call: Callable) -> Tensor:
+    def embed(self, stage: int, x: Tensor) -> Tensor:
         """Return the map that enters the blocks of a stage, from the output ``x`` of the stage before or the image."""
-        return call(self.patch_embeds[stage], x)
+        return self.patch_embeds[stage](x)
 
     def stage_context(self, stage: int, x: Tensor) -> StageContext:
         """Return the context of a stage for the map that enters its blocks."""
         return StageContext(Grid(x.shape[1], x.shape[2]))
 
-    def features(self, x: Tensor, call: Callable) -> tuple[Tensor, ...]:
+    def features(self, x: Tensor) -> tuple[Tensor, ...]:
         x = x.permute(0, 2, 3, 1).contiguous()
         outs, norms = [], dict(self.out_norms.items())
         for i, blocks in enumerate(self.stages):
-            x = self.embed(i, x, call)
+            x = self.embed(i, x)
             stage = self.stage_context(i, x)
             for block in blocks:
-                x = call(block, x, stage)
+                x = recompute(block, x, stage) if self.with_cp else block(x, stage)
             raw = to_image(x)
-            out = call(norms[str(i)], raw) if str(i) in norms else raw
+            out = norms[str(i)](raw) if str(i) in norms else raw
             if i in self.out_indices:
                 outs.append(clone_if_open(out if self.out_norm else raw).contiguous())
             if self.norms_feed_on:

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from collections.abc import Sequence
-from typing import Any, Callable, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from mmengine.model import ModuleList
@@ -12,6 +12,7 @@ from ..layers import MLP, Block, FactorisedLinear, PatchEmbed, PositionTable, To
 from ..ops.grid import to_map
 from .arch import check_type
 from .base import Backbone, describe_output, numbered
+from .forward_pass import recompute
 
 NORM = dict(type='LN', eps=1e-6)
 OUT_TYPES = ('raw', 'cls_token', 'featmap', 'avg_featmap')
@@ -123,17 +124,17 @@ class LinearDeiT(Backbone):
     def feature_info(self) -> list[dict]:
         return [describe_output(i, self.embed_dims[0], 16, f'blocks.{i}') for i in self.out_indices]
 
-    def features(self, x: Tensor, call: Callable) -> tuple[Tensor, ...]:
-        x = call(self.patch_embeds[0], x.permute(0, 2, 3, 1).contiguous())
+    def features(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.patch_embeds[0](x.permute(0, 2, 3, 1).contiguous())
         grid = Grid(x.shape[1], x.shape[2], prefix=1)
         x = torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x.flatten(1, 2)), dim=1)
         if self.position_table is not None:
             x = x + self.position_table(grid).to(x.dtype)
         outs, stage = [], StageContext(grid)
         for i, block in enumerate(self.blocks):
-            x = call(block, x, stage)
+            x = recompute(block, x, stage) if self.with_cp else block(x, stage)
             if i in self.out_indices:
-                outs.append(self.output(x if self.out_norm is None else call(self.out_norm, x), grid))
+                outs.append(self.output(x if self.out_norm is None else self.out_norm(x), grid))
         return tuple(outs)
 
     def output(self, x: Tensor, grid: Grid) -> Tensor:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from ..attention import ReducedKeysAttention, StageContext
 from ..layers import MLP, build_map_norm
+from ..ops import chain
+from ..ops.leaves import Conv2d, Linear
 from ..ops.maps import mean_pool, sequence_mean
-from ..ops.sizes import to_image
+from ..ops.sizes import from_image, to_image
 
 SHARE = 0.75  # share of the attention in a transformer block's channels and stochastic depth rate
 
@@ -44,12 +46,12 @@ class ConvNorm(BaseModule):
         relu: bool = False,
     ) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(in_dim, dim, kernel_size, stride, kernel_size // 2, groups=groups, bias=False)
+        self.conv = Conv2d(in_dim, dim, kernel_size, stride, kernel_size // 2, groups=groups, bias=False)
         self.norm = build_map_norm(norm_cfg, dim)
         self.in_dim, self.relu = in_dim, relu
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.conv(to_image(x))).permute(0, 2, 3, 1)
+        x = from_image(chain(to_image(x), self.conv, self.norm))
         return F.relu(x) if self.relu else x
 
 
@@ -94,7 +96,7 @@ class ConvAttention(BaseModule):
     def __init__(self, dim: int, group_dim: int, norm_cfg: dict) -> None:
         super().__init__()
         self.conv = ConvNorm(dim, dim, norm_cfg, 3, groups=dim // group_dim, relu=True)
-        self.proj = nn.Linear(dim, dim, bias=False)
+        self.proj = Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(self.conv(x))
@@ -104,8 +106,8 @@ class ReLUMLP(MLP):
     """Feed-forward network with ReLU instead of GELU: linear, ReLU, linear. Arguments as
     :class:`~mmlinattn.layers.MLP`."""
 
-    def hidden(self, x: Tensor) -> Tensor:
-        return F.relu(self.fc1(x))
+    def forward(self, x: Tensor) -> Tensor:
+        return chain(x, self.fc1, F.relu, self.fc2)
 
 
 class AveragedKeysAttention(ReducedKeysAttention):

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Any, Callable
+from typing import Any
 
 from mmengine.model import ModuleList
 from mmengine.registry import MODELS
@@ -83,7 +83,7 @@ class LinearPVT(PyramidBackbone):
         ffn = self.build_ffn(stage, MLP)
         return Block(self.embed_dims[stage], spatial_attention(self, stage, spec), ffn, NORM, drop_path)
 
-    def embed(self, stage: int, x: Tensor, call: Callable) -> Tensor:
-        x = super().embed(stage, x, call)
+    def embed(self, stage: int, x: Tensor) -> Tensor:
+        x = super().embed(stage, x)
         table = self.position_tables[stage](Grid(*x.shape[1:3]))
         return x + unflatten(table.to(x.dtype), 1, x.shape[1:3])

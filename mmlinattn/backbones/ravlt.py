@@ -11,17 +11,20 @@ from ..attention import GlobalAttention, Grid, StageContext
 from ..layers import (
     MLP,
     Block,
+    Conv2d,
     ConvDownsample,
     ConvFFN,
     ConvOfGELU,
     ConvStem,
     FactorisedLinear,
+    Linear,
     ResidualDWConv,
     SourceBlock,
     fold_batch_norm,
     is_foldable,
     rotary_table,
 )
+from ..ops import Chain
 from ..ops.dtypes import accumulation_dtype
 from ..utils.private_apis import is_altered
 from .arch import check_type
@@ -144,7 +147,7 @@ class RAVLT(PyramidBackbone):
             if is_altered(embed.layers):
                 raise ValueError('switch_to_deploy: the layers of a stem have a hook, and folding would lose it')
             for conv, norm in zip(embed.layers, list(embed.layers)[1:]):
-                is_pair = type(conv) in (nn.Conv2d, ConvOfGELU) and not is_altered(conv) and is_foldable(norm)
+                is_pair = type(conv) in (nn.Conv2d, Conv2d, ConvOfGELU) and not is_altered(conv) and is_foldable(norm)
                 is_pair = is_pair and all(owners[parameter] == 1 for parameter in conv.parameters())
                 if isinstance(norm, _BatchNorm) and not is_pair:
                     raise ValueError(
@@ -165,7 +168,7 @@ class RAVLT(PyramidBackbone):
         for block, layer, name in scaled:
             gamma, parts = getattr(block, name), list(layer.modules())
             # the scale stays beside an adapter with its own factors, and if several blocks share the layer
-            is_plain = all(type(part) in (nn.Linear, FactorisedLinear) and uses[part] == 1 for part in parts)
+            is_plain = all(type(part) in (nn.Linear, Linear, FactorisedLinear) and uses[part] == 1 for part in parts)
             if gamma is None or not is_plain or is_altered(*parts):
                 continue
             for part in (layer, layer.up) if isinstance(layer, FactorisedLinear) else (layer,):
@@ -189,7 +192,7 @@ def scaled_rows(value: Tensor, gamma: Tensor) -> nn.Parameter:
     return nn.Parameter(value * (gamma if value.dim() == 1 else gamma[:, None]), value.requires_grad)
 
 
-def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:
+def fold_batch_norms(layers: nn.Sequential) -> Chain:
     """Return the layers with each ``conv, norm`` pair folded into one convolution; other layers keep their names."""
     folded: OrderedDict = OrderedDict()
     for name, layer in layers.named_children():
@@ -200,4 +203,4 @@ def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:
             conv.weight, conv.bias = nn.Parameter(weight, learns), nn.Parameter(bias, learns)
         else:
             folded[name] = layer
-    return nn.Sequential(folded)
+    return Chain(folded)

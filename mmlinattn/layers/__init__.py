@@ -1,11 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from ..ops import rotary_table
-from .block import MLP, Block, ConvFFN, DWConvFFN, ResidualDWConv, SourceBlock, TokenBlock
+from ..ops.batch_norms import fold_batch_norm, is_batch_norm, is_foldable
+from ..ops.leaves import Conv2d, ConvOfGELU, LayerNorm, Linear, ResidualDWConv
+from .block import MLP, Block, ConvFFN, DWConvFFN, SourceBlock, TokenBlock
 from .compact import FactorisedLinear, build_ffn, compact
-from .norms import MapLayerNorm, build_map_norm, build_token_norm, fold_batch_norm, is_batch_norm, is_foldable
+from .norms import MapLayerNorm, build_map_norm, build_token_norm
 from .patch_embed import (
     ConvDownsample,
-    ConvOfGELU,
     ConvStem,
     PatchConv2d,
     PatchEmbed,
@@ -16,12 +17,15 @@ from .positions import PositionTable, RelativePositionBias
 __all__ = [
     'MLP',
     'Block',
+    'Conv2d',
     'ConvDownsample',
     'ConvFFN',
     'ConvOfGELU',
     'ConvStem',
     'DWConvFFN',
     'FactorisedLinear',
+    'LayerNorm',
+    'Linear',
     'MapLayerNorm',
     'PatchConv2d',
     'PatchEmbed',

@@ -9,12 +9,12 @@ from mmcv.cnn.bricks import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from .. import ops
-from ..ops.sizes import to_image, unflatten
-from .norms import build_token_norm
+from ..ops.leaves import Conv2d, Leaf, Linear, ResidualDWConv, add_scaled, chain
+from ..ops.sizes import from_image, to_image, unflatten
+from .norms import build_branch_norm
 
 
-class Block(BaseModule):
+class Block(Leaf, BaseModule):
     """Pre-norm transformer block of all backbones.
 
     ``x = position(x); x = x + gamma1 * attn(norm1(x)); x = x + gamma2 * ffn(norm2(x))``, each branch under stochastic
@@ -43,9 +43,9 @@ class Block(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         self.position = position
-        self.norm1 = build_token_norm(norm_cfg, dim)
+        self.norm1 = build_branch_norm(norm_cfg, dim)
         self.attn = attn
-        self.norm2 = build_token_norm(norm_cfg, dim)
+        self.norm2 = build_branch_norm(norm_cfg, dim)
         self.ffn = ffn
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
         gammas = [None if layer_scale is None else nn.Parameter(torch.full((dim,), float(layer_scale))) for _ in '12']
@@ -56,22 +56,13 @@ class Block(BaseModule):
         if position is not None:
             x = position(x)
         # norms get three dimensions: upstream's FLOP counters assume that four are (B, C, H, W)
-        x = self.add(x, self.attn(self.norm1(x.flatten(1, -2)).reshape(x.shape), stage), self.gamma1)
-        return self.add(x, self.feed_forward(self.norm2(x.flatten(1, -2)).reshape(x.shape), stage), self.gamma2)
+        branch = self.attn(self.norm1(x.flatten(1, -2)).reshape(x.shape), stage)
+        x = add_scaled(x, branch, self.gamma1, self.drop_path)
+        branch = self.feed_forward(self.norm2(x.flatten(1, -2)).reshape(x.shape), stage)
+        return add_scaled(x, branch, self.gamma2, self.drop_path)
 
     def feed_forward(self, x: Tensor, stage) -> Tensor:
         return self.ffn(x)
-
-    def add(self, x: Tensor, branch: Tensor, gamma: Optional[Tensor]) -> Tensor:
-        """Return ``x + DropPath(gamma * branch)``. Stochastic depth acts on gamma for each image, not on the map."""
-        drop_path = self.drop_path
-        drops = drop_path.training and not isinstance(drop_path, nn.Identity)
-        if gamma is None and not drops:
-            return x + branch
-        scale = x.new_ones(1) if gamma is None else gamma
-        if drops:
-            scale = drop_path(scale.expand(x.shape[0], *(1,) * (x.dim() - 2), len(scale)))
-        return ops.add_scaled(x, branch, scale)
 
 
 class SourceBlock(Block):
@@ -107,40 +98,11 @@ class MLP(BaseModule):
 
     def __init__(self, dim: int, hidden_dim: int, init_cfg=None) -> None:
         super().__init__(init_cfg)
-        self.hidden_dim = hidden_dim
-        self.fc1: Any = nn.Linear(dim, hidden_dim)
-        self.fc2: Any = nn.Linear(hidden_dim, dim)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Return the hidden activations of ``x``."""
-        return F.gelu(self.fc1(x))
+        self.fc1: Any = Linear(dim, hidden_dim)
+        self.fc2: Any = Linear(hidden_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.hidden(x))
-
-
-class ResidualDWConv(nn.Conv2d):
-    """``y + DWConv(y)`` on (B, H, W, C) maps: conditional position encoding, and the local term of RAVLT's FFN.
-
-    Args:
-        dim (int): Channels C.
-        kernel_size (int): Odd size of the depth-wise convolution.
-        of_gelu (bool): Take ``y = gelu(x)`` and keep only ``x`` for the backward pass; False takes ``y = x``.
-    """
-
-    def __init__(self, dim: int, kernel_size: int = 3, of_gelu: bool = False) -> None:
-        super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
-        self.of_gelu = of_gelu
-
-    def forward(self, x: Tensor) -> Tensor:
-        image = to_image(x)
-        if self.of_gelu and self.padding_mode == 'zeros':
-            settings = self.stride, self.padding, self.dilation, self.groups
-            image = ops.conv_of_gelu(image, self.weight, self.bias, *settings, residual=True)
-        else:
-            image = F.gelu(image) if self.of_gelu else image
-            image = image + super().forward(image)
-        return image.permute(0, 2, 3, 1)
+        return chain(x, self.fc1, F.gelu, self.fc2)
 
 
 class ConvFFN(MLP):
@@ -149,10 +111,10 @@ class ConvFFN(MLP):
 
     def __init__(self, dim: int, hidden_dim: int, init_cfg=None) -> None:
         super().__init__(dim, hidden_dim, init_cfg)
-        self.dwconv = ResidualDWConv(hidden_dim, of_gelu=True)
+        self.dwconv: Any = ResidualDWConv(hidden_dim, of_gelu=True)
 
-    def hidden(self, x: Tensor) -> Tensor:
-        return self.dwconv(self.fc1(x))
+    def forward(self, x: Tensor) -> Tensor:
+        return chain(x, self.fc1, self.dwconv, self.fc2)
 
 
 class DWConvFFN(MLP):
@@ -160,7 +122,7 @@ class DWConvFFN(MLP):
 
     def __init__(self, dim: int, hidden_dim: int, init_cfg=None) -> None:
         super().__init__(dim, hidden_dim, init_cfg)
-        self.dwconv: Any = nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim)
+        self.dwconv: Any = Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim)
 
-    def hidden(self, x: Tensor) -> Tensor:
-        return F.gelu(self.dwconv(to_image(self.fc1(x)))).permute(0, 2, 3, 1)
+    def forward(self, x: Tensor) -> Tensor:
+        return chain(x, self.fc1, to_image, self.dwconv, F.gelu, from_image, self.fc2)

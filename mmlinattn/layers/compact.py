@@ -8,10 +8,11 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
+from ..ops.batch_norms import is_foldable
+from ..ops.leaves import Linear
 from ..ops.sizes import unflatten
 from ..utils.private_apis import is_altered
 from .block import MLP, ConvFFN, DWConvFFN
-from .norms import is_foldable
 
 FFNS = {'mlp': MLP, 'conv': ConvFFN, 'dwconv': DWConvFFN}
 MATRICES = {'M1': 'fc1', 'M2': 'fc2'}
@@ -19,7 +20,7 @@ MATRICES = {'M1': 'fc1', 'M2': 'fc2'}
 
 def merges(layer: nn.Module, norm: nn.Module) -> bool:
     """Return True if a linear layer and the batch norm after it can be merged into one linear layer in eval mode."""
-    return type(layer) is nn.Linear and not is_altered(layer) and is_foldable(norm)
+    return type(layer) in (nn.Linear, Linear) and not is_altered(layer) and is_foldable(norm)
 
 
 class BranchedLinear(BaseModule):
@@ -39,7 +40,7 @@ class BranchedLinear(BaseModule):
     def __init__(self, in_features: int, out_features: int, branches: int, norm_cfg: dict, init_cfg=None) -> None:
         super().__init__(init_cfg)
         self.in_features, self.out_features = in_features, out_features
-        self.linears = ModuleList(nn.Linear(in_features, out_features, bias=False) for _ in range(branches))
+        self.linears = ModuleList(Linear(in_features, out_features, bias=False) for _ in range(branches))
         self.norms = ModuleList(build_norm_layer(norm_cfg, out_features)[1] for _ in range(branches))
         if not isinstance(self.norms[0], (nn.BatchNorm1d, nn.SyncBatchNorm)):
             raise ValueError(f"norm_cfg={norm_cfg} of a compact FFN: expected type 'BN1d' or 'SyncBN'")
@@ -61,7 +62,7 @@ class BranchedLinear(BaseModule):
         return weight, bias
 
     @torch.no_grad()
-    def merged(self) -> nn.Linear:
+    def merged(self) -> Linear:
         for layer, norm in zip(self.linears, self.norms):
             if is_altered(self) or not merges(layer, norm):
                 raise ValueError(
@@ -70,7 +71,7 @@ class BranchedLinear(BaseModule):
                     "PyTorch's own forward"
                 )
         weight, bias = self.merged_weights()
-        layer = nn.Linear(self.in_features, self.out_features, device=weight.device, dtype=weight.dtype)
+        layer = Linear(self.in_features, self.out_features, device=weight.device, dtype=weight.dtype)
         layer.weight.copy_(weight)
         layer.bias.copy_(bias)
         return layer.requires_grad_(self.linears[0].weight.requires_grad)

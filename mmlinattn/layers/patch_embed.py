@@ -6,23 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Optional
 
-import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from .. import ops
+from ..ops.leaves import Chain, Conv2d, ConvOfGELU, Linear, halves, linear
 from ..ops.maps import cut_patches, pad_by, pad_to_multiple
 from ..ops.sizes import to_image
-from .norms import build_map_norm, build_token_norm
-
-
-class ConvOfGELU(nn.Conv2d):
-    """Convolution of ``gelu(x)``; with zero padding, only ``x`` is kept for the backward pass."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.padding_mode != 'zeros':
-            return super().forward(F.gelu(x))
-        return ops.conv_of_gelu(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+from .norms import build_branch_norm, build_map_norm, build_token_norm
 
 
 class ConvStem(BaseModule):
@@ -41,10 +31,10 @@ class ConvStem(BaseModule):
         widths = (in_channels, dim // 2, dim // 2, dim // 2, dim)
         layers: OrderedDict = OrderedDict()  # names as in the release, where the GELUs are numbered layers too
         for i, stride in enumerate((2, 1, 1, 2)):
-            kind = nn.Conv2d if i == 0 else ConvOfGELU
+            kind = Conv2d if i == 0 else ConvOfGELU
             layers[str(3 * i)] = kind(widths[i], widths[i + 1], 3, stride, 1)
             layers[str(3 * i + 1)] = build_map_norm(norm_cfg, widths[i + 1])
-        self.layers = nn.Sequential(layers)
+        self.layers = Chain(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(to_image(x)).permute(0, 2, 3, 1)
@@ -55,14 +45,14 @@ class ConvDownsample(BaseModule):
 
     def __init__(self, in_dim: int, dim: int, norm_cfg: dict, init_cfg=None) -> None:
         super().__init__(init_cfg)
-        conv, norm = nn.Conv2d(in_dim, dim, 3, 2, 1), build_map_norm(norm_cfg, dim)
-        self.layers = nn.Sequential(OrderedDict(conv=conv, norm=norm))
+        conv, norm = Conv2d(in_dim, dim, 3, 2, 1), build_map_norm(norm_cfg, dim)
+        self.layers = Chain(OrderedDict(conv=conv, norm=norm))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(to_image(x)).permute(0, 2, 3, 1)
 
 
-class PatchConv2d(nn.Conv2d):
+class PatchConv2d(Conv2d):
     """Convolution of non-overlapping patches by a matmul: (B, C, H, W) of whole patches -> (B, C', H / k, W / k).
 
     oneDNN's convolutions of such kernels return wrong results in bfloat16 on CPUs with AMX, for maps of 8 to 24
@@ -80,8 +70,9 @@ class PatchConv2d(nn.Conv2d):
         if (self.stride, self.padding) != (self.kernel_size, (0, 0)):  # a user changed them, e.g. for a finer grid
             return super().forward(x)
         patches = cut_patches(x.permute(0, 2, 3, 1), self.kernel_size[0])
-        weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # (C', rows * columns * C)
-        return F.linear(patches.flatten(3), weight, self.bias).permute(0, 3, 1, 2)
+        weight, bias = halves(self.weight, self.bias, x)
+        weight = weight.permute(0, 2, 3, 1).flatten(1)  # (C', rows * columns * C)
+        return linear(patches.flatten(3), weight, bias).permute(0, 3, 1, 2)
 
 
 class PatchEmbed(BaseModule):
@@ -113,7 +104,7 @@ class PatchEmbed(BaseModule):
             self.proj: nn.Module = PatchConv2d(in_dim, dim, stride)
             self.pad = partial(pad_to_multiple, step=stride)
         else:
-            self.proj = nn.Conv2d(in_dim, dim, kernel_size, stride, padding)
+            self.proj = Conv2d(in_dim, dim, kernel_size, stride, padding)
             self.pad = partial(pad_by, beyond=kernel_size - 2 * padding - 1)
         self.norm = None if norm_cfg is None else build_token_norm(norm_cfg, dim)
 
@@ -130,8 +121,8 @@ class PatchMerging(BaseModule):
 
     def __init__(self, in_dim: int, dim: int, norm_cfg: dict, init_cfg=None) -> None:
         super().__init__(init_cfg)
-        self.norm = build_token_norm(norm_cfg, 4 * in_dim)
-        self.reduction = nn.Linear(4 * in_dim, dim, bias=False)
+        self.norm = build_branch_norm(norm_cfg, 4 * in_dim)
+        self.reduction = Linear(4 * in_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         patches = cut_patches(pad_to_multiple(x, 2), 2).transpose(3, 4)  # the neighbour below comes second

@@ -6,22 +6,39 @@ A file has the public function, the equation in plain PyTorch, and an implementa
 """
 
 from .angular import angular_attention
-from .convolution import conv_of_gelu, dynamic_depthwise_conv2d
+from .convolution import dynamic_depthwise_conv2d
 from .dispatch import use
 from .efficient import efficient_attention
 from .focused import focused_attention
 from .hallucinated import hallucinated_attention
 from .hydra import hydra_attention
 from .inline import inline_attention
+from .leaves import (
+    Chain,
+    Conv2d,
+    ConvOfGELU,
+    LayerNorm,
+    Linear,
+    ResidualDWConv,
+    add_scaled,
+    chain,
+    conv_of_gelu,
+)
 from .linear import linear_attention
 from .rank_augmented import rala
-from .residual import add_scaled
 from .rotary import rotary_table, rotate
 from .softmax import softmax_attention
 
 __all__ = [
+    'Chain',
+    'Conv2d',
+    'ConvOfGELU',
+    'LayerNorm',
+    'Linear',
+    'ResidualDWConv',
     'add_scaled',
     'angular_attention',
+    'chain',
     'conv_of_gelu',
     'dynamic_depthwise_conv2d',
     'efficient_attention',

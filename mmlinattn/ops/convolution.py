@@ -1,83 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Convolution of a GELU, and depth-wise convolution with kernels predicted for each image."""
+from typing import Any
 
-from typing import Any, Optional, Union
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import dispatch
-from .gradients import AnalyticGradient
-
-Spans = Union[int, str, tuple[int, ...]]
-
-
-def conv_of_gelu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Optional[Tensor],
-    stride: Spans = 1,
-    padding: Spans = 0,
-    dilation: Spans = 1,
-    groups: int = 1,
-    residual: bool = False,
-) -> Tensor:
-    """Convolution of ``gelu(x)``, plus ``gelu(x)`` if ``residual``. Only ``x`` is kept for the backward pass.
-
-    The backward pass recomputes GELU, which is cheap. In stems and hidden layers its results are among the largest
-    tensors that autograd would keep.
-
-    Args:
-        x (Tensor): (B, C, H, W), in any memory format.
-        weight (Tensor): (C', C / groups, k, k).
-        bias (Tensor, optional): (C',).
-        stride, padding, dilation, groups: As in ``F.conv2d``.
-        residual (bool): Add ``gelu(x)``; needs C' = C and a map of the same size.
-
-    Returns:
-        Tensor: (B, C', H', W'), as of ``F.conv2d``.
-    """
-    settings = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, residual=residual)
-    is_plain = not torch.is_grad_enabled() or x.numel() == 0 or isinstance(padding, str)
-    is_plain = is_plain or (not dispatch.state.settled and dispatch.needs_reference(x, weight, bias))
-    # under autocast, F.conv2d casts float32 maps
-    if is_plain or (x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)):
-        return conv_of_gelu_reference(x, weight, bias, **settings)
-    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    return _ConvOfGELU.apply(settings, x, weight, bias)
-
-
-def conv_of_gelu_reference(x, weight, bias, stride, padding, dilation, groups, residual) -> Tensor:
-    hidden = F.gelu(x)
-    out = F.conv2d(hidden, weight, bias, stride, padding, dilation, groups)
-    return hidden + out if residual else out
-
-
-def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, padding, dilation, groups, residual):
-    (grad,), (x, weight, _) = grads, inputs
-    spans = ([span] * 2 if isinstance(span, int) else list(span) for span in (stride, padding, dilation))
-    steps = *spans, False, [0, 0], groups
-    grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
-        grad, F.gelu(x), weight, [len(weight)], *steps, wanted
-    )
-    if grad_x is not None:
-        grad_x = torch.ops.aten.gelu_backward(grad_x + grad if residual else grad_x, x)
-    return grad_x, grad_weight, grad_bias
-
-
-class _ConvOfGELU(AnalyticGradient):
-    equation, gradient = staticmethod(conv_of_gelu_reference), staticmethod(_conv_of_gelu_backward)
-
-    @staticmethod
-    def forward(ctx: Any, options, x, weight, bias):
-        ctx.op, ctx.options = _ConvOfGELU, options
-        ctx.save_for_backward(x, weight, bias)
-        return conv_of_gelu_reference(x, weight, bias, **options)
-
-
-# --- depth-wise convolution with kernels for each image ---------------------------------------------------------------
 
 
 def dynamic_depthwise_conv2d(x: Tensor, kernels: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ or copy many intermediate results. CPU-specific steps inside an op ask :func:`on
 
 import contextlib
 import os
-import threading
 from typing import Optional
 
 import torch
@@ -29,18 +28,6 @@ def _checked(choice: str, argument: str) -> str:
     return choice
 
 
-class State(threading.local):
-    """Checks that a backbone makes once for a whole forward pass, kept for each thread.
-
-    Attributes:
-        settled (bool): True if nothing traces, transforms or records the current forward pass. :func:`needs_reference`
-            then returns False without a check.
-    """
-
-    settled = False
-
-
-state = State()
 _as_on_gpu = False
 _choice = _checked(os.environ.get(VARIABLE, '') or 'auto', VARIABLE)
 
@@ -68,7 +55,7 @@ def use(backend: str):
 def backend(first: Tensor, *others: Optional[Tensor]) -> str:
     """Return the backend of an op on the given tensors: ``'reference'`` for the plain equation, else ``'cpu'`` if
     ``first`` is on a CPU and ``'eager'`` if it is on another device."""
-    if not state.settled and needs_reference(first, *others):
+    if needs_reference(first, *others):
         return 'reference'
     return 'cpu' if first.is_cpu and not _as_on_gpu else 'eager'
 
@@ -76,6 +63,11 @@ def backend(first: Tensor, *others: Optional[Tensor]) -> str:
 def on_cpu(x: Tensor) -> bool:
     """Return True if an op takes its CPU-specific path for ``x`` (cache blocking, oneDNN, channels-last)."""
     return x.is_cpu and not _as_on_gpu
+
+
+def writes_in_place(x: Tensor, *others: Optional[Tensor]) -> bool:
+    """Return True on a CPU without gradients if an op may allocate its result and fill it piece by piece."""
+    return x.is_cpu and not (_as_on_gpu or torch.is_grad_enabled() or needs_reference(x, *others))
 
 
 @contextlib.contextmanager
@@ -95,9 +87,12 @@ def needs_reference(*tensors: Optional[Tensor]) -> bool:
     This holds under ``use('reference')``, while a graph is recorded, and under ``torch.func`` transforms, forward-mode
     differentiation or dispatch modes. It also holds for meta tensors, fake tensors and other tensor subclasses.
     """
-    if state.settled:
-        return False
-    if _choice == 'reference' or is_traced() or is_transformed():
+    compiler = private_apis.compiler
+    if _choice == 'reference' or compiler._is_compiling_flag or compiler.is_dynamo_compiling():
+        return True
+    if private_apis.is_jit_tracing():
+        return True
+    if private_apis.innermost_transform() is not None or private_apis.forward_mode._current_level >= 0:
         return True
     if private_apis.num_modes() > 0 and not _as_on_gpu:
         return True
@@ -107,20 +102,10 @@ def needs_reference(*tensors: Optional[Tensor]) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def settle():
-    """Skip the checks of this module and of dynamic sizes within a context: they answer as for plain eager calls."""
-    state.settled = True
-    try:
-        yield
-    finally:
-        state.settled = False
-
-
 def is_transformed() -> bool:
     """Return True under a ``torch.func`` transform or forward-mode differentiation. Within ``torch.compile`` the result
     is False, since the query would report the state of the tracer."""
-    if state.settled or torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return False
     return private_apis.innermost_transform() is not None or private_apis.forward_mode._current_level >= 0
 
@@ -130,7 +115,7 @@ def is_traced() -> bool:
 
     Graphs record the plain equation: compilers fuse it, and it stays right at sizes other than the traced one.
     """
-    return not state.settled and (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    return torch.compiler.is_compiling() or private_apis.is_jit_tracing()
 
 
 def is_exported() -> bool:

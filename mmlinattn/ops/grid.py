@@ -6,7 +6,6 @@ from typing import NamedTuple, Optional
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import dispatch
 from .sizes import clone_if_open
 
 
@@ -33,16 +32,11 @@ class Grid(NamedTuple):
 def to_map(x: Tensor, grid: Grid) -> Tensor:
     """View patch tokens of (B, prefix + h * w, C) as a map (B, C, h, w) in channels-last memory."""
     image = x[:, grid.prefix :].reshape(x.shape[0], grid.height, grid.width, x.shape[2]).permute(0, 3, 1, 2)
-    return image if dispatch.state.settled else clone_if_open(image)
-
-
-def to_tokens(x: Tensor) -> Tensor:
-    """Flatten a map to tokens: (B, C, h, w) -> (B, h * w, C), a view if the memory is channels-last."""
-    return x.permute(0, 2, 3, 1).flatten(1, 2)
+    return clone_if_open(image)
 
 
 def on_grid(conv, x: Tensor, grid: Grid) -> Tensor:
     """Apply ``conv``, a convolution of (B, C, h, w) maps, to the patch tokens of (B, N, C). Class tokens have no
     neighbours, so the result is zero there."""
-    local = to_tokens(conv(to_map(x, grid)))
+    local = conv(to_map(x, grid)).permute(0, 2, 3, 1).flatten(1, 2)  # a view if the memory is channels-last
     return F.pad(local, (0, 0, grid.prefix, 0)) if grid.prefix else local

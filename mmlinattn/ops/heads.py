@@ -22,8 +22,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 def merge_heads(x: Tensor) -> Tensor:
     """Merge heads: (B, heads, N, d) -> (B, N, heads * d), a view if the heads of a token are adjacent in memory."""
-    x = x.transpose(1, 2)
-    return (x if dispatch.state.settled else clone_if_open(x)).flatten(2)
+    return clone_if_open(x.transpose(1, 2)).flatten(2)
 
 
 def split_heads_5d(x: Tensor, num_heads: int) -> Tensor:
@@ -118,8 +117,6 @@ def needs_equation(q: Tensor, k: Tensor, v: Tensor, num_heads: int, *others: Opt
 
     So it must if :func:`dispatch.needs_reference` asks for it, or if :func:`have_attention_shapes` is False.
     """
-    if dispatch.state.settled:
-        return False
     return dispatch.needs_reference(q, k, v, *others) or not have_attention_shapes(q, k, v, num_heads)
 
 

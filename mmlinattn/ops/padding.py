@@ -22,7 +22,7 @@ def count_tokens(x: Tensor, mask: Optional[Tensor]) -> TokenCount:
         count: Any = x.shape[-2]
         if isinstance(count, Tensor):  # in torch.jit.trace; the root of an int tensor would have the default dtype
             return count.to(accumulation_dtype(x))
-        return max(count, 1) if dispatch.state.settled or is_known(count) else count
+        return max(count, 1) if is_known(count) else count
     global _last_count
     wide = accumulation_dtype(x)
     if dispatch.needs_reference(mask):

@@ -54,7 +54,7 @@ def rala(
         ValueError: For another ``kernel``, and if queries and keys differ in number.
     """
     check_kernel(kernel, FEATURE_MAPS)
-    if not dispatch.state.settled and is_known(q.shape[1], k.shape[1]) and q.shape[1] != k.shape[1]:
+    if is_known(q.shape[1], k.shape[1]) and q.shape[1] != k.shape[1]:
         raise ValueError(f'rala: q has {q.shape[1]} tokens and k {k.shape[1]}; allowed is one map, of queries and keys')
     with dispatch.without_autocast(q):
         learns_rotary = rotary is not None and rotary.requires_grad

@@ -79,7 +79,7 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
         Tensor: As ``x``, in its dtype.
     """
     by_reference = not inplace and table.requires_grad and torch.is_grad_enabled()
-    by_reference = by_reference or not (inplace or dispatch.state.settled) and dispatch.needs_reference(x)
+    by_reference = by_reference or (not inplace and dispatch.needs_reference(x))
     # half precision is widened for float32 angles: PyTorch has no complex products of mixed types or of bfloat16
     if not by_reference and x.dtype in _HALF and table.dtype == torch.float32:
         if not inplace:
@@ -135,7 +135,7 @@ def rotate_pair(q: Tensor, k: Tensor, table: Tensor, num_heads: int) -> tuple[Te
     """
     together = q.shape == k.shape and q.dtype == k.dtype and not table.requires_grad
     together = together and table.dtype == torch.promote_types(q.dtype, torch.float32)
-    if not together or q.numel() == 0 or not dispatch.state.settled and dispatch.needs_reference(q, k, table):
+    if not together or q.numel() == 0 or dispatch.needs_reference(q, k, table):
         return rotate(split_heads(q, num_heads), table), rotate(split_heads(k, num_heads), table)
     return _RotatePair.apply(dict(num_heads=num_heads), q, k, table)
 

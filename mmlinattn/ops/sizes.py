@@ -15,11 +15,10 @@ from . import dispatch
 
 def is_known(*sizes) -> bool:
     """Return True if all sizes are Python numbers rather than symbols or tensors of a graph."""
-    if dispatch.state.settled:
-        return True
-    if any(isinstance(size, Tensor) for size in sizes):
-        return False
-    return all(private_apis.has_static_value(size) for size in sizes)
+    for size in sizes:
+        if type(size) is not int and (isinstance(size, Tensor) or not private_apis.has_static_value(size)):
+            return False
+    return True
 
 
 def round_up(size, step: int):
@@ -39,7 +38,7 @@ def unflatten(x: Tensor, dim: int, sizes) -> Tensor:
 
     ``torch.onnx.export(..., dynamo=False)`` would write the sizes of PyTorch's own method into the graph as constants.
     """
-    if dispatch.state.settled:
+    if not dispatch.is_traced():
         return torch.unflatten(x, dim, sizes)
     dim, known, open_at = dim % x.dim(), 1, None
     sizes = list(sizes)
@@ -58,14 +57,17 @@ def clone_if_open(x: Tensor) -> Tensor:
 
     For a non-contiguous tensor PyTorch compares the size with 1, and export would add this comparison as a guard.
     """
-    if dispatch.state.settled:
-        return x
-    if any(isinstance(size, torch.SymInt) and not private_apis.is_surely_above_one(size) for size in x.shape):
-        return x.clone(memory_format=torch.contiguous_format)
+    for size in x.shape:
+        if type(size) is not int and isinstance(size, torch.SymInt) and not private_apis.is_surely_above_one(size):
+            return x.clone(memory_format=torch.contiguous_format)
     return x
 
 
 def to_image(x: Tensor) -> Tensor:
     """Move channels first: (B, H, W, C) -> (B, C, H, W), a view unless :func:`clone_if_open` copies it."""
-    x = x.permute(0, 3, 1, 2)
-    return x if dispatch.state.settled else clone_if_open(x)
+    return clone_if_open(x.permute(0, 3, 1, 2))
+
+
+def from_image(x: Tensor) -> Tensor:
+    """Move channels last: (B, C, H, W) -> (B, H, W, C), a view."""
+    return x.permute(0, 2, 3, 1)

@@ -42,7 +42,7 @@ def softmax_attention(
     Raises:
         ValueError: If k and v differ in length: PyTorch's CPU kernel would read out of bounds.
     """
-    if not dispatch.state.settled and is_known(k.shape[1], v.shape[1]) and k.shape[1] != v.shape[1]:
+    if is_known(k.shape[1], v.shape[1]) and k.shape[1] != v.shape[1]:
         raise ValueError(f'k has {k.shape[1]} tokens and v {v.shape[1]}; allowed is one value for each key')
     if rotary is None:
         q, k = split_heads(q, num_heads), split_heads(k, num_heads)
@@ -54,9 +54,7 @@ def softmax_attention(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:
     """Compute ``softmax(q k^T / sqrt(d) + bias) v`` of (B, heads, N, d) tensors."""
-    if (
-        not dispatch.state.settled and dispatch.is_transformed()
-    ):  # PyTorch's fused kernels have no forward-mode derivatives
+    if dispatch.is_transformed():  # PyTorch's fused kernels have no forward-mode derivatives
         return equation(q, k, v, bias)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 

@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Windows over (B, H, W, C) maps: padding to whole windows, cyclic shift, partition, and the inverse."""
 
+import math
+from collections.abc import Iterator
 from typing import NamedTuple, Optional, Union
 
 import torch
@@ -8,6 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from . import dispatch
 from .grid import Grid
 from .sizes import as_tensor, clone_if_open, is_known, round_up, unflatten
 
@@ -65,6 +68,8 @@ class Windows(NamedTuple):
             return x.flatten(1, 2)
         height, width = self.padded
         if (height, width) != (self.height, self.width):
+            if not any(self.shift) and dispatch.writes_in_place(x):
+                return self._pad_and_partition(x)
             x = F.pad(x, (0, 0, 0, width - self.width, 0, height - self.height))
         if any(self.shift):
             x = x.roll((-self.shift[0], -self.shift[1]), dims=(1, 2))
@@ -79,11 +84,38 @@ class Windows(NamedTuple):
         if self.is_whole:
             return unflatten(x, 1, self.window)
         (rows, columns), (h, w) = self.counts, self.window
+        if self.padded != (self.height, self.width) and not any(self.shift) and dispatch.writes_in_place(x):
+            return self._merge_and_crop(x)
         pattern = '(b rows columns) (h w) c -> b (rows h) (columns w) c'
         x = rearrange(x, pattern, rows=rows, columns=columns, h=h, w=w)
         if any(self.shift):
             x = x.roll(self.shift, dims=(1, 2))
         return x[:, : self.height, : self.width]
+
+    def _pad_and_partition(self, x: Tensor) -> Tensor:
+        """Compute :meth:`partition` by one copy, without a padded map."""
+        (rows, columns), (h, w) = self.counts, self.window
+        out = x.new_empty(x.shape[0], rows, columns, h, w, x.shape[3])
+        out[:, -1, :, h - (self.padded[0] - self.height) :] = 0
+        out[:, :, -1, :, w - (self.padded[1] - self.width) :] = 0
+        for windows, region in self._regions(out, x):
+            windows.copy_(region)
+        return out.flatten(0, 2).flatten(1, 2)
+
+    def _merge_and_crop(self, x: Tensor) -> Tensor:
+        """Compute :meth:`merge` by one copy, without a padded map."""
+        out = x.new_empty(x.shape[0] // math.prod(self.counts), self.height, self.width, x.shape[2])
+        for windows, region in self._regions(x.unflatten(1, self.window).unflatten(0, (-1, *self.counts)), out):
+            region.copy_(windows)
+        return out
+
+    def _regions(self, windows: Tensor, image: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of the windows (B, rows, columns, h, w, C) and of the map (B, H, W, C) that hold the same pixels:
+        whole windows, and the partial ones at the right and bottom."""
+        for row, top, h in _spans(self.height, self.window[0]):
+            for column, left, w in _spans(self.width, self.window[1]):
+                region = image[:, top][:, :, left].unflatten(2, (-1, w)).unflatten(1, (-1, h)).transpose(2, 3)
+                yield windows[:, row, column, :h, :w], region
 
     def token_mask(self, x: Tensor) -> Optional[Tensor]:
         """Return the mask of the real tokens of each window of ``x`` (B, H, W, C), (B * windows, h * w) bool; None
@@ -107,6 +139,13 @@ class Windows(NamedTuple):
         )
         region = (2 * rows[:, None] + columns)[None, ..., None]
         return self._replace(height=self.padded[0], width=self.padded[1], shift=(0, 0)).partition(region)[..., 0]
+
+
+def _spans(size: int, window: int) -> list[tuple[slice, slice, int]]:
+    """Return windows, pixels and window length of an axis: the whole windows, and the remainder if there is one."""
+    count, rest = divmod(size, window)
+    spans = [(slice(0, count), slice(0, size - rest), window)]
+    return spans if not rest else [*spans, (slice(count, None), slice(size - rest, size), rest)]
 
 
 class DynamicWindows:

@@ -39,6 +39,8 @@ has_bfloat16_units: Any = getattr(_mkldnn, '_is_mkldnn_bf16_supported', bool)
 num_modes: Any = torch._C._len_torch_dispatch_stack
 innermost_transform: Any = torch._C._functorch.peek_interpreter_stack
 forward_mode: Any = forward_ad  # its level is 0 or more in forward-mode differentiation
+compiler: Any = torch.compiler  # its flag spares a Python call of ``is_compiling`` for each op
+is_jit_tracing: Any = torch._C._is_tracing  # the public function asks for TorchScript first
 is_batched: Any = torch._C._functorch.is_legacy_batchedtensor  # by ``torch.autograd.grad(..., is_grads_batched=True)``
 is_exporting: Any = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)  # since torch 2.7
 

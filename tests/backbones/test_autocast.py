@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Training under autocast, the weights of a stage cast together, as on a GPU."""
+"""Autocast with the weights of a stage cast together, as on a GPU."""
 
 import copy
 
@@ -9,9 +9,11 @@ from helpers import small_hosts
 from helpers.small_hosts import ARCHS, build, image, mixes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from mmlinattn.inference import MixedPrecision
-from mmlinattn.ops import dispatch
+from mmlinattn.backbones import forward_pass
+from mmlinattn.ops import dispatch, leaves
+from mmlinattn.ops.casting import CastTogether
 
 HALF = torch.bfloat16
 
@@ -33,21 +35,23 @@ def step(model, x, dtype=HALF):
 
 @pytest.fixture
 def casts(monkeypatch):
-    """Number of weights of each cast."""
-    sizes, cast = [], MixedPrecision._cast
+    """Number of weights in each cast."""
+    sizes, forward = [], CastTogether.forward
 
-    def counted(self, group, in_half):
-        cast(self, group, in_half)
-        sizes.append(len(self.weights))
+    def counted(ctx, dtype, *weights):
+        sizes.append(len(weights))
+        return forward(ctx, dtype, *weights)
 
-    monkeypatch.setattr(MixedPrecision, '_cast', counted)
+    monkeypatch.setattr(CastTogether, 'forward', staticmethod(counted))
     return sizes
 
 
 def plain(model):
-    """A copy that autocast casts weight by weight, as a hook is there."""
+    """Return a copy with PyTorch's layers, whose weights autocast casts one by one."""
     model = copy.deepcopy(model)
-    next(model.children()).register_forward_hook(lambda *_: None)
+    for module in model.modules():
+        for ours, theirs in ((leaves.Linear, nn.Linear), (leaves.Conv2d, nn.Conv2d), (leaves.LayerNorm, nn.LayerNorm)):
+            module.__class__ = theirs if type(module) is ours else type(module)
     return model
 
 
@@ -61,7 +65,7 @@ def test_outputs_are_as_near_float64_as_those_of_autocast(host, attns, casts):
     exact = copy.deepcopy(model).double()(x.double())
     with torch.autocast('cpu', HALF):
         theirs = plain(model)(x)
-        assert not casts
+        del casts[:]
         ours = model(x)
     assert casts and [out.dtype for out in ours] == [out.dtype for out in theirs]
     assert error(ours, exact) < 1.25 * error(theirs, exact) + 1e-3
@@ -99,17 +103,15 @@ def test_frozen_weights_get_no_gradient(host, casts):
     assert {name for name, grad in grads.items() if grad is None} == frozen
 
 
-def test_weights_are_those_of_the_model_after_an_error(casts):
+def test_casts_end_with_the_pass(casts):
     model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
-    before = dict(model.named_parameters())
+    before = model.stages[1][0].attn.qkv.bias
     model.stages[1][0].attn.qkv.bias = nn.Parameter(torch.zeros(3))  # fits no product
     with pytest.raises(RuntimeError):
         step(model, x)
-    assert casts and not dispatch.state.settled
-    model.stages[1][0].attn.qkv.bias = before['stages.1.0.attn.qkv.bias']
-    after = dict(model.named_parameters())
-    assert before.keys() == after.keys() and all(after[name] is before[name] for name in before)
-    assert not torch.is_autocast_enabled('cpu')
+    model.stages[1][0].attn.qkv.bias = before
+    step(model, x)
+    assert casts and not leaves.casts.found and not torch.is_autocast_enabled('cpu')
 
 
 class Adapter(nn.Module):
@@ -122,19 +124,39 @@ class Adapter(nn.Module):
         return self.layer(x) + self.up(self.down(x))
 
 
-def test_adapters_and_hooks_see_the_weights_of_the_model(casts):
-    model, x = build('LinearSwin', 'inline').train(), image()
-    kept = []
-    handle = model.stages[0][0].attn.qkv.register_forward_hook(lambda layer, *_: kept.append(copy.deepcopy(layer)))
+def test_changed_layers_keep_the_casts_of_the_others(casts):
+    """A hook, an adapter, a subclass and a replaced parameter, each beside leaves that stay as they are."""
+    model, x = build('LinearSwin', 'inline', drop_path_rate=0.0).train(), image()
     step(model, x)
-    assert not casts and kept[0].weight.dtype == torch.float32
-    handle.remove()
-    step(model, x)
-    assert casts
+    count, seen, (first, second) = sum(casts), [], model.stages[2]
+    first.attn.qkv.register_forward_hook(lambda layer, *_: seen.append(layer.weight.dtype))
+    first.attn.proj = Adapter(first.attn.proj)
+    first.attn.mixer.__class__ = type('Own', (type(first.attn.mixer),), {})
+    second.ffn.fc1.weight = nn.Parameter(2 * second.ffn.fc1.weight.detach())
     del casts[:]
-    model.stages[0][0].attn.proj = Adapter(model.stages[0][0].attn.proj)
     _, grads = step(model, x)
-    assert not casts and grads['stages.0.0.attn.proj.up.weight'].abs().sum() > 0
+    assert sum(casts) == count and seen == [torch.float32]
+    assert grads['stages.2.0.attn.proj.up.weight'].abs().sum() > 0
+    exact = step(copy.deepcopy(model).double(), x.double(), None)[1]
+    assert error([grads['stages.2.1.ffn.fc1.weight']], [exact['stages.2.1.ffn.fc1.weight']]) < 0.1
+
+
+def test_a_cast_is_a_cache(monkeypatch):
+    """Bit by bit the results are those of leaves that cast their own weights."""
+    model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
+    expected = step(copy.deepcopy(model), x)
+    monkeypatch.setattr(forward_pass, 'weights_of', lambda backbone: [])
+    torch.testing.assert_close(step(model, x), expected, rtol=0, atol=0)
+
+
+def test_blocks_recomputed_by_others(casts):
+    """By PyTorch's ``checkpoint`` around a block, as MMEngine's ``activation_checkpointing`` does."""
+    model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
+    expected = step(copy.deepcopy(model), x)
+    block = model.stages[0][0]
+    forward = block.forward
+    block.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False)
+    torch.testing.assert_close(step(model, x), expected, rtol=0, atol=0)
 
 
 def test_a_copy_between_forward_and_backward(casts):

@@ -606,8 +606,7 @@ REPLACED = {
     'weights of another type': of_block('ffn.fc1')(tagged),
     'a mixer without rotation': lambda model: setattr(model.stages[0][0].attn.mixer, 'rotary', False),
     'its own mix': of_block('attn.mix')(twice),
-    'its own addition': of_block('add')(twice),
-    'its own hidden': of_block('ffn.hidden')(twice),
+    'its own network': of_block('feed_forward')(twice),
 }
 
 

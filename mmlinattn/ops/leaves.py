@@ -1,0 +1,324 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Leaves of the module tree: linear layers, convolutions, LayerNorm and residual connections with faster operators.
+
+Modules have the arguments, weights and names of PyTorch's. On CPUs without gradients, they call operators of oneDNN.
+Under autocast, they look up weights that were cast together (:mod:`.casting`). Graphs record PyTorch's functions.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, Optional, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..utils import private_apis
+from . import dispatch
+from .gradients import AnalyticGradient
+from .sizes import clone_if_open
+
+HALF = torch.float16, torch.bfloat16
+Spans = Union[int, str, tuple[int, ...]]
+Step = Callable[[Tensor], Tensor]
+# a user who replaces one of these, to count or to quantise, expects that layers call it
+_LINEAR, _LINEAR_FORWARD, _NORM_FORWARD = F.linear, nn.Linear.forward, nn.LayerNorm.forward
+
+
+class Leaf:
+    """Mixin of modules that look up their parameters by :func:`halves`, so that a backbone casts them together."""
+
+
+# --- weights in half precision ----------------------------------------------------------------------------------------
+
+
+class Casts(threading.local):
+    """Half-precision copies of weights by the ``id`` of the weight, in the forward pass of this thread.
+
+    The copies are a cache: a leaf without one casts its weight itself, with an equal result.
+    """
+
+    found: dict[int, Tensor] = {}
+
+
+casts = Casts()
+
+
+def halves(weight: Any, bias: Any, x: Tensor) -> tuple[Any, Any]:
+    """Return the casts of weight and bias for an input ``x`` under autocast, or the weights if there are none."""
+    found = casts.found
+    if found and torch.is_autocast_enabled(x.device.type):
+        return found.get(id(weight), weight), found.get(id(bias), bias)
+    return weight, bias
+
+
+def product_type(x: Tensor) -> torch.dtype:
+    """Return the type of matmuls and convolutions of ``x``: that of autocast if it is on, except for float64."""
+    casts_x = x.dtype != torch.float64 and dispatch.autocasts(x)
+    return torch.get_autocast_dtype(x.device.type) if casts_x else x.dtype
+
+
+def to_products(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    """Cast input, weight and bias as autocast does for a matmul."""
+    dtype = product_type(x)
+    weight, bias = halves(weight, bias, x)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+# --- linear layers ----------------------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, gelu: bool = False) -> Tensor:
+    """Compute ``x @ weight.T + bias`` of (..., C) or, with ``gelu``, its GELU.
+
+    On CPUs without gradients it is one oneDNN kernel, in the type of autocast if that is on.
+    """
+    if not torch.is_grad_enabled() and takes_onednn(x, weight, bias) and weight.is_contiguous():
+        x, weight, bias = to_products(x, weight, bias)
+        return private_apis.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
+    out = F.linear(x, *halves(weight, bias, x))
+    return F.gelu(out) if gelu else out
+
+
+def takes_onednn(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> bool:
+    """Return True if oneDNN's fused operators compute a linear layer or convolution as PyTorch does."""
+    if dispatch.is_traced() or not dispatch.on_cpu(x) or not dispatch.onednn_takes(product_type(x)) or not x.numel():
+        return False
+    # oneDNN assumes that the bias is a contiguous row of the right size
+    if bias is not None and not (bias.is_contiguous() and bias.shape == weight.shape[:1]):
+        return False
+    if F.linear is not _LINEAR or private_apis.has_function_modes():
+        return False
+    return not dispatch.needs_reference(x, weight, bias)
+
+
+class Linear(Leaf, nn.Linear):
+    """``nn.Linear`` by :func:`linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if nn.Linear.forward is not _LINEAR_FORWARD:
+            return super().forward(x)
+        if torch.is_grad_enabled():
+            return F.linear(x, *halves(self.weight, self.bias, x))
+        return linear(x, self.weight, self.bias)
+
+
+# --- norms and residual connections -----------------------------------------------------------------------------------
+
+
+class LayerNorm(Leaf, nn.LayerNorm):
+    """``nn.LayerNorm`` at the start of a residual branch. Under autocast, an input in half precision keeps its type.
+
+    PyTorch's kernel computes statistics in float32. Autocast would cast the map to float32, and the next linear layer
+    would cast it back.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype not in HALF or x.is_meta or nn.LayerNorm.forward is not _NORM_FORWARD:
+            return super().forward(x)
+        device = x.device.type
+        if not torch.is_autocast_enabled(device) or torch.compiler.is_dynamo_compiling():
+            return super().forward(x)
+        weight, bias = halves(self.weight, self.bias, x)
+        weight = None if weight is None else weight.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
+        torch.set_autocast_enabled(device, False)
+        try:
+            return torch.layer_norm(x, self.normalized_shape, weight, bias, self.eps, False)
+        finally:
+            torch.set_autocast_enabled(device, True)
+
+
+def add_scaled(x: Tensor, branch: Tensor, gamma: Optional[Tensor], drop_path: nn.Module) -> Tensor:
+    """Add a residual branch, ``x + DropPath(gamma * branch)``. Stochastic depth acts on gamma for each image, not on
+    the map.
+
+    The gradient launches three kernels, that of ``torch.addcmul`` five.
+
+    Args:
+        x, branch (Tensor): (B, ..., C).
+        gamma (Tensor, optional): Layer scale, (C,); None for none.
+        drop_path (nn.Module): MMCV's ``DropPath``, or ``nn.Identity``.
+
+    Returns:
+        Tensor: As ``x``, in its dtype.
+    """
+    drops = drop_path.training and not isinstance(drop_path, nn.Identity)
+    if gamma is None and not drops:
+        return x + branch
+    scale = x.new_ones(1) if gamma is None else halves(gamma, None, x)[0]
+    if drops:
+        scale = drop_path(scale.expand(x.shape[0], *(1,) * (x.dim() - 2), len(scale)))
+    branch, scale = branch.to(x.dtype), scale.to(x.dtype)
+    if not torch.is_grad_enabled() or dispatch.needs_reference(x, branch, scale):
+        return torch.addcmul(x, branch, scale)
+    return _AddScaled.apply({}, x, branch, scale)
+
+
+class _AddScaled(AnalyticGradient):
+    equation = staticmethod(torch.addcmul)
+
+    @staticmethod
+    def forward(ctx: Any, options, x, branch, scale):
+        ctx.op, ctx.options = _AddScaled, options
+        ctx.save_for_backward(x, branch, scale)
+        return torch.addcmul(x, branch, scale)
+
+    @staticmethod
+    def gradient(grads, inputs, kept, wanted):
+        (grad,), (_, branch, scale) = grads, inputs
+        grad_branch = grad * scale if wanted[1] else None
+        return grad, grad_branch, (grad * branch).sum_to_size(scale.shape) if wanted[2] else None
+
+
+# --- convolutions -----------------------------------------------------------------------------------------------------
+
+
+class Conv2d(Leaf, nn.Conv2d):
+    """``nn.Conv2d`` that looks up its cast weights."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+        return super()._conv_forward(input, *halves(weight, bias, input))
+
+
+def residual_conv(x: Tensor, weight: Tensor, bias: Optional[Tensor], stride, padding, dilation, groups) -> Tensor:
+    """Compute ``x + F.conv2d(x, ...)``, (B, C, H, W); on CPUs without gradients a depth-wise one by a single kernel.
+
+    A central tap that is larger by 1 adds ``x``. Half precision would round the tap.
+    """
+    if not torch.is_grad_enabled() and _adds_by_tap(x, weight, bias, (stride, padding, dilation, groups)):
+        weight = weight.clone()
+        weight[:, :, weight.shape[2] // 2, weight.shape[3] // 2] += 1
+        return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    return x + F.conv2d(x, *halves(weight, bias, x), stride, padding, dilation, groups)
+
+
+def _adds_by_tap(x: Tensor, weight: Tensor, bias: Optional[Tensor], settings: tuple) -> bool:
+    dim, inputs, rows, columns = weight.shape
+    if settings != ((1, 1), (rows // 2, columns // 2), (1, 1), dim) or inputs != 1:
+        return False
+    return dispatch.writes_in_place(x, weight, bias) and product_type(x).itemsize >= 4
+
+
+def conv_of_gelu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    stride: Spans = 1,
+    padding: Spans = 0,
+    dilation: Spans = 1,
+    groups: int = 1,
+    residual: bool = False,
+) -> Tensor:
+    """Convolution of ``gelu(x)``, plus ``gelu(x)`` if ``residual``. Only ``x`` is kept for the backward pass.
+
+    The backward pass recomputes GELU, which is cheap. In stems and hidden layers its results are among the largest
+    tensors that autograd would keep.
+
+    Args:
+        x (Tensor): (B, C, H, W), in any memory format.
+        weight (Tensor): (C', C / groups, k, k).
+        bias (Tensor, optional): (C',).
+        stride, padding, dilation, groups: As in ``F.conv2d``.
+        residual (bool): Add ``gelu(x)``; needs C' = C and a map of the same size.
+
+    Returns:
+        Tensor: (B, C', H', W'), as of ``F.conv2d``.
+    """
+    settings = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, residual=residual)
+    is_plain = not torch.is_grad_enabled() or x.numel() == 0 or isinstance(padding, str)
+    # under autocast, F.conv2d casts float32 maps
+    is_plain = is_plain or (x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type))
+    if is_plain or dispatch.needs_reference(x, weight, bias):
+        return conv_of_gelu_reference(x, weight, bias, **settings)
+    weight, bias = halves(weight, bias, x)
+    return _ConvOfGELU.apply(settings, x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def conv_of_gelu_reference(x, weight, bias, stride, padding, dilation, groups, residual) -> Tensor:
+    hidden = F.gelu(x)
+    if residual:
+        return residual_conv(hidden, weight, bias, stride, padding, dilation, groups)
+    return F.conv2d(hidden, *halves(weight, bias, hidden), stride, padding, dilation, groups)
+
+
+def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, padding, dilation, groups, residual):
+    (grad,), (x, weight, _) = grads, inputs
+    spans = ([span] * 2 if isinstance(span, int) else list(span) for span in (stride, padding, dilation))
+    steps = *spans, False, [0, 0], groups
+    grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
+        grad, F.gelu(x), weight, [len(weight)], *steps, wanted
+    )
+    if grad_x is not None:
+        grad_x = torch.ops.aten.gelu_backward(grad_x + grad if residual else grad_x, x)
+    return grad_x, grad_weight, grad_bias
+
+
+class _ConvOfGELU(AnalyticGradient):
+    equation, gradient = staticmethod(conv_of_gelu_reference), staticmethod(_conv_of_gelu_backward)
+
+    @staticmethod
+    def forward(ctx: Any, options, x, weight, bias):
+        ctx.op, ctx.options = _ConvOfGELU, options
+        ctx.save_for_backward(x, weight, bias)
+        stride, padding, dilation, groups, residual = options.values()
+        hidden = F.gelu(x)
+        out = F.conv2d(hidden, weight, bias, stride, padding, dilation, groups)
+        return hidden + out if residual else out
+
+
+class ConvOfGELU(Conv2d):
+    """Convolution of ``gelu(x)``; with zero padding, only ``x`` is kept for the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.padding_mode != 'zeros':
+            return super().forward(F.gelu(x))
+        return conv_of_gelu(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class ResidualDWConv(Conv2d):
+    """``y + DWConv(y)`` on (B, H, W, C) maps: conditional position encoding, and the local term of RAVLT's FFN.
+
+    Args:
+        dim (int): Channels C.
+        kernel_size (int): Odd size of the depth-wise convolution.
+        of_gelu (bool): Take ``y = gelu(x)`` and keep only ``x`` for the backward pass; False takes ``y = x``.
+    """
+
+    def __init__(self, dim: int, kernel_size: int = 3, of_gelu: bool = False) -> None:
+        super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
+        self.of_gelu = of_gelu
+
+    def forward(self, x: Tensor) -> Tensor:
+        image, settings = clone_if_open(x.permute(0, 3, 1, 2)), (self.stride, self.padding, self.dilation, self.groups)
+        if self.padding_mode != 'zeros':
+            image = F.gelu(image) if self.of_gelu else image
+            image = image + super().forward(image)
+        elif self.of_gelu:
+            image = conv_of_gelu(image, self.weight, self.bias, *settings, residual=True)
+        else:
+            image = residual_conv(image, self.weight, self.bias, *settings)
+        return image.permute(0, 2, 3, 1)
+
+
+# --- chains of layers -------------------------------------------------------------------------------------------------
+
+
+def chain(x: Tensor, *steps: Step) -> Tensor:
+    """Call ``steps`` (modules and functions of one tensor) one after another; on CPUs without gradients they are fused
+    (:mod:`.fused`)."""
+    if not torch.is_grad_enabled() and fused.may_fuse(x):
+        return fused.chain(x, steps)
+    for step in steps:
+        x = step(x)
+    return x
+
+
+class Chain(nn.Sequential):
+    """``nn.Sequential`` by :func:`chain`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return chain(x, *self)
+
+
+from . import fused  # noqa: E402  imports the classes above

@@ -1,0 +1,266 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Leaves and fused chains on CPUs without gradients equal PyTorch's layers called one after another.
+
+tests/backbones/test_changed_modules.py has the matrix of changed layers.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import small_hosts
+from helpers.twins import DIM, HEADS, filled
+from torch import nn
+
+from mmlinattn import ops
+from mmlinattn.attention import GlobalAttention, StageContext, TokenMixer
+from mmlinattn.layers import (
+    MLP,
+    Block,
+    ConvDownsample,
+    ConvFFN,
+    ConvStem,
+    DWConvFFN,
+    Linear,
+    ResidualDWConv,
+    compact,
+)
+from mmlinattn.ops import fused, leaves
+from mmlinattn.utils import private_apis
+
+LN = dict(type='LN', eps=1e-6)
+
+
+def without_gradients(module, *args):
+    with torch.no_grad():
+        return module(*args)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Steps of each fused chain, as (class of the layer, norm, GELU)."""
+    seen, plan = [], fused.plan
+
+    def noted(steps):
+        found = plan(steps)
+        seen.append([(type(k.step).__name__, k.norm is not None, k.gelu) for k in found if k.plain])
+        return found
+
+    monkeypatch.setattr(fused, 'plan', noted)
+    return seen
+
+
+def with_conv(ffn, conv):
+    ffn.dwconv = conv
+    return ffn
+
+
+FFNS = {
+    'mlp': (lambda: MLP(DIM, 40), [('Linear', False, True), ('Linear', False, False)]),
+    'conv': (
+        lambda: ConvFFN(DIM, 40),
+        [('Linear', False, True), ('ResidualDWConv', False, False), ('Linear', False, False)],
+    ),
+    'dwconv': (
+        lambda: DWConvFFN(DIM, 40),
+        [('Linear', False, False), ('Conv2d', False, True), ('Linear', False, False)],
+    ),
+    'conv 5': (lambda: with_conv(ConvFFN(DIM, 40), ResidualDWConv(40, 5, of_gelu=True)), None),
+    'dwconv 5': (lambda: with_conv(DWConvFFN(DIM, 40), leaves.Conv2d(40, 40, 5, padding=2, groups=40)), None),
+    'strided': (lambda: with_conv(DWConvFFN(DIM, 40), leaves.Conv2d(40, 40, 3, 2, 1, groups=40)), None),
+    'dilated': (lambda: with_conv(DWConvFFN(DIM, 40), leaves.Conv2d(40, 40, 3, 1, 2, 2, groups=40)), None),
+    'same': (lambda: with_conv(DWConvFFN(DIM, 40), leaves.Conv2d(40, 40, 3, padding='same', groups=40)), None),
+    'compact': (lambda: compact(ConvFFN(DIM, 40)), None),
+    'compact M1': (lambda: compact(DWConvFFN(DIM, 40), matrix='M1'), None),
+}
+
+
+@pytest.mark.parametrize('size', [(20, 3), (17, 3), (41, 3)], ids=str)
+@pytest.mark.parametrize('name', FFNS)
+def test_feed_forward_networks(name, size, kernels, monkeypatch):
+    """In strips of rows and as a whole."""
+    make, expected = FFNS[name]
+    module, x = filled(make()).eval(), torch.randn(2, *size, DIM, dtype=torch.float64)
+    for numel in (fused.STRIP_NUMEL, 40 * 8 * size[1]):
+        monkeypatch.setattr(fused, 'STRIP_NUMEL', numel)
+        torch.testing.assert_close(without_gradients(module, x), module(x))
+        assert expected in (None, kernels[-1])
+        assert without_gradients(module, x[:0]).shape == module(x[:0]).shape
+
+
+def test_strips_save_memory(monkeypatch):
+    """The hidden map is not allocated whole."""
+    sizes, linear = [], fused.linear
+
+    def noted(*args):
+        out = linear(*args)
+        sizes.append(out.numel())
+        return out
+
+    monkeypatch.setattr(fused, 'linear', noted)
+    monkeypatch.setattr(fused, 'STRIP_NUMEL', 40 * 8 * 3)
+    without_gradients(filled(ConvFFN(DIM, 40)).eval(), torch.randn(1, 41, 3, DIM, dtype=torch.float64))
+    assert max(sizes) <= 40 * 10 * 3 and len(sizes) == 2 * 6
+
+
+CHANGES = {
+    'hook': lambda layer: layer.register_forward_hook(lambda module, args, out: out + 1) and layer,
+    'pre-hook': lambda layer: layer.register_forward_pre_hook(lambda module, args: args[0] + 1) and layer,
+    'forward': lambda layer: setattr(layer, 'forward', lambda x: type(layer).forward(layer, x) + 1) or layer,
+    'wrapper': lambda layer: nn.Sequential(layer, nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize('change', CHANGES)
+@pytest.mark.parametrize('name', ['fc1', 'dwconv', 'fc2'])
+def test_a_changed_layer_of_a_chain_sees_whole_maps(name, change, monkeypatch):
+    monkeypatch.setattr(fused, 'STRIP_NUMEL', 40 * 8 * 3)
+    module, x = filled(ConvFFN(DIM, 40)).eval(), torch.randn(2, 41, 3, DIM, dtype=torch.float64)
+    setattr(module, name, CHANGES[change](getattr(module, name)))
+    calls = []
+    getattr(module, name).register_forward_hook(lambda layer, args, out: calls.append(args[0].shape))
+    expected = module(x)
+    torch.testing.assert_close(without_gradients(module, x), expected)
+    assert calls[0] == calls[1] and len(calls) == 2
+
+
+@pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'without weights', 'GN'])
+@pytest.mark.parametrize('kind', [ConvStem, ConvDownsample])
+def test_batch_norms_are_folded(kind, norm, monkeypatch):
+    """If weights and statistics define them fully."""
+    cfg = dict(type='BN', affine=False) if norm == 'without weights' else dict(type=norm)
+    module = kind(4, 8, dict(cfg, num_groups=2) if norm == 'GN' else cfg)
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            nn.init.uniform_(buffer, 0.5, 1.5)
+    module, x = filled(module).eval(), torch.randn(2, 16, 12, 4, dtype=torch.float64)
+    expected = module(x)
+    if norm in ('BN', 'SyncBN'):
+        monkeypatch.setattr(F, 'batch_norm', None)
+    torch.testing.assert_close(without_gradients(module, x), expected)
+
+
+def test_a_batch_norm_in_training_is_not_folded():
+    module, x = filled(ConvStem(4, 8, dict(type='BN'))).eval(), torch.randn(2, 16, 12, 4, dtype=torch.float64)
+    module.layers[1].train().momentum = 0.0
+    torch.testing.assert_close(without_gradients(module, x), module(x))
+
+
+@pytest.mark.parametrize('of_gelu', [False, True])
+@pytest.mark.parametrize('size', [3, 5])
+def test_residual_convolutions(size, of_gelu):
+    layer, x = filled(ResidualDWConv(DIM, size, of_gelu)), torch.randn(2, 9, 7, DIM, dtype=torch.float64)
+    hidden = F.gelu(x) if of_gelu else x
+    conv = F.conv2d(hidden.permute(0, 3, 1, 2), layer.weight, layer.bias, padding=size // 2, groups=DIM)
+    for out in (layer(x), without_gradients(layer, x)):
+        torch.testing.assert_close(out, hidden + conv.permute(0, 2, 3, 1))
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('onednn', [True, False])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
+def test_products(dtype, onednn, monkeypatch):
+    """By oneDNN's operators or, if PyTorch is built without them, by its own."""
+    monkeypatch.setattr(private_apis, 'HAS_ONEDNN', private_apis.HAS_ONEDNN and onednn)
+    layer = Linear(12, 10).to(dtype)
+    tolerance = dict(rtol=0.05, atol=0.1) if dtype == torch.bfloat16 else {}
+    for x in (torch.randn(3, 11, 12, dtype=dtype), torch.randn(3, 11, 30, dtype=dtype)[..., 6:18]):
+        expected = F.linear(x, layer.weight, layer.bias)
+        with torch.no_grad():
+            strided = layer.weight.t().contiguous().t()
+            torch.testing.assert_close(leaves.linear(x, strided, layer.bias), expected, **tolerance)
+            torch.testing.assert_close(leaves.linear(x, layer.weight, layer.bias, True), F.gelu(expected), **tolerance)
+            torch.testing.assert_close(layer(x), expected, **tolerance)
+            assert layer(x[:0]).shape == (0, 11, 10)
+        assert torch.equal(layer(x), expected)
+
+
+def test_products_under_autocast_have_its_type():
+    layer, x = Linear(64, 64), torch.randn(2, 40, 64)
+    stem, image = ConvStem(3, 8, dict(type='BN')).eval(), torch.randn(1, 32, 32, 3)
+    with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+        expected = F.linear(x, layer.weight, layer.bias)
+        assert layer(x).dtype == expected.dtype == torch.bfloat16
+        assert leaves.linear(x, layer.weight, layer.bias, True).dtype == stem(image).dtype == torch.bfloat16
+        torch.testing.assert_close(layer(x), expected, rtol=0.05, atol=0.05)
+
+
+def test_autocast_leaves_float64_alone():
+    model, x = filled(small_hosts.build('LinearSwin', 'inline')).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
+    with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+        out = model(x)
+    torch.testing.assert_close(out, without_gradients(model, x))
+
+
+# --- layers follow their weights --------------------------------------------------------------------------------------
+
+
+class Doubled(Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def write_data(model):
+    for parameter in model.parameters():  # as EMA swaps weights
+        parameter.data.copy_(parameter.data * 1.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith('running_var'):
+            buffer.data.mul_(1.3)
+
+
+WRITES = {
+    'written weights': write_data,
+    'another parameter': lambda model: setattr(model.stages[0][0], 'gamma1', nn.Parameter(torch.full((8,), 3.0))),
+    'another eps': lambda model: setattr(model.stages[0][0].norm1, 'eps', 0.5),
+    'another gate': lambda model: setattr(model.stages[0][0].attn, 'gate', None),
+    'another scale': lambda model: setattr(model.stages[0][0].attn.mixer, 'weight_scale', 0.1),
+    'another layer': lambda model: setattr(model.stages[1][0].ffn, 'fc1', Doubled(16, 56)),
+}
+
+
+@pytest.mark.parametrize('change', WRITES)
+def test_results_follow_a_change(change):
+    model, x = filled(small_hosts.build('RAVLT', 'rala')).double().eval(), torch.rand(2, 3, 64, 96, dtype=torch.float64)
+    before = without_gradients(model, x)
+    WRITES[change](model)
+    after = without_gradients(model.double(), x)
+    with ops.use('reference'):
+        expected = model(x)
+    assert not torch.allclose(before[-1], after[-1])
+    torch.testing.assert_close(after, expected)
+
+
+class Identity(TokenMixer):
+    """Mixer that returns its values themselves, with memory of the projection."""
+
+    def forward(self, q, k, v, grid, key_grid, mask=None, **_):
+        return v
+
+
+def test_a_mixer_of_another_package_keeps_the_fast_layers_around_it(kernels, monkeypatch):
+    """What a hook keeps is not overwritten."""
+    attn = GlobalAttention(DIM, HEADS, dict(type=Identity), local_kernel=3)
+    block, x = (
+        filled(Block(DIM, attn, MLP(DIM, 40), LN, position=ResidualDWConv(DIM))).eval(),
+        torch.randn(2, 3, 5, DIM),
+    )
+    block, stage, kept, products = block.float(), StageContext.of(x), [], []
+    for module in block.modules():
+        module.register_forward_hook(lambda module, args, out: kept.append((out, out.clone())))
+    expected = block(x, stage)
+    linear = private_apis.LINEAR
+    monkeypatch.setattr(private_apis, 'LINEAR', lambda *args: products.append(args) or linear(*args))
+    torch.testing.assert_close(without_gradients(block, x, stage), expected)
+    assert all(torch.equal(*pair) for pair in kept)
+    assert len(products) == (4 if private_apis.HAS_ONEDNN else 0)
+
+
+def test_copies_and_pickles(tmp_path):
+    model, x = small_hosts.build('RAVLT', 'rala').eval(), torch.rand(1, 3, 64, 64)
+    expected = without_gradients(model, x)
+    torch.save(model, tmp_path / 'model.pth')
+    for twin in (copy.deepcopy(model), torch.load(tmp_path / 'model.pth', weights_only=False)):
+        assert all(torch.equal(*pair) for pair in zip(without_gradients(twin, x), expected))
