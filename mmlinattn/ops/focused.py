@@ -11,7 +11,7 @@ from .blocks import blocks
 from .dtypes import accumulation_dtype
 from .gradients import AnalyticGradient
 from .heads import needs_equation, split_heads
-from .linear import linear_attention_reference
+from .linear import equation
 from .padding import padded_eps
 
 
@@ -59,7 +59,7 @@ def focused_attention(
 def _equation(q, k, v, inverse_scale, offset, mask, num_heads, power, eps) -> Tensor:
     k = k if offset is None else k + offset.to(k.dtype)
     q, k = (focused_map(t, inverse_scale, power, eps) for t in (q, k))
-    return linear_attention_reference(q, k, v.to(q.dtype), num_heads, 'identity', mask, eps).to(v.dtype)
+    return equation(q, k, v.to(q.dtype), None, mask, num_heads, 'identity', None, eps).to(v.dtype)
 
 
 def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-6) -> Tensor:
