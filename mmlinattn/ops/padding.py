@@ -84,7 +84,7 @@ def masked_bias(bias: Optional[Tensor], mask: Optional[Tensor], like: Tensor) ->
     """Return ``bias`` in the type of ``like``, plus large negative logits for keys that ``mask`` (B, M) hides. Without
     bias and mask the result is None."""
     if mask is not None:
-        hidden = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
+        hidden = like.new_zeros(mask.shape)
         hidden = hidden.masked_fill(~mask, masked_logit(like.dtype))[:, None, None, :]
         return hidden if bias is None else bias.to(like.dtype) + hidden
     return None if bias is None else bias.to(like.dtype)

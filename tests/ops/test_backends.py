@@ -85,6 +85,19 @@ def test_rala_in_place(given, dtype, native):
     assert torch.equal(v, kept)
 
 
+@every_attention
+def test_a_mask_may_be_written_to_and_be_used_in_inference_before_training(name):
+    q, k, v = torch.randn(3, 2, 9, 8).unbind()
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    with torch.inference_mode():
+        ATTENTIONS[name](q, k, v, 2, mask=mask)
+    mask[:, 4:] = False
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, expected = (ATTENTIONS[name](q, k, v * mask[..., None], 2, mask=m) for m in (mask, mask.clone()))
+    torch.testing.assert_close(out, expected)
+    torch.autograd.grad(out.sum(), leaves)
+
+
 @pytest.mark.parametrize('name', ['rala, elu', 'linear, elu', 'inline, exp'])
 def test_a_kernel_that_is_none(name):
     q = torch.randn(1, 4, 8)
