@@ -202,4 +202,4 @@ def source_tokens(x: Tensor, stage: StageContext) -> Tensor:
 
 def mean_token(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
     """Average the real tokens in float32 or better: (B, N, C), mask (B, N) -> (B, C). Padded tokens are zero."""
-    return token_mean(x[:, None], mask, zero_padded=True)[:, 0, 0].to(x.dtype)
+    return token_mean(x.unsqueeze(1), mask, zero_padded=True).flatten(1).to(x.dtype)

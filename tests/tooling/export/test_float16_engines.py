@@ -70,5 +70,5 @@ CASES = [
 def test_backbones(host, attns):
     model = small_hosts.build(host, stage_attns=attns).eval()
     shapes = ({2: Dim('height', min=65, max=2048), 3: Dim('width', min=65, max=2048)},)
-    graph = torch.export.export(model, (graphs.image((2, 128, 160)),), dynamic_shapes=shapes).module()
-    assert error_of_rounding(graph, graphs.image((2, LARGEST, LARGEST))) < 0.02
+    graph = torch.export.export(model, (graphs.image((1, 128, 160)),), dynamic_shapes=shapes).module()
+    assert error_of_rounding(graph, graphs.image((1, LARGEST, LARGEST))) < 0.02
