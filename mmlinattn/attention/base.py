@@ -4,16 +4,15 @@
 Subclasses call the mixer on whole maps, windows, stripes, or with spatially reduced keys, for any kind of mixer.
 """
 
-from typing import Any, Optional, Union, cast
+from typing import Any, Optional, Union
 
 import torch
 from mmengine.model import BaseModule
 from torch import Tensor
 
-from ..ops.dtypes import accumulation_dtype
 from ..ops.grid import Grid, on_grid
 from ..ops.leaves import Conv2d, Linear
-from ..ops.padding import count_tokens
+from ..ops.padding import token_mean
 from .context import StageContext
 from .mixer import check_local_kernel, get_mixer
 
@@ -195,8 +194,4 @@ def source_tokens(x: Tensor, stage: StageContext) -> Tensor:
 
 def mean_token(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
     """Average the real tokens in float32 or better: (B, N, C), mask (B, N) -> (B, C). Padded tokens are zero."""
-    dtype = accumulation_dtype(x)
-    if mask is None:
-        return x.mean(dim=1, dtype=dtype).to(x.dtype)
-    count = cast(Tensor, count_tokens(x, mask))  # (B, 1, 1, 1)
-    return (x.sum(dim=1, dtype=dtype) / count[:, :, 0, 0]).to(x.dtype)
+    return token_mean(x.unsqueeze(1), mask, zero_padded=True).flatten(1).to(x.dtype)

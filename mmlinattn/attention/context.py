@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..ops.grid import Grid
-from ..ops.padding import masked_logit
+from ..ops.padding import keep_count, masked_logit
 from ..ops.windows import DynamicWindows, Windows
 
 
@@ -38,7 +38,7 @@ class MapWindows:
                 apart = region[:, :, None] != region[:, None, :]
                 hidden = torch.zeros_like(apart, dtype=self.map.dtype)
                 hidden = hidden.masked_fill(apart, masked_logit(self.map.dtype))[:, None]
-            self._made[key] = windows, windows.token_mask(self.map), hidden
+            self._made[key] = windows, keep_count(windows.token_mask(self.map)), hidden
         return self._made[key]
 
 

@@ -129,7 +129,7 @@ class RAVLT(PyramidBackbone):
         if not self.rotary:
             return StageContext(grid)
         # angles in float32 even for a map in half precision: indices above 256 are not exact in bfloat16
-        return StageContext(grid, rotary_table(*grid[:2], self.head_dims[stage], x.device, accumulation_dtype(x)))
+        return StageContext(grid, rotary_table(*grid[:2], self.head_dims[stage], x, accumulation_dtype(x)))
 
     @torch.no_grad()
     def switch_to_deploy(self) -> 'RAVLT':

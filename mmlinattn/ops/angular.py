@@ -9,7 +9,7 @@ from .dtypes import accumulation_dtype
 from .feature_maps import unit
 from .gradients import recomputed
 from .heads import merge_heads_5d, split_heads_5d
-from .padding import count_tokens
+from .padding import root_weights
 
 
 def angular_attention(
@@ -59,17 +59,17 @@ def angular_attention(
 
 def _equation(q, k, v, mask, num_heads, released, unit_output) -> Tensor:
     wide, dtype = accumulation_dtype(q), v.dtype
-    # the released form does not divide sums over tokens by N, and they would overflow float16
     q, k, v = (split_heads_5d(t.to(wide), num_heads) for t in (q, k, v))
     q, k = unit(q), unit(k)
     if released:
+        root = root_weights(k, None)  # 1 / sqrt(N)
+        v = v * root
         out = v / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi
-        return merge_heads_5d((unit(out) if unit_output else out).to(dtype))
-    count = count_tokens(k, mask)
-    k = k if mask is None else k * mask[:, None, :, None].to(wide)
-    numerator = v.sum(dim=-2, keepdim=True) / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi
-    weight = count / 2 + q @ k.sum(dim=-2, keepdim=True).transpose(-1, -2) / math.pi
-    return merge_heads_5d((numerator / weight).to(dtype))
+        return merge_heads_5d((unit(out) if unit_output else out / root).to(dtype))
+    root = root_weights(k, mask)
+    keys, v = (k * root).transpose(-1, -2), v * root
+    numerator = root.transpose(-1, -2) @ v / 2 + q @ (keys @ v) / math.pi
+    return merge_heads_5d((numerator / (0.5 + q @ (keys @ root) / math.pi)).to(dtype))
 
 
 _Recomputed = recomputed(_equation)

@@ -7,7 +7,8 @@ from . import dispatch
 from .dtypes import accumulation_dtype
 from .gradients import recomputed
 from .heads import merge_heads_5d, split_heads_5d
-from .padding import masked_logit
+from .linear import exponentials
+from .padding import root_weights
 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: Optional[Tensor] = None) -> Tensor:
@@ -37,9 +38,8 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: O
 def _equation(q, k, v, mask, num_heads) -> Tensor:
     wide = accumulation_dtype(q)
     q, k, v = split_heads_5d(q, num_heads), split_heads_5d(k, num_heads).to(wide), split_heads_5d(v, num_heads)
-    if mask is not None:
-        k = k.masked_fill(~mask[:, None, :, None], masked_logit(wide))
-    state = k.softmax(dim=-2).transpose(-1, -2) @ v.to(wide)
+    k, root = exponentials(k, mask).transpose(-1, -2), root_weights(k, None)
+    state = k @ (v.to(wide) * root) / (k @ root).clamp(min=1e-6)  # the sum of exponentials is 0 for padding alone
     # the state is a weighted mean of values, so half precision can hold it
     return merge_heads_5d(q.softmax(dim=-1, dtype=wide).to(v.dtype) @ state.to(v.dtype))
 

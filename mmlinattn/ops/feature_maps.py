@@ -76,5 +76,8 @@ def check_kernel(kernel: str, allowed: Collection[str]) -> str:
 
 def unit(x: Tensor) -> Tensor:
     """Normalise vectors along the last axis, ``x / |x|``. Zero vectors stay zero and pass gradients unchanged."""
+    # squares of the largest component would leave float16 in graphs, so it is scaled to 1
+    largest = x.detach().abs().amax(dim=-1, keepdim=True)
+    x = x / torch.where(largest > 0, largest, 1)
     square = (x * x).sum(dim=-1, keepdim=True)  # the second derivative of a norm would be NaN at 0
     return x / torch.where(square > 0, square, 1).sqrt()

@@ -11,8 +11,8 @@ from .blocks import blocks
 from .dtypes import accumulation_dtype
 from .gradients import AnalyticGradient
 from .heads import needs_equation, split_heads
-from .linear import linear_attention_reference
-from .padding import padded_eps
+from .linear import equation
+from .padding import count_tokens, padded_eps
 
 
 def focused_attention(
@@ -59,7 +59,7 @@ def focused_attention(
 def _equation(q, k, v, inverse_scale, offset, mask, num_heads, power, eps) -> Tensor:
     k = k if offset is None else k + offset.to(k.dtype)
     q, k = (focused_map(t, inverse_scale, power, eps) for t in (q, k))
-    return linear_attention_reference(q, k, v.to(q.dtype), num_heads, 'identity', mask, eps).to(v.dtype)
+    return equation(q, k, v.to(q.dtype), None, mask, num_heads, 'identity', None, eps).to(v.dtype)
 
 
 def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-6) -> Tensor:
@@ -140,8 +140,7 @@ def _focus_backward(x, grad, y, r, norm, inverse_scale, power, out) -> Tensor:
 def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
     wide = accumulation_dtype(q)
     scale = inverse_scale.to(wide)
-    batch, tokens = k.shape[:2]
-    count = scale.new_full((batch,), tokens) if mask is None else mask.sum(dim=1).clamp(min=1).to(wide)
+    batch, count = len(k), count_tokens(k, mask)
     state = scale.new_zeros(batch, num_heads, q.shape[-1] // num_heads, v.shape[-1] // num_heads)
     key_mean = scale.new_zeros(batch, 1, k.shape[-1])
     for images, rows in blocks(k, *k.shape[:2]):
@@ -152,8 +151,8 @@ def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
             key_mean[images] += keys.sum(dim=1, keepdim=True)
         else:
             key_mean[images] += mask[images, None, rows].to(wide) @ keys
-    state /= count[:, None, None, None]
-    key_mean = (key_mean / count[:, None, None]).unflatten(-1, (num_heads, -1))  # (B, 1, heads, d)
+    state /= count
+    key_mean = key_mean.unflatten(-1, (num_heads, -1)) / count  # (B, 1, heads, d)
     floor = scale.new_zeros(batch, 1, 1, 1) + padded_eps(eps, mask, wide)
     out = torch.empty(*q.shape[:2], v.shape[-1], dtype=v.dtype, device=v.device)
     for images, rows in blocks(q, *q.shape[:2]):
@@ -162,11 +161,11 @@ def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
         normaliser = _normaliser(queries, key_mean[images], floor[images] / factor.unsqueeze(-1))
         mixed = (split_heads(queries, num_heads) @ state[images]).transpose(1, 2)
         torch.div(mixed, normaliser, out=out[images, rows].unflatten(-1, (num_heads, -1)))
-    return out, (state, key_mean, count, floor)
+    return out, (state, key_mean, floor)
 
 
 def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
-    (q, k, v, inverse_scale, offset, mask), (state, key_mean, count, floor), (grad,) = inputs, kept, grads
+    (q, k, v, inverse_scale, offset, mask), (state, key_mean, floor), (grad,) = inputs, kept, grads
     scale = inverse_scale.to(state.dtype)
     grad_q, grad_k, grad_v = [torch.empty_like(t) for t in (q, k, v)]
     grad_state, grad_mean, grad_scale = torch.zeros_like(state), torch.zeros_like(key_mean), torch.zeros_like(scale)
@@ -184,8 +183,9 @@ def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
         grad_mean[images] += (queries * grad_normaliser).sum(dim=1, keepdim=True)
         inner = inner.addcmul_(grad_normaliser, means).flatten(2)
         grad_scale += _focus_backward(part, inner, y, r, norm, scale, power, grad_q[images, rows])
-    grad_state /= count[:, None, None, None]
-    grad_mean = (grad_mean / count[:, None, None, None]).flatten(2)  # (B, 1, C)
+    count = count_tokens(k, mask)
+    grad_state /= count
+    grad_mean = (grad_mean / count).flatten(2)  # (B, 1, C)
     for images, rows in blocks(k, *k.shape[:2]):
         part = _add_offset(k, offset, images, rows)
         y, r, norm = _focus_with_base(part, scale, power, eps)

@@ -7,6 +7,7 @@ from . import dispatch
 from .dtypes import accumulation_dtype
 from .feature_maps import unit
 from .gradients import recomputed
+from .padding import root_weights
 
 
 def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
@@ -32,9 +33,9 @@ def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = No
 
 
 def _equation(q, k, v) -> Tensor:
-    wide = accumulation_dtype(q)
-    state = (unit(k.to(wide)) * v).sum(dim=1, keepdim=True)  # (B, 1, C)
-    return (unit(q.to(wide)) * state).to(v.dtype)
+    wide, root = accumulation_dtype(q), root_weights(k, None)
+    state = (unit(k.to(wide)) * (v * root)).sum(dim=1, keepdim=True)  # (B, 1, C), divided by sqrt(N)
+    return (unit(q.to(wide)) * state * root.sum(dim=1, keepdim=True)).to(v.dtype)
 
 
 _Recomputed = recomputed(_equation)

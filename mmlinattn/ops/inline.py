@@ -10,7 +10,7 @@ from .dtypes import accumulation_dtype, product_dtype
 from .feature_maps import FEATURE_MAPS, IN_PLACE, check_kernel
 from .gradients import AnalyticGradient
 from .heads import copy_heads, merge_heads_5d, needs_equation, split_heads, split_heads_5d, subtract
-from .padding import count_tokens, inverse_sqrt, token_mean
+from .padding import count_tokens, root_weights, token_mean
 
 
 def inline_attention(
@@ -56,9 +56,7 @@ def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
     if q.dtype == torch.float16:  # it would keep one digit of small deviations from the mean
         q, k, v = (t.to(accumulation_dtype(t)) for t in (q, k, v))
     q, k = map(FEATURE_MAPS[kernel], (q, k))
-    count = count_tokens(k, mask)
-    key_mean, value_mean = token_mean(k, mask, count), token_mean(v, mask, count)
-    root = inverse_sqrt(count)
+    key_mean, value_mean, root = token_mean(k, mask), token_mean(v, mask), root_weights(k, mask)
     # centred before the product: the difference of two rounded products would lose the last digits of half precision.
     # Padded keys do not matter, their values are zero.
     covariance = ((k - key_mean) * root).to(q.dtype).transpose(-1, -2) @ (v * (root * scale)).to(q.dtype)
@@ -80,8 +78,7 @@ def _forward(q, k, v, mask, num_heads, scale, kernel):
     q, k = _map_features(q, num_heads, kernel, products), _map_features(k, num_heads, kernel, products)
     v = split_heads(v, num_heads).to(products)
     count = count_tokens(k, mask)
-    key_mean = token_mean(k, mask, count)
-    value_mean = token_mean(v, mask if dispatch.on_cpu(v) else None, count)  # padded values are zero
+    key_mean, value_mean = token_mean(k, mask), token_mean(v, mask, zero_padded=True)
     batch, heads, tokens, _ = k.shape
 
     def covary(images=slice(None), rows=slice(None)) -> Tensor:

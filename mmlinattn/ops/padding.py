@@ -1,60 +1,68 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Token counts, means and biases for inputs with padded tokens."""
 
-import weakref
-from collections.abc import Callable
-from typing import Any, Optional, Union
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
 
 from . import dispatch
 from .dtypes import accumulation_dtype
-from .sizes import is_known
 
-# Sizes enter as numbers and never as tensors made from them, so that a recorded graph keeps them free.
 TokenCount = Union[int, Tensor]
 
 
 def count_tokens(x: Tensor, mask: Optional[Tensor]) -> TokenCount:
-    """Return the number of real tokens of (..., B, heads, N, d), at least 1: N, or (B, 1, 1, 1) with a mask."""
+    """Return the number of valid tokens of (B, heads, N, d) in eager mode, at least 1: N, or (B, 1, 1, 1) with a mask.
+
+    Plain equations use :func:`root_weights` instead, as graphs in float16 cannot hold large counts.
+    """
     if mask is None:
-        count: Any = x.shape[-2]
-        if isinstance(count, Tensor):  # in torch.jit.trace; the root of an int tensor would have the default dtype
-            return count.to(accumulation_dtype(x))
-        return max(count, 1) if is_known(count) else count
-    global _last_count
-    wide = accumulation_dtype(x)
-    if dispatch.needs_reference(mask):
-        return _count(mask, wide)
-    found, dtype, count = _last_count
-    if found() is not mask or dtype != wide:
-        count = _count(mask, wide)
-        _last_count = weakref.ref(mask), wide, count
-    return count
+        return max(x.shape[-2], 1)
+    count = getattr(mask, 'token_count', None)
+    return (_count(mask) if count is None else count).to(accumulation_dtype(x))
 
 
-def _count(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return mask.sum(dim=1)[:, None, None, None].clamp(min=1).to(dtype)
+def keep_count(mask: Optional[Tensor]) -> Optional[Tensor]:
+    """Store the token count of ``mask`` as its attribute, shared by all blocks of a stage. Nobody may write to it."""
+    if mask is not None and not dispatch.needs_reference(mask):
+        mask.token_count = _count(mask)  # type: ignore[attr-defined]
+    return mask
 
 
-# cache of count_tokens for the last mask: the blocks of a stage share one mask
-_last_count: tuple[Callable, Any, Any] = (lambda: None, None, None)
+def _count(mask: Tensor) -> Tensor:
+    return mask.sum(dim=1, dtype=torch.float32)[:, None, None, None].clamp_(min=1)
 
 
-def inverse_sqrt(count: TokenCount) -> Union[float, Tensor]:
-    """Return ``count ** -0.5``. 1 / N underflows in float16, so each of two factors is scaled by its square root."""
-    return count**-0.5
+def root_weights(x: Tensor, mask: Optional[Tensor]) -> Tensor:
+    """Return square roots of equal weights of the valid tokens, 0 for padding: (..., N, 1) with squares that sum to 1.
+
+    Plain equations multiply both factors of a sum over tokens by them. In float16, N overflows from 65,520 tokens on,
+    and 1 / N is subnormal from 16,385 on. Tokens are counted in units of 256, so intermediate results stay in range.
+    """
+    valid = torch.ones_like(x[:1, ..., :1]) if mask is None else mask[:, None, :, None]
+    valid = valid.to(accumulation_dtype(x)) / 16
+    return valid / (valid * valid).sum(dim=-2, keepdim=True).clamp(min=1 / 256).sqrt()
 
 
-def token_mean(x: Tensor, mask: Optional[Tensor], count: TokenCount) -> Tensor:
-    """Mean over the real tokens, (..., B, heads, N, d) -> (..., B, heads, 1, d), in float32 or better."""
+def token_mean(x: Tensor, mask: Optional[Tensor], zero_padded: bool = False) -> Tensor:
+    """Mean over the valid tokens, (..., B, heads, N, d) -> (..., B, heads, 1, d), in float32 or better.
+
+    Args:
+        x (Tensor): Tokens.
+        mask (Tensor, optional): (B, N) bool, True for valid tokens.
+        zero_padded (bool): Padded tokens are zero, so that the mask is needed for their number only.
+    """
     wide = accumulation_dtype(x)
     if mask is None:
-        return x.sum(dim=-2, keepdim=True, dtype=wide) / count
-    if dispatch.on_cpu(x):  # a matmul with the mask sums the real tokens without a masked copy
-        return (mask[:, None, None].to(wide) @ x.to(wide)) / count
-    return (x * mask[:, None, :, None]).sum(dim=-2, keepdim=True, dtype=wide) / count
+        return x.mean(dim=-2, keepdim=True, dtype=wide)
+    if dispatch.needs_reference(x, mask):
+        root = root_weights(x, mask)
+        return root.transpose(-1, -2) @ (x * root)
+    if dispatch.on_cpu(x):  # a matmul with the mask sums the valid tokens without a masked copy
+        return (mask[:, None, None].to(wide) @ x.to(wide)) / count_tokens(x, mask)
+    x = x if zero_padded else x * mask[:, None, :, None]
+    return x.sum(dim=-2, keepdim=True, dtype=wide) / count_tokens(x, mask)
 
 
 def padded_eps(eps: float, mask: Optional[Tensor], dtype: torch.dtype) -> Union[float, Tensor]:
@@ -76,7 +84,7 @@ def masked_bias(bias: Optional[Tensor], mask: Optional[Tensor], like: Tensor) ->
     """Return ``bias`` in the type of ``like``, plus large negative logits for keys that ``mask`` (B, M) hides. Without
     bias and mask the result is None."""
     if mask is not None:
-        hidden = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
+        hidden = like.new_zeros(mask.shape)
         hidden = hidden.masked_fill(~mask, masked_logit(like.dtype))[:, None, None, :]
         return hidden if bias is None else bias.to(like.dtype) + hidden
     return None if bias is None else bias.to(like.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import dispatch
 from .dtypes import accumulation_dtype
 from .grid import Grid
-from .sizes import as_tensor, is_known, unflatten
+from .sizes import arange, as_tensor, is_known, unflatten
 
 
 def table_on(table: Tensor, stored: tuple[int, int], grid: Grid, prefix: int = 0) -> Tensor:
@@ -62,9 +62,9 @@ def _bilinear_weights(length: int, count, size, like: Tensor) -> Tensor:
     Positions from ``size`` to ``count`` (padding) get the last value.
     """
     wide = accumulation_dtype(like)
-    centres = torch.arange(count, dtype=wide, device=like.device) + 0.5
+    centres = arange(count, like, wide) + 0.5
     source = (centres * (length / as_tensor(size, like, wide)) - 0.5).clamp(0, length - 1)
-    return (1 - (source[:, None] - torch.arange(length, dtype=wide, device=like.device)).abs()).clamp(min=0)
+    return (1 - (source[:, None] - arange(length, like, wide)).abs()).clamp(min=0)
 
 
 def relative_index(height, width, largest: tuple[int, int], like: Tensor) -> Tensor:
@@ -81,14 +81,14 @@ def relative_index(height, width, largest: tuple[int, int], like: Tensor) -> Ten
     # not a buffer: a model built on the meta device loses buffers that no checkpoint holds
     if is_known(height, width) and height * width <= CACHED_TOKENS and not dispatch.needs_reference(like):
         return _cached_index(height, width, largest, like.device)
-    return _index(height, width, largest, like.device)
+    return _index(height, width, largest, like)
 
 
 CACHED_TOKENS = 1024  # 8 MiB of index
 
 
-def _index(height, width, largest: tuple[int, int], device: torch.device) -> Tensor:
-    rows, columns = (torch.arange(size, device=device) for size in (height, width))
+def _index(height, width, largest: tuple[int, int], like: Tensor) -> Tensor:
+    rows, columns = arange(height, like), arange(width, like)
     row = rows[:, None] - rows + largest[0] - 1
     column = columns[:, None] - columns + largest[1] - 1
     index = row[:, None, :, None] * (2 * largest[1] - 1) + column[None, :, None, :]  # (h, w, h, w)
@@ -96,6 +96,6 @@ def _index(height, width, largest: tuple[int, int], device: torch.device) -> Ten
 
 
 @functools.lru_cache(maxsize=32)
-def _cached_index(*args) -> Tensor:
+def _cached_index(height, width, largest: tuple[int, int], device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # the cached tensor may be made in inference and used in training
-        return _index(*args)
+        return _index(height, width, largest, torch.empty(0, device=device))

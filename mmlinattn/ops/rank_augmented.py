@@ -1,19 +1,20 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Rank-augmented linear attention: linear attention with token weights and rotation."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from ..utils import private_apis
 from . import dispatch
-from .dtypes import accumulation_dtype
-from .feature_maps import FEATURE_MAPS, check_kernel
-from .heads import Both, merge_heads_5d, needs_equation, split_heads, split_heads_5d, split_pair
-from .linear import each, mix, token_weights, with_gradient
-from .padding import count_tokens, inverse_sqrt, padded_eps
-from .rotary import rotate_reference
+from .dtypes import accumulation_dtype, product_dtype
+from .feature_maps import FEATURE_MAPS, IN_PLACE, LOWEST_EXPONENT, check_kernel
+from .gradients import AnalyticGradient
+from .heads import copy_pair, dots, empty_pair, needs_equation, scale_heads, split_heads
+from .linear import equation, recomputed_equation
+from .padding import count_tokens, padded_eps, token_mean
+from .rotary import backwards, rotate
 from .sizes import is_known
 
 
@@ -57,53 +58,116 @@ def rala(
     if is_known(q.shape[1], k.shape[1]) and q.shape[1] != k.shape[1]:
         raise ValueError(f'rala: q has {q.shape[1]} tokens and k {k.shape[1]}; allowed is one map, of queries and keys')
     with dispatch.without_autocast(q):
-        learns_rotary = rotary is not None and rotary.requires_grad
-        fits = q.shape == k.shape and not learns_rotary
         options = dict(num_heads=num_heads, kernel=kernel, weight_scale=weight_scale, eps=eps)
-        if not fits or needs_equation(q, k, v, num_heads, rotary):
-            return _equation(q, k, v, rotary, mask, **options)
+        learns_rotary = rotary is not None and rotary.requires_grad
+        if learns_rotary or q.shape != k.shape or q.dtype != k.dtype or needs_equation(q, k, v, num_heads, rotary):
+            return equation(q, k, v, rotary, mask, **options)
+        if weight_scale is None:
+            return recomputed_equation(q, k, v, rotary, mask, **options)
         return _RALA.apply(options, q, k, v, rotary, mask)
 
 
-def _equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Tensor:
-    dtype = v.dtype
-    q, k, v = (split_heads_5d(t, num_heads) for t in (q, k, v))
-    q, k = map(FEATURE_MAPS[kernel], (q, k))
-    wide = accumulation_dtype(q)
-    if q.dtype == torch.float16 and kernel == 'relu':  # a query that meets no key is divided by eps alone
-        q, k, v = q.to(wide), k.to(wide), v.to(wide)
-    count = count_tokens(k, mask)  # N, or (B, 1, 1, 1)
-    real = None if mask is None else mask[:, None, :, None]  # (B, 1, N, 1)
-    if weight_scale is not None:
-        mean_query = (q if real is None else q * real).sum(dim=-2, keepdim=True, dtype=wide) / count
-        logits = (k @ mean_query.to(k.dtype).transpose(-1, -2)).to(wide) * weight_scale  # (B, heads, N, 1)
-        weight = token_weights(logits, mask)  # a / N
+# --- analytic gradient: feature maps are recomputed -------------------------------------------------------------------
+#
+# ``both`` (2, B, heads, N, d) queries and keys, ``g`` mean query, ``w`` token weights a / N, ``z`` mean weighted key,
+# ``S`` state, ``d_x`` gradient of x.
+
+
+def _mix(both: Tensor, v: Tensor, products: torch.dtype, kernel, rotary, mask, weight_scale, eps):
+    """Compute :func:`rala` of queries and keys ``both``, which are overwritten.
+
+    Args:
+        products (torch.dtype): Type of the matmuls with values and state; other tensors have the type of ``both``.
+
+    Returns:
+        tuple: Output (B, N, heads * e), g, 1 / normaliser, w, z, S.
+    """
+    q, k = IN_PLACE[kernel][0](both)
+    dtype, wide = q.dtype, accumulation_dtype(q)
+    mean_query = token_mean(q, mask).to(dtype)
+    logits = (k @ mean_query.transpose(-1, -2)).to(wide).mul_(weight_scale)
+    scales = q.new_empty(2, *q.shape[:-1], 1, dtype=wide)
+    inverse, weight = scales
+    if mask is None and not dispatch.on_cpu(q):  # GPUs compute with denormal numbers as fast as with others
+        torch.softmax(logits, dim=-2, out=weight)
     else:
-        weight = (torch.ones_like(k[:, :1, :1, :, :1]) if real is None else real).to(wide) / count
-    key_mean = (k.transpose(-1, -2).to(wide) @ weight).to(q.dtype)  # mean_j(a_j k_j), (B, heads, d, 1)
-    normaliser = (q @ key_mean).to(wide) + padded_eps(eps, mask, wide)
-    q = (q / normaliser).to(q.dtype)  # a division of the result would keep one more tensor for the backward pass
-    if wide == q.dtype:
-        v = v * weight
-    else:
-        # 1/N underflows in float16; its square root on each factor does not
-        k, v = (k * inverse_sqrt(count)).to(q.dtype), (v * (weight / inverse_sqrt(count))).to(q.dtype)
+        weight.copy_(_token_weights(logits, mask))
+    key_mean = weight.to(dtype).transpose(-1, -2) @ k
+    torch.reciprocal((q @ key_mean.transpose(-1, -2)).to(wide).add_(padded_eps(eps, mask, wide)), out=inverse)
+    both.mul_(scales.to(dtype))
     if rotary is not None:
-        q, k = rotate_reference(q, rotary), rotate_reference(k, rotary)
-    return merge_heads_5d(q @ (k.transpose(-1, -2) @ v)).to(dtype)
+        both = rotate(both, rotary.to(wide), inplace=True)
+    q, k = both.to(products)
+    state = k.transpose(-1, -2) @ v.to(products)
+    return (q @ state).transpose(1, 2).flatten(2), mean_query, inverse, weight, key_mean, state
 
 
-def rala_in_place(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps=1e-6) -> Tensor:
-    """Compute :func:`rala` on a CPU without gradients; ``q`` and ``k`` are overwritten and must not share memory."""
-    # on CPUs without bfloat16 instructions, one conversion to float32 is cheaper than each operation in half precision
-    native = q.dtype == v.dtype == torch.bfloat16 and private_apis.has_bfloat16_units()
-    dtype = q.dtype if native else torch.promote_types(accumulation_dtype(q), v.dtype)
-    pair = split_pair(q, k, num_heads)
-    both: Both = (split_heads(q, num_heads), split_heads(k, num_heads)) if pair is None else pair
-    both = each(lambda x: x.to(dtype), both)
-    with dispatch.without_autocast(q):
-        out, *_ = mix(both, split_heads(v, num_heads), dtype, kernel, rotary, mask, weight_scale, eps)
-    return out.to(v.dtype)
+def _token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
+    """Softmax over the valid tokens of logits (B, heads, N, 1), bounded below so that no weight is a denormal
+    number."""
+    # not minus infinity: for an image of padding alone, the weights and their gradients would be NaN
+    lowest = torch.finfo(logits.dtype).min
+    hidden = None if mask is None else ~mask[:, None, :, None]
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, lowest)
+    logits = torch.maximum(logits, logits.amax(dim=-2, keepdim=True) + LOWEST_EXPONENT)
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, lowest)
+    return logits.softmax(dim=-2)
 
 
-_RALA = with_gradient(_equation)
+def _backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
+    (q, k, v, rotary, mask), (mean_query, inverse, weight, key_mean, state) = inputs, kept
+    wide, products = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v)
+    places: Any
+    made, places = empty_pair(q, k, num_heads)
+    grad_v = torch.empty_like(v)
+    both = IN_PLACE[kernel][0](copy_pair(q, k, num_heads, wide))
+    q, k = both
+    v, state = split_heads(v, num_heads).to(products), state.to(products)
+    table = None if rotary is None else rotary.to(wide)
+    # out = n / m with the numerator n_i = R_i q_i S and the normaliser m_i = q_i . z + eps
+    d_numerator = scale_heads(split_heads(grads[0], num_heads), inverse, products)
+    turned = both if table is None else rotate(both, table)
+    keys = turned[1] * weight if table is None else turned[1].mul_(weight)
+    # S = sum_j w_j R_j k_j v_j^T
+    d_state = (turned[0].to(products).transpose(-1, -2) @ d_numerator).to(products)
+    split_heads(grad_v, num_heads).copy_(keys.to(products) @ d_state)
+    del turned, keys
+    inner = v.new_empty(2, *q.shape)
+    torch.matmul(d_numerator, state.transpose(-1, -2), out=inner[0])
+    torch.matmul(v, d_state.transpose(-1, -2), out=inner[1])
+    inner = inner.to(wide)
+    if table is not None:
+        inner = rotate(inner, backwards(table), inplace=True)
+    d_q, d_k = inner
+    # n_i . d_n_i = q_i . (R_i^T S d_n_i): the numerator itself is not needed
+    along = dots(both, inner)
+    d_normaliser = along[0] * inverse  # times -1
+    d_mean = d_normaliser.transpose(-1, -2) @ q  # times -1
+    d_q.addcmul_(d_normaliser, key_mean, value=-1)
+    # z = sum_j w_j k_j, w = softmax_j(k_j . g * weight_scale) and g = mean_i q_i
+    d_weight = along[1] - dots(k, d_mean)
+    d_k.sub_(d_mean).mul_(weight)
+    d_logits = private_apis.SOFTMAX_BACKWARD(d_weight, weight, -2, weight.dtype)
+    if mask is not None:
+        d_logits.masked_fill_(~mask[:, None, :, None], 0)
+    d_query = (d_logits.transpose(-1, -2) @ k) * (weight_scale / count_tokens(k, mask))
+    d_k.addcmul_(d_logits, mean_query, value=weight_scale)
+    d_q.add_(d_query if mask is None else d_query * mask[:, None, :, None])
+    places.copy_(IN_PLACE[kernel][1](both, inner))
+    return *made, grad_v, None, None
+
+
+class _RALA(AnalyticGradient):
+    equation, gradient = staticmethod(equation), staticmethod(_backward)
+
+    @staticmethod
+    def forward(ctx: Any, options, q, k, v, rotary, mask):
+        ctx.op, ctx.options = _RALA, options
+        wide = torch.promote_types(accumulation_dtype(q), v.dtype)
+        both, values = copy_pair(q, k, options['num_heads'], wide), split_heads(v, options['num_heads'])
+        settings = {name: value for name, value in options.items() if name != 'num_heads'}
+        out, *kept = _mix(both, values, product_dtype(q, v), rotary=rotary, mask=mask, **settings)
+        ctx.save_for_backward(q, k, v, rotary, mask, *kept)
+        return out.to(v.dtype)

@@ -11,7 +11,7 @@ from . import dispatch
 from .blocks import widen_blocks
 from .gradients import AnalyticGradient
 from .heads import copy_pair, empty_pair, split_heads, split_pair
-from .sizes import is_known, unflatten
+from .sizes import arange, is_known, unflatten
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -28,7 +28,8 @@ def rotary_table(
     Args:
         height, width (int): Grid.
         head_dim (int): Channels of a head, a multiple of 4.
-        device, dtype: Device and type of the result; the angles themselves are computed in ``dtype``.
+        device: Device of the result, or a tensor on it, as traces need to name no device.
+        dtype: Type of the result; the angles themselves are computed in it.
         base (float): Largest wavelength over 2 pi, in tokens.
 
     Returns:
@@ -41,28 +42,29 @@ def rotary_table(
         raise ValueError(
             f'head_dim={head_dim} of the rotary encoding: expected a multiple of 4 (change num_heads or rotary=False)'
         )
-    longest, cached = (height, width), device is not None and is_known(height, width) and not dispatch.needs_reference()
-    if cached:
-        length = 2 ** (max(longest) - 1).bit_length()
-        rows = columns = _cached_turns(length, head_dim, torch.device(device), dtype, base)
+    if device is not None and is_known(height, width) and not dispatch.needs_reference():
+        length = 2 ** (max(height, width) - 1).bit_length()
+        place = device.device if isinstance(device, Tensor) else torch.device(device)
+        rows = columns = _cached_turns(length, head_dim, place, dtype, base)
     else:
-        rows, columns = (_turns(size, head_dim, device, dtype, base) for size in longest)
+        like = device if isinstance(device, Tensor) else torch.empty(0, device=device)
+        rows, columns = (_turns(size, head_dim, like, dtype, base) for size in (height, width))
     rows, columns = rows[:height], columns[:width]
     halves = (rows[:, None].expand(height, width, -1, -1), columns[None].expand(height, width, -1, -1))
     return torch.cat(halves, dim=2).flatten(0, 1)
 
 
-def _turns(length: int, head_dim: int, device, dtype: torch.dtype, base: float) -> Tensor:
+def _turns(length: int, head_dim: int, like: Tensor, dtype: torch.dtype, base: float) -> Tensor:
     """Return cos and sin of the angles at each position of an axis, (length, head_dim / 4, 2)."""
-    speed = base ** -torch.linspace(0, 1, head_dim // 4, device=device, dtype=dtype)
-    angles = torch.arange(length, device=device, dtype=dtype)[:, None] * speed
+    speed = base ** -(arange(head_dim // 4, like, dtype) / max(head_dim // 4 - 1, 1))
+    angles = arange(length, like, dtype)[:, None] * speed
     return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
 
 @functools.lru_cache(maxsize=64)
-def _cached_turns(*args) -> Tensor:
+def _cached_turns(length: int, head_dim: int, device: torch.device, dtype: torch.dtype, base: float) -> Tensor:
     with torch.inference_mode(False):  # the cached tensor may be made in inference and used in training
-        return _turns(*args)
+        return _turns(length, head_dim, torch.empty(0, device=device), dtype, base)
 
 
 def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:

@@ -27,10 +27,18 @@ def round_up(size, step: int):
 
 
 def as_tensor(size, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a size (number, symbol or tensor) to a 0-d tensor on the device of ``like``."""
+    """Convert a size to a 0-d tensor: a number or symbol on the device of ``like``, a tensor of a trace on the CPU, as
+    every device takes it."""
     if isinstance(size, Tensor):
-        return size.to(device=like.device, dtype=dtype)
+        return size.to(dtype)
     return torch.scalar_tensor(size, dtype=dtype, device=like.device)
+
+
+def arange(count, like: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
+    """Return 0, 1, ..., ``count - 1`` on the device of ``like``. Traces name no device, so they run on any."""
+    if torch.jit.is_tracing() and not torch.onnx.is_in_onnx_export():
+        return (like.new_ones(count, dtype=torch.long).cumsum(0) - 1).to(dtype)
+    return torch.arange(count, dtype=dtype, device=like.device)
 
 
 def unflatten(x: Tensor, dim: int, sizes) -> Tensor:

@@ -48,7 +48,8 @@ def softmax_attention(
         q, k = split_heads(q, num_heads), split_heads(k, num_heads)
     else:
         q, k = rotate_pair(q, k, rotary, num_heads)
-    bias = bias if bias is None is mask else masked_bias(bias, mask, q)
+    if mask is not None or bias is not None:
+        bias = masked_bias(bias, mask, q)
     return merge_heads(attend(q, k, split_heads(v, num_heads), bias))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import dispatch
 from .grid import Grid
-from .sizes import as_tensor, clone_if_open, is_known, round_up, unflatten
+from .sizes import arange, as_tensor, clone_if_open, is_known, round_up, unflatten
 
 
 class Windows(NamedTuple):
@@ -244,13 +244,12 @@ class Axis:
 
     def positions(self, x: Tensor) -> Tensor:
         """Return the indices along the padded axis, window by window: (windows, length of a window)."""
-        first = torch.arange(self.count, device=x.device) * self.window
-        return first[:, None] + torch.arange(self.window, device=x.device)
+        return (arange(self.count, x) * self.window)[:, None] + arange(self.window, x)
 
     def shifted(self, direction: int, x: Tensor, by_window: bool = False) -> Tensor:
         """Return the indices that select the shifted axis (``direction`` 1), or undo the shift on the map (-1)."""
         length = self.padded if direction == 1 else self.size
-        position = self.positions(x) if by_window else torch.arange(length, device=x.device)
+        position = self.positions(x) if by_window else arange(length, x)
         if not self.shifts:
             return position
         moved = position + direction * self.shift(x)

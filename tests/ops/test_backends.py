@@ -1,8 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The fast backends of the equations give the values and gradients of their references, in every type and layout."""
 
-from unittest import mock
-
 import pytest
 import torch
 from helpers.attentions import ATTENTIONS, FORMS, form
@@ -10,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmlinattn import ops
-from mmlinattn.ops.rank_augmented import rala_in_place
-from mmlinattn.utils import private_apis
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
 draws = settings(max_examples=8, deadline=None, derandomize=True, database=None)
@@ -69,20 +65,17 @@ def test_inference_is_the_reference_in_float64_up_to_rounding(name, given, dtype
         assert error < {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
 
 
-@draws
-@given(inputs(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.booleans())
-def test_rala_in_place(given, dtype, native):
-    """Queries and keys side by side or not, with and without units for bfloat16. Values stay."""
-    (q, k, v), options = given
-    q, k, v = (t.to(dtype) for t in (q, k, v))
-    kept = v.clone()
-    options.update(kernel='elu', rotary=ops.rotary_table(1, q.shape[1], 4), weight_scale=0.5)
-    with torch.inference_mode(), mock.patch.object(private_apis, 'has_bfloat16_units', lambda: native):
-        expected = ops.rala(q, k, v, **options)
-        tolerance = dict(rtol=0.1, atol=0.1) if dtype == torch.bfloat16 else {}
-        for both in (torch.cat((q, k), dim=-1).chunk(2, dim=-1), (q, k)):
-            torch.testing.assert_close(rala_in_place(*both, v, **options), expected, **tolerance)
-    assert torch.equal(v, kept)
+@every_attention
+def test_a_mask_may_be_written_to_and_be_used_in_inference_before_training(name):
+    q, k, v = torch.randn(3, 2, 9, 8).unbind()
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    with torch.inference_mode():
+        ATTENTIONS[name](q, k, v, 2, mask=mask)
+    mask[:, 4:] = False
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, expected = (ATTENTIONS[name](q, k, v * mask[..., None], 2, mask=m) for m in (mask, mask.clone()))
+    torch.testing.assert_close(out, expected)
+    torch.autograd.grad(out.sum(), leaves)
 
 
 @pytest.mark.parametrize('name', ['rala, elu', 'linear, elu', 'inline, exp'])

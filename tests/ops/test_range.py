@@ -112,6 +112,19 @@ def test_weights_far_apart(which):
 
 
 @every_form
+@pytest.mark.parametrize(('offset', 'spread'), [(20, 1), (0, 20), (0, 36)])
+def test_token_weights_of_large_logits_in_float16(offset, spread, which):
+    """Logits of 400, or with a standard deviation of 60 and 100: float16 would round them by up to 0.1."""
+    q, k, v = torch.randn(3, 2, 4000, 16).unbind()
+    leaves = [t.half().requires_grad_() for t in (q, offset + spread * k, v)]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    with form(which):
+        out, exact = ops.rala(*leaves, 1), ops.rala(*wide, 1)
+    grads, others = (torch.autograd.grad(t.double().square().sum(), of) for t, of in ((out, leaves), (exact, wide)))
+    assert all((ours - theirs).norm() < 4e-4 * theirs.norm() for ours, theirs in zip((out, *grads), (exact, *others)))
+
+
+@every_form
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize('name', ['rala, elu', 'rala, turned', 'linear, elu'])
 def test_elu_plus_one_keeps_the_digits_of_small_numbers(name, dtype, which):

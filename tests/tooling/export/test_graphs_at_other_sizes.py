@@ -101,6 +101,18 @@ def test_a_trace_in_float64_holds_nothing_of_the_default_dtype(host, attns):
     assert deviation(outputs, model(image)) < 1e-12
 
 
+@pytest.mark.parametrize('host', HALVES)
+def test_a_trace_runs_on_another_device(host):
+    model = graphs.build(host, HALVES[host])
+    graph = trace(model, graphs.image((1, 64, 96)))
+    graphs.check(graph, model, graphs.SHAPES[:1])
+    image = graphs.image(graphs.SHAPES[1])
+    shapes = [out.shape for out in graph(image)]
+    outputs = graph.to('meta')(image.to('meta'))
+    assert [out.shape for out in outputs if out.is_meta] == shapes
+    assert 'Device = prim::Constant' not in str(graph.inlined_graph)
+
+
 SEQUENTIAL = [spec for spec in ATTENTIONS.values() if Attention(16, 2, spec).mixer.sequential]
 
 
