@@ -113,7 +113,9 @@ class Strided(WindowAttention):
 
 def test_unsupported_arrangements_are_named():
     for attention in (Strided(8, 2, 'softmax', (2, 2)), Halves(8, 2, 'softmax')):
-        with pytest.raises(NotImplementedError, match=f'{type(attention).__name__} lays its tokens in a way'):
+        with pytest.raises(
+            NotImplementedError, match=f'{type(attention).__name__} arranges its tokens in an order unknown'
+        ):
             block_of(attention, torch.randn(1, 4, 4, 8))
     with pytest.raises(ValueError, match='Linear has no attention'), watched(nn.Linear(2, 2), print):
         pass

@@ -184,14 +184,16 @@ def test_keys_without_a_known_map_have_no_neighbourhood(kind, more):
     block = block_of(kind(8, 2, 'softmax', *more), torch.randn(1, 6, 8, 8))
     entry = measure_block(block)
     assert entry['keys_a_window'] == 12 and 'locality' not in entry and entry['forward_error'] < 1e-5
-    with pytest.raises(ValueError, match='lie on no map'):
+    with pytest.raises(ValueError, match='lie on no grid'):
         query_map(block, 0, 0)
 
 
 def test_tokens_outside_of_a_map_and_fewer_of_a_full_one(monkeypatch):
     block = block_of(GlobalAttention(8, 2, 'softmax', local_kernel=3), torch.randn(1, 6, 7, 8))
     for row, column in ((6, 0), (0, 7), (-1, 0), (0, -1)):
-        with pytest.raises(ValueError, match=rf'row={row}, column={column} is outside of the map of 0, \(6, 7\)'):
+        with pytest.raises(
+            ValueError, match=rf'row={row}, column={column} is outside of the feature map of 0, \(6, 7\)'
+        ):
             query_map(block, row, column)
     whole, some = full_map(block, 42), full_map(block, 20)
     assert whole.shape == (2, 42, 42) and some.shape == (2, 14, 14)  # every third: the fewest that are no more
