@@ -163,7 +163,7 @@ def needed(model: nn.Module, fit: Fit, left_out: tuple[str, ...] = ()) -> Fit:
     )
 
 
-def named_prefixes(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def named_prefixes(model: nn.Module) -> list[tuple[str, Any]]:
     """Return (prefix of its keys, module) for a model and its submodules; the model's own prefix is ''."""
     return [(f'{name}.' if name else '', module) for name, module in model.named_modules()]
 

@@ -26,8 +26,11 @@ RGB = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
         (dict(RGB), dict(RGB, bgr_to_rgb=False)),
         (dict(mean=[0, 0, 0], std=[255, 255, 255]), dict(RGB, bgr_to_rgb=True)),
         (dict(pad_size_divisor=32), dict(RGB, bgr_to_rgb=True, pad_size_divisor=32)),
-        (dict(RGB, bgr_to_rgb=False, rgb_to_bgr=True), dict(RGB, bgr_to_rgb=True)),  # it turns them all the same
-        (dict(mean=RGB['mean'][::-1], std=[1, 1, 1], rgb_to_bgr=True), dict(RGB, bgr_to_rgb=False)),  # they come as RGB
+        (dict(RGB, bgr_to_rgb=False, rgb_to_bgr=True), dict(RGB, bgr_to_rgb=True)),  # either flag reverses
+        (
+            dict(mean=RGB['mean'][::-1], std=[1, 1, 1], rgb_to_bgr=True),
+            dict(RGB, bgr_to_rgb=False),
+        ),  # the images are RGB
         (dict(mean=[33.46], std=[78.87]), dict(mean=[33.46], std=[78.87])),
     ],
 )
@@ -95,7 +98,7 @@ def test_the_papers_recipe_for_such_a_network(task, model, rate, decay, batch):
     assert made['accumulative_counts'] == 4 and made['paramwise_cfg']['bypass_duplicate'] is True
     assert '_scope_' not in made['optimizer'] and made['paramwise_cfg'].get('norm_decay_mult') != 0.5
     assert found['auto_scale_lr'] == dict(base_batch_size=batch)
-    assert remarks == [f'the learning rate is for {batch} images a step (--auto-scale-lr scales it)']
+    assert remarks == [f'the learning rate is for {batch} images per step (--auto-scale-lr scales it)']
 
 
 def test_recipes_are_merged():
