@@ -244,7 +244,7 @@ def adamw_launches(optimizer: torch.optim.Optimizer) -> int:
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
-HOSTS = {
+BACKBONES = {
     'RAVLT-T': dict(type='RAVLT', arch='tiny'),
     'RAVLT-T, fully linear': dict(type='RAVLT', arch='tiny', stage_attns=('rala',) * 4),
     'InLine-Swin-T': dict(type='LinearSwin', arch='inline-tiny'),
@@ -262,14 +262,14 @@ HOSTS = {
 
 
 def build(name: str, drop_path_rate: float = 0.0, shrink: int = 4) -> nn.Module:
-    """Build a backbone by its name in :data:`HOSTS`, or :data:`SWIN`, with widths divided by ``shrink``."""
+    """Build a backbone by its name in :data:`BACKBONES`, or :data:`SWIN`, with widths divided by ``shrink``."""
     if name == SWIN:
         from mmdet.models.backbones.swin import SwinTransformer
 
         return SwinTransformer(embed_dims=96 // shrink, drop_path_rate=drop_path_rate)
-    config = dict(HOSTS[name])
-    host = MODELS.get(config['type'])
-    arch = dict(host.arch_zoo[config.pop('arch')])
+    config = dict(BACKBONES[name])
+    kind = MODELS.get(config['type'])
+    arch = dict(kind.arch_zoo[config.pop('arch')])
     if config['type'] != 'LinearNextViT':  # whose groups of 32 channels want the published widths
         arch['embed_dims'] = tuple(dim // shrink for dim in arch['embed_dims'])
     return MODELS.build(dict(config, arch=arch, drop_path_rate=drop_path_rate))

@@ -47,7 +47,7 @@ class Model(NamedTuple):
 
     Attributes:
         build: Constructor.
-        colour: One for a host.
+        colour: Colour of the backbone.
         line: Solid for linear attention, dashed for softmax over whole maps, dotted for other softmax models.
     """
 

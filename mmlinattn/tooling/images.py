@@ -40,7 +40,7 @@ def image_channels(cfg: Config) -> int:
 
 def preprocessor(cfg: Config) -> dict:
     """Return the config of the data preprocessor. MMPretrain configs have it beside the model."""
-    return cfg.get('model', {}).get('data_preprocessor') or cfg.get('data_preprocessor') or {}
+    return (cfg.get('model') or {}).get('data_preprocessor') or cfg.get('data_preprocessor') or {}
 
 
 def test_pipeline(cfg: Config) -> list[dict]:

@@ -86,7 +86,7 @@ def _runtime(cfg: dict) -> dict[str, Any]:
     settings: dict[str, Any] = dict(
         custom_imports=dict(imports=[*imports, 'mmlinattn'], allow_failed_imports=False),
         custom_hooks=hooks + [hook for hook in runtime['custom_hooks'] if hook['type'] not in present],
-        runner_type=cfg.get('runner_type', runtime['runner_type']),
+        runner_type=cfg.get('runner_type') or runtime['runner_type'],
     )
     if cfg.get('load_from') is not None:
         settings['load_from'] = None  # weights of the whole upstream model

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Positions of weights over pixels, and plots of all measures."""
+"""Pixels of tokens, and plots of all measures."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from mmlinattn.tooling.analysis.loading import Picture, token_at
 
 
 def of_size(shown, inputs=None):
-    """A grey image as shown, and the padded input of the network."""
+    """Return a grey image of ``shown`` (height, width), with network inputs of the padded size ``inputs``."""
     inputs = torch.zeros(1, 3, *(inputs or shown))
     return Picture('photo', np.full((*shown, 3), 100, np.uint8), inputs, None, np.asarray, shown[::-1])
 
@@ -24,7 +24,7 @@ def of_size(shown, inputs=None):
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.integers(8, 140), st.integers(8, 140), st.sampled_from([4, 8, 16, 32]), st.data())
 def test_weights_lie_over_the_pixels_of_their_tokens(height, width, stride, data):
-    """Mark the token of a pixel. Padding is cropped; the last token may reach over the border."""
+    """One token has all the weight. Padding is cropped; the last token may extend beyond the border."""
     size = -(-height // stride), -(-width // stride)
     shown = data.draw(st.integers(1, height)), data.draw(st.integers(1, width))
     picture = of_size(shown, (height, width))

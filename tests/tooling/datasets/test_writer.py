@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Writing of data sets, whole or not at all. tests/tools runs the command line."""
+"""Data sets are written as a whole or not at all."""
 
 import hashlib
 from pathlib import Path

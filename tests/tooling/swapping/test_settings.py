@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Hooks, imports, optimizers, schedules and preprocessors of a swapped config."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -65,7 +66,7 @@ def settings_of(task, model, cfg, keep=False, name='ravlt_t'):
 
 
 def test_imports_and_hooks_of_upstream_stay():
-    """A config that was swapped before gets no hook twice."""
+    """Hooks of a config that was swapped before are not repeated."""
     cfg = dict(custom_imports=dict(imports=['mmlinattn', 'mine']), custom_hooks=[dict(type='EMAHook')])
     found, remarks = settings_of('mmdet', {}, cfg)
     assert found['custom_imports'] == dict(imports=['mine', 'mmlinattn'], allow_failed_imports=False)
@@ -77,6 +78,31 @@ def test_imports_and_hooks_of_upstream_stay():
     assert [hook['type'] for hook in found['custom_hooks']] == [f'mmengine.{ours[0]}', *ours[1:]]
     found, _ = settings_of('mmdet', {}, dict(custom_imports=dict(imports='mine'), load_from='whole.pth'))
     assert found['custom_imports']['imports'] == ['mine', 'mmlinattn'] and found['load_from'] is None
+
+
+SGD = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02), paramwise_cfg=dict(bypass_duplicate=True))
+GIVEN = dict(
+    custom_imports=dict(imports='mine'),
+    custom_hooks=[dict(type='EMAHook')],
+    runner_type='Mine',
+    load_from='whole.pth',
+    optim_wrapper=dict(SGD, clip_grad=dict(max_norm=1.0), accumulative_counts=2),
+    param_scheduler=[dict(type='CosineAnnealingLR', eta_min=0.002)],
+)
+
+
+@pytest.mark.parametrize('key', [*GIVEN, *(f'optim_wrapper.{key}' for key in GIVEN['optim_wrapper'] if key != 'type')])
+def test_a_setting_of_none_is_as_no_setting(key):
+    found = []
+    for is_given in (True, False):
+        cfg = copy.deepcopy(GIVEN)
+        *parents, name = key.split('.')
+        node = cfg[parents[0]] if parents else cfg
+        del node[name]
+        if is_given:
+            node[name] = None
+        found.append(settings_of('mmdet', {}, cfg))
+    assert found[0] == found[1] != settings_of('mmdet', {}, GIVEN)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +128,7 @@ def test_the_papers_recipe_for_such_a_network(task, model, rate, decay, batch):
 
 
 def test_recipes_are_merged():
-    """The paper's settings replace upstream's; heads of upstream keep theirs; gradients are clipped by either."""
+    """The paper's settings replace upstream's, except for settings of heads; either may clip gradients."""
     keys = dict(norm=dict(decay_mult=0.5), query=dict(lr_mult=10.0), backbone=dict(lr_mult=0.1))
     theirs = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02), paramwise_cfg=dict(custom_keys=keys))
 
@@ -121,14 +147,16 @@ def test_recipes_are_merged():
 
 
 def test_schedules_end_in_proportion_and_precision_is_a_switch_of_the_tools():
-    steps = [dict(type='LinearLR', start_factor=0.1), dict(type='CosineAnnealingLR', eta_min=0.002)]
+    steps = [dict(type='LinearLR', start_factor=0.1), dict(type='CosineAnnealingLR', eta_min=0.002, _scope_='mmdet')]
     wrapper = dict(type='mmengine.AmpOptimWrapper', optimizer=dict(type='SGD', lr=0.02))
     cfg = dict(optim_wrapper=wrapper, param_scheduler=[*steps, dict(type='OneCycleLR', eta_max=0.02)])
     found, remarks = settings_of('mmdet', {}, cfg)
     assert found['optim_wrapper']['type'] == 'OptimWrapper' and any('--amp' in remark for remark in remarks)
+    assert not any('_scope_' in each for each in found['param_scheduler'])
     ends = [(each.get('eta_min'), each.get('eta_max')) for each in found['param_scheduler']]
     assert ends == [(None, None), (1e-5, None), (None, 1e-4)]
-    found, remarks = settings_of('mmdet', {}, dict(cfg, param_scheduler=dict(type='LinearLR')))
-    assert 'param_scheduler' not in found
+    for unchanged in (dict(type='LinearLR'), [dict(type='CosineAnnealingLR', eta_min=0.0)]):
+        found, remarks = settings_of('mmdet', {}, dict(cfg, param_scheduler=unchanged))
+        assert 'param_scheduler' not in found
     kept, remarks = settings_of('mmdet', {}, cfg, keep=True)
     assert not {'optim_wrapper', 'param_scheduler', 'auto_scale_lr'} & set(kept) and remarks == []

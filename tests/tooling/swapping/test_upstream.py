@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Upstream configs: backbone, images, maps, smoke tests, and refusals."""
+"""Upstream configs: backbone, images, feature maps, smoke tests, and unsupported ones."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_names_of_upstream_configs(upstream, message):
         ('mmseg::dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py', 'a class token beside each map'),
     ],
 )
-def test_refusals_have_one_line(upstream, reason):
+def test_unsupported_networks_have_one_line(upstream, reason):
     with pytest.raises(Unsupported) as error:
         swap_backbone(upstream, 'ravlt_t', 'never_written.py')
     assert reason in str(error.value) and '\n' not in str(error.value)
@@ -115,7 +115,7 @@ def test_encoders_of_retrievers():
 
 @MODELS.register_module()
 class Measurable(nn.Module):
-    """Backbone of these maps (channels, stride); in inference only the one at position ``alone``."""
+    """Backbone with feature maps of (channels, stride); inference returns only the one of index ``alone``."""
 
     def __init__(self, maps=(), alone=None, fails=False, img_size=None):
         super().__init__()
@@ -153,7 +153,7 @@ def test_backbones_without_maps():
 
 @MODELS.register_module()
 class Timed(BaseModel):
-    """Skips the first map; its loss changes in the course of a run (TOOD by epochs, BoxInst by iterations)."""
+    """Network that skips the first feature map; its loss changes by epochs (TOOD) and iterations (BoxInst)."""
 
     def __init__(self, backbone, data_preprocessor=None, predicts=True):
         super().__init__(data_preprocessor)
