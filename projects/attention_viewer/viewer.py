@@ -61,16 +61,10 @@ class AttentionViewer:
         return ForwardPass(picture, scale, blocks)
 
     def maps(self, forward: ForwardPass, x: float, y: float, local: bool = False) -> np.ndarray:
-        """Draw the attention maps of a token as one image, with one row per block and one column per head.
-
-        Args:
-            forward (ForwardPass): Result of :meth:`run`.
-            x (float): Column of the token in pixels of the upload.
-            y (float): Row of the token.
-            local (bool): Add the convolutions of the values.
+        """Draw the attention maps of the token at column ``x`` and row ``y`` in pixels of the upload.
 
         Returns:
-            ndarray: (h, w, 3) uint8 RGB.
+            ndarray: (h, w, 3) uint8 RGB, with one row per block and one column per head.
 
         Raises:
             RunError: The test pipeline crops that pixel away, or the keys of all blocks lie on no grid.
@@ -93,16 +87,9 @@ def resized(image: np.ndarray, longest: int) -> np.ndarray:
 
 
 def mosaic(found: list, picture: loading.Picture, x: int, y: int) -> np.ndarray:
-    """Draw the attention maps of all blocks and heads by OpenCV, faster than Matplotlib.
+    """Draw the attention maps of all blocks and heads by OpenCV, faster than Matplotlib: (h, w, 3) uint8 RGB.
 
-    Args:
-        found (list[QueryMaps]): Attention maps of the blocks.
-        picture (Picture): The image.
-        x (int): Column of the token in pixels of ``picture.shown``.
-        y (int): Row of the token.
-
-    Returns:
-        ndarray: (h, w, 3) uint8 RGB.
+    The token is at column ``x`` and row ``y`` in pixels of ``picture.shown``.
     """
     columns = 1 + max(min(len(maps.maps), MAX_HEADS) for maps in found)
     height = max(24, round(THUMB * picture.shown.shape[0] / picture.shown.shape[1]))

@@ -54,19 +54,8 @@ def run_study(
 ) -> dict:
     """Train the missing runs of a study: every variant with seed 0, then with seed 1, and so on.
 
-    Each result is saved before the next run.
-
-    Args:
-        name (str): Name of the study, a key of ``STUDIES``.
-        out (Path): Folder of ``results.json``.
-        seeds (int): Number of runs of each variant.
-        settings (Settings): Settings of all runs.
-        max_minutes (float, optional): Time limit. A run starts only if the slowest one so far would fit in the rest.
-            The first missing run always starts.
-        variants (Iterable[str], optional): Names of variants; all by default.
-        device (str): Device of the models.
-        progress (Callable): Function called with one line after each run.
-        on_step (Callable): Function called after each training step.
+    Each result is saved before the next run. With ``max_minutes``, a run starts only if the slowest one so far would
+    fit in the rest of the time. The first missing run always starts.
 
     Returns:
         dict: The results, with those of earlier calls.

@@ -27,16 +27,9 @@ def train_variant(
     device: str = 'cpu',
     on_step=lambda: None,
 ) -> dict:
-    """Train a variant.
+    """Train a variant on images (N, 3, H, W) uint8 and labels (N,).
 
-    Args:
-        variant (Variant): The variant.
-        seed (int): Seed of initial weights, and of order and mirroring of images for all variants alike.
-        settings (Settings): Settings of all runs.
-        train (tuple[Tensor, Tensor]): Images (N, 3, H, W) uint8, and labels (N,).
-        val (tuple[Tensor, Tensor]): Images and labels of the test.
-        device (str): Device of the model.
-        on_step (Callable): Function called after each training step.
+    ``seed`` determines initial weights, and order and mirroring of images for all variants alike.
 
     Returns:
         dict: ``accuracy`` in percent, its ``curve``, ``loss``, ``params``, ``seconds``, and ``attention`` measures.

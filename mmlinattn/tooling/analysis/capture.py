@@ -37,14 +37,9 @@ class Window(NamedTuple):
         return split_heads(v.to(accumulation_dtype(v)), self.mixer.num_heads)[0]
 
     def weights(self, rows: Tensor, local: bool = False) -> Tensor:
-        """Return the attention weights of some queries.
+        """Return the attention weights of the queries ``rows`` of the window, (heads, len(rows), M).
 
-        Args:
-            rows (Tensor): Indices of queries within the window.
-            local (bool): Add the weights of the convolutions of the values, averaged over the channels of each head.
-
-        Returns:
-            Tensor: (heads, len(rows), M).
+        If ``local``, add those of the convolutions of the values, averaged over the channels of each head.
         """
         inputs = {name: value for name, value in self.inputs.items() if name not in ('v', 'context')}
         weights = mixer_weights(self.mixer, **inputs, rows=rows)[0]
@@ -79,9 +74,7 @@ class Window(NamedTuple):
     def error(self, rows: Tensor, weights: Tensor) -> float:
         """Return the relative difference of the mixer's output from ``weights @ v`` plus its convolution.
 
-        Args:
-            rows (Tensor): Indices of queries within the window.
-            weights (Tensor): Their attention weights, (heads, len(rows), M).
+        ``weights`` are those of the queries ``rows`` of the window, (heads, len(rows), M).
         """
         out = self.out[rows].to(weights.dtype)
         rest = out - rearrange(weights @ self.values, 'heads n e -> n (heads e)')

@@ -131,16 +131,9 @@ def _some(items, limit: int, generator):
 
 
 def maps_of(block: BlockCall, queries: Tensor, keys: Tensor, local: bool = False) -> Tensor:
-    """Return the attention weights of some queries on some keys.
+    """Return attention weights (heads, n, m) of some queries on some keys; NaN for keys outside a query's window.
 
-    Args:
-        block (BlockCall): See :func:`~mmlinattn.tooling.analysis.capture.watched`.
-        queries (Tensor): Ascending positions of the queries, (n,), as in :class:`~.capture.Window`.
-        keys (Tensor): Ascending positions of the keys, (m,).
-        local (bool): Add the convolutions of the values.
-
-    Returns:
-        Tensor: (heads, n, m); NaN for keys outside the window of a query.
+    ``queries`` (n,) and ``keys`` (m,) are ascending positions, see :class:`~mmlinattn.tooling.analysis.capture.Window`.
     """
     maps = []
     for branch in block.branches:
@@ -180,10 +173,7 @@ def query_map(block: BlockCall, row: int, column: int, local: bool = False) -> t
 
 
 def full_map(block: BlockCall, side: int = 128) -> Tensor:
-    """Return the attention map of all queries and keys, subsampled to (heads, n, m) with n, m <= ``side``.
-
-    It is NaN outside windows.
-    """
+    """Return the attention map of all queries and keys, subsampled to n, m <= ``side``: (heads, n, m)."""
     sizes = math.prod(block.size), math.prod(block.key_size)
     queries, keys = (torch.arange(0, size, -(-size // side), device=block.projected.device) for size in sizes)
     return maps_of(block, queries, keys)

@@ -55,24 +55,16 @@ class Picture(NamedTuple):
 def pixels_a_token(length: int, tokens: int) -> float:
     """Return the size in pixels of a token along one side of the image.
 
-    It is the power of two that gives ``tokens`` tokens, the last one possibly cropped at the border. Without such a
-    power, it is ``length / tokens``.
-
-    Args:
-        length (int): Side of the image in pixels.
-        tokens (int): Number of tokens along that side.
+    It is the power of two that divides ``length`` pixels into ``tokens`` tokens, the last one possibly cropped at the
+    border; otherwise ``length / tokens``.
     """
     return next((float(2**i) for i in range(8) if -(-length // 2**i) == tokens), length / tokens)
 
 
 def token_at(column: int, row: int, inputs: Tensor, size: tuple[int, int]) -> tuple[int, int]:
-    """Return (row, column) of the token that contains a pixel.
+    """Return (row, column) of the token that contains a pixel of the backbone's input (1, channels, H, W).
 
-    Args:
-        column (int): Column of the pixel in the preprocessed image.
-        row (int): Row of the pixel.
-        inputs (Tensor): Input of the backbone, (1, channels, H, W).
-        size (tuple[int, int]): Height and width of the feature map in tokens.
+    ``size`` is the height and width of the feature map in tokens.
     """
     sides = zip((row, column), inputs.shape[-2:], size)
     at = [min(int(pixel / pixels_a_token(length, tokens)), tokens - 1) for pixel, length, tokens in sides]

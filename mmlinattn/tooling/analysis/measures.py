@@ -73,14 +73,9 @@ def entropy(weights: Tensor) -> Tensor:
 
 
 def top_mass(weights: Tensor, count: int) -> Tensor:
-    """Return the fraction of the magnitudes on the ``count`` strongest keys, averaged over queries.
+    """Return the fraction of the magnitudes on the ``count`` strongest keys: (heads, n, M) -> (heads,), in [0, 1].
 
-    Args:
-        weights (Tensor): Attention weights, (heads, n, M).
-        count (int): Number of keys; more than M is M.
-
-    Returns:
-        Tensor: Fractions from 0 to 1, (heads,).
+    It is averaged over queries.
     """
     return magnitudes(weights).topk(min(count, weights.shape[-1]), dim=-1).values.sum(dim=-1).mean(dim=-1)
 

@@ -99,12 +99,7 @@ def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path
 def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tuple, path: Path) -> None:
     """Plot the attention maps of a token over the image, with one row per block and one column per head.
 
-    Args:
-        found: Attention maps of the blocks.
-        picture: The image.
-        query: Column and row of the token in pixels of the preprocessed image.
-        pixel: The same pixel (x, y) in the original image.
-        path: File to write.
+    ``query`` is (column, row) of the token in the preprocessed image, ``pixel`` is (x, y) in the original image.
     """
     rows = []
     for maps in found:
@@ -127,11 +122,7 @@ def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tu
 def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -> None:
     """Plot the attention maps of all queries and keys, as in FLatten Fig. 3 and hMHSA.
 
-    Args:
-        found: Name of the block, name of the attention, and maps (heads, n, m). The plot has one row per block and one
-            column per head.
-        name: Name of the image.
-        path: File to write.
+    ``found`` has the names of block and attention, and the maps (heads, n, m), for one row per block.
     """
     rows = []
     for block, mixer, maps in found:
@@ -186,7 +177,7 @@ PLOTS = dict(
         'effective rank / largest possible',
         [Line(('rank', matrix, 'effective'), 'at_most') for matrix in _MATRICES],
     ),
-    confusion=('pairs of queries whose weights are closer than 1e-3 in L2', _lines('confusion', 'share')),
+    confusion=('pairs of queries with weights closer than 1e-3 in L2', _lines('confusion', 'share')),
     locality=(
         'weight inside the 3x3 around the query',
         _lines('locality', 'sum', 'share', 'share_with_local', 'if_uniform'),
@@ -204,16 +195,9 @@ PLOTS = dict(
 
 
 def plot_measures(entries: list[dict], names, out: Path, title: str) -> list[Path]:
-    """Plot measures over the blocks of a model.
+    """Plot measures over the blocks in ``summary.json``, and return the paths of the files ``NAME.png``.
 
-    Args:
-        entries (list[dict]): Entries of the blocks in ``summary.json``.
-        names (Iterable[str]): Measures; those without an entry in :data:`PLOTS` or without numbers are skipped.
-        out (Path): Folder of the files ``NAME.png``.
-        title (str): Beginning of the titles.
-
-    Returns:
-        list[Path]: The files.
+    Measures without an entry in :data:`PLOTS` or without numbers are skipped.
     """
     made = []
     for name in [name for name in names if name in PLOTS]:

@@ -58,13 +58,7 @@ def _bands(distance: np.ndarray, period: float) -> np.ndarray:
 
 
 def contrasting_colour(rng: np.random.Generator, others: list[np.ndarray], hue: float | None) -> np.ndarray:
-    """Return the most different from ``others`` of eight random colours, (3,).
-
-    Args:
-        rng: Random generator.
-        others: Colours (3,) to differ from.
-        hue: Hue in [0, 1) of eight saturated colours; None for any colours.
-    """
+    """Return the most different from ``others`` of eight random colours, saturated ones of ``hue`` if given, (3,)."""
     if hue is None:
         candidates = rng.uniform(0, 255, (8, 3))
     else:

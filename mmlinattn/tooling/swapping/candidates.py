@@ -30,13 +30,7 @@ class Candidate(NamedTuple):
 def candidates(network: dict, measured: Measured, new: ZooBackbone, task: str) -> list[Candidate]:
     """Return the configs to try, in order, with necks and heads adapted to the new backbone's feature maps.
 
-    The list is empty if upstream's feature maps have no stride.
-
-    Args:
-        network (dict): Upstream config with ``backbone``, ``neck`` and heads.
-        measured (Measured): Feature maps of its backbone.
-        new (ZooBackbone): The backbone to put in.
-        task (str): ``mmdet``, ``mmseg`` or ``mmpretrain``.
+    The list is empty if upstream's feature maps have no stride. ``network`` has ``backbone``, ``neck`` and heads.
     """
     old = measured.maps
     if task == 'mmpretrain':
@@ -119,16 +113,9 @@ def _wired(network: dict, old: list[FeatureMap], size: tuple[int, int], new: Zoo
 def _behind(
     necks: list, old: list[FeatureMap], made: list, new: list[FeatureMap], size: tuple[int, int]
 ) -> Optional[Wiring]:
-    """Run the necks on noise behind the old and the new backbone, and return the wiring of the heads.
+    """Return the wiring of the heads: outputs of ``necks`` for ``old``, and of the rewritten ``made`` for ``new``.
 
     It is None if the necks fail on noise.
-
-    Args:
-        necks (list): Upstream configs of the necks.
-        old (list[FeatureMap]): Their inputs.
-        made (list): Rewritten configs of the necks.
-        new (list[FeatureMap]): Their inputs.
-        size (tuple[int, int]): Height and width of the image.
     """
     before, after = run_necks(necks, old, size), run_necks(made, new, size)
     return Wiring(before, after) if before and after and len(before) == len(after) else None

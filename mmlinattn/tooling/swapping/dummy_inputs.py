@@ -24,12 +24,9 @@ def _metainfo(size: Size) -> dict:
 
 
 def detection_batch(size: Size, masks: bool = True, proposals: bool = False) -> Batch:
-    """Return two images of ``size`` (height, width) with two objects of class 0 and a segmentation mask.
+    """Return two images of ``size`` (height, width) with two objects of class 0 each, and a segmentation mask.
 
-    Args:
-        size: Height and width of the images.
-        masks: Add a mask to each object.
-        proposals: Add four proposals, as boxes (left, top, right, bottom) in pixels.
+    Boxes are (left, top, right, bottom) in pixels.
     """
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
@@ -104,14 +101,7 @@ def classification_batch(size: Size, num_classes: int, channels: int = 3) -> Bat
 
 
 def batch_for(model: nn.Module, source: Upstream, network: dict, size: Size) -> Batch:
-    """Return a batch for a training step.
-
-    Args:
-        model: The built network.
-        source: Upstream config with the data sets.
-        network: Config of the network.
-        size: Height and width of the images.
-    """
+    """Return a batch of images of ``size`` (height, width) for a built network and its config."""
     if source.task == 'mmdet':
         kind = type(model.data_preprocessor).__name__
         if kind == 'TrackDataPreprocessor':

@@ -13,7 +13,7 @@ from ...utils.building import without_pretrained
 from ...utils.errors import RunError, described, printable
 from ...utils.registering import bare_name
 from ..command_line import quiet
-from .upstream import Unsupported, Upstream, listed
+from .upstream import Unsupported, Upstream
 from .zoo import FeatureMap
 
 _MASKING = {'mask', 'masks', 'ids_restore', 'importance'}
@@ -39,7 +39,7 @@ def measure(upstream: Upstream) -> Measured:
     _check_supported(upstream, cfg)
     size = cfg.get('img_size') or (upstream.image_size if upstream.task == 'mmpretrain' else None) or upstream.sizes[0]
     size = (size, size) if isinstance(size, int) else tuple(size)
-    noise, branches, backbone = torch.rand(2, upstream.image_channels, *size), [], None
+    noise, branches = torch.rand(2, upstream.image_channels, *size), []
     with quiet(), torch.no_grad():
         try:
             backbone = _build(cfg)
@@ -48,9 +48,6 @@ def measure(upstream: Upstream) -> Measured:
                 backbone.train()
                 branches = _maps(backbone(noise), size[0])
         except Exception as error:  # anything may be raised by a model of another project
-            named = _named_by_neck(upstream) if backbone is None else []
-            if named:
-                return Measured(named, size)
             raise RunError(
                 f'{upstream.base}: its own backbone does not run here: {printable(described(error))}'
             ) from error
@@ -62,11 +59,7 @@ def measure(upstream: Upstream) -> Measured:
 
 
 def _check_supported(upstream: Upstream, backbone: dict) -> None:
-    """Check that the head of a network can read another backbone.
-
-    Raises:
-        Unsupported: It cannot.
-    """
+    """Raise Unsupported if the head of a network can read no other backbone."""
     network = upstream.network
     kind = bare_name(network.get('type'))
     if backbone.get('output_cls_token'):
@@ -80,18 +73,6 @@ def _check_supported(upstream: Upstream, backbone: dict) -> None:
         raise Unsupported(upstream.base, f'masked image modelling hides tokens from {backbone["type"]}')
 
 
-def _named_by_neck(upstream: Upstream) -> list[FeatureMap]:
-    """Return the feature maps of a backbone from an absent package (timm): channels of the neck, strides up to 32.
-
-    The list is empty if no neck names at most four.
-    """
-    necks = listed(upstream.network.get('neck'))
-    channels = necks[0].get('in_channels') if necks else None
-    if not isinstance(channels, (list, tuple)) or len(channels) > 4:
-        return []
-    return [FeatureMap(dim, 32 >> i) for i, dim in enumerate(channels[::-1])][::-1]
-
-
 def _build(cfg: dict) -> torch.nn.Module:
     module = MODELS.build(ConfigDict(cfg))  # some read their settings as attributes
     module.eval()  # upstream may override train() without returning the module
@@ -99,12 +80,9 @@ def _build(cfg: dict) -> torch.nn.Module:
 
 
 def run_necks(necks: Sequence[dict], maps: Sequence[FeatureMap], size: tuple[int, int]) -> Optional[list[FeatureMap]]:
-    """Return the outputs of necks in sequence for noise; None if they fail or return no feature maps.
+    """Return the outputs of necks in sequence for noise like ``maps`` of images of ``size`` (height, width).
 
-    Args:
-        necks (Sequence[dict]): Configs of the necks.
-        maps (Sequence[FeatureMap]): Inputs of the first neck.
-        size (tuple[int, int]): Height and width of the image.
+    The result is None if they fail or return no feature maps.
     """
     shapes = []
     for out in maps:

@@ -119,7 +119,7 @@ def _optimizer(model: Any, optim_wrapper: Optional[dict]) -> Any:
     if optim_wrapper is None:
         optim_wrapper = dict(optimizer=dict(type='SGD', lr=1e-4))
     if len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False))):
-        optim_wrapper.setdefault('paramwise_cfg', {})['bypass_duplicate'] = True
+        optim_wrapper['paramwise_cfg'] = dict(optim_wrapper.get('paramwise_cfg') or {}, bypass_duplicate=True)
     kept = ('optimizer', 'constructor', 'paramwise_cfg', 'clip_grad', 'accumulative_counts')
     cfg = {key: optim_wrapper[key] for key in kept if key in optim_wrapper}
     return build_optim_wrapper(model, ConfigDict(cfg, type='OptimWrapper'))

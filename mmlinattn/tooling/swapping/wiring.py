@@ -29,8 +29,7 @@ def assign_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap], deepe
     Args:
         old: The upstream feature maps.
         stages: Feature maps of the new stages.
-        deepest_last: Replace the last feature map by the deepest stage, as in segmentors and classifiers. Detectors
-            tie their anchors to strides.
+        deepest_last: Replace the last one by the deepest stage; not in detectors, as anchors depend on strides.
     """
     if any(a.stride is None or b.stride is None or a.stride > b.stride for a, b in zip(old, old[1:])):
         return None
@@ -133,12 +132,9 @@ class Wiring:
         return self.keep.index(index % self.count)
 
     def _channels(self, value: Any, index: Any, is_read: bool) -> Any:
-        """Return the new channels for upstream's ``value``, a number or a list, or ``value`` itself if none match.
+        """Return the new channels for upstream's ``value``, a number or a list; ``value`` itself if none match.
 
-        Args:
-            value: Number or list of a config.
-            index: ``in_index`` beside it, or None.
-            is_read: Match a single number without ``index``, too.
+        ``index`` is the ``in_index`` beside it, or None. If ``is_read``, numbers without ``index`` match, too.
         """
         if isinstance(value, (list, tuple)):
             runs = [range(first, first + len(value)) for first in range(self.count - len(value), -1, -1)]

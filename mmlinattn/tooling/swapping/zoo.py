@@ -74,11 +74,9 @@ def backbone_names() -> list[str]:
 
 
 def find_backbone(name: str, task: str) -> ZooBackbone:
-    """Return a backbone of our configs, as the configs of a task build it (detectors synchronise batch norms).
+    """Return a backbone by the beginning of its config names, as the task builds it.
 
-    Args:
-        name (str): Beginning of its config names, such as ``inline_swin_s``.
-        task (str): ``mmdet``, ``mmseg`` or ``mmpretrain``.
+    Detectors synchronise batch norms.
 
     Raises:
         RunError: There is no such backbone; the message lists the names.
@@ -100,12 +98,8 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
 def recipe(name: str, task: str, preferred: str = '') -> Config:
     """Return the config with the paper's optimizer for a backbone and task.
 
-    Without one, return that of another size of the same backbone, or else of RAVLT.
-
-    Args:
-        name (str): Beginning of the backbone's config names.
-        task (str): ``mmdet``, ``mmseg`` or ``mmpretrain``.
-        preferred (str): Recipe to take if there are several, such as ``fpn_80k``.
+    Without one, return that of another size of the same backbone, or else of RAVLT. ``preferred`` is the recipe to take
+    if there are several, such as ``fpn_80k``.
     """
     family = [name.rsplit('_', count)[0] for count in range(name.count('_') + 1)]
     fitting = (
