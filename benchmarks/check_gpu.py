@@ -267,7 +267,7 @@ PARTS.update({f'layouts, {name}': partial(layouts, name) for name in TIMED})
 
 
 def run_here(name: str, file: Path) -> None:
-    """Run a part of the check in this process. ``file`` is rewritten after each result, so that a crash loses none."""
+    """Run a part of the check in this process, and rewrite ``file`` after each result, so that a crash loses none."""
     rows: list = []
     answer = dict(status='stopped', rows=rows)
     try:

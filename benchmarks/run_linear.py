@@ -73,7 +73,7 @@ ATTENTIONS = dict(inline=inline, focused=focused)
 
 
 def attention_calls(name, reference, train, tokens, heads):
-    """The attention on a few tokens, and on ``tokens``; q, k and v are slices of one projection."""
+    """Return calls of an attention on a few tokens and on ``tokens``; q, k and v are slices of one projection."""
 
     def at(tokens):
         qkv = torch.randn(1, tokens, 3 * heads * HEAD_DIM, requires_grad=train)
@@ -108,7 +108,7 @@ def run_attention(args, report):
 
 
 def run_traffic(args, report):
-    """Time of focused attention, beside that of reading q, k and v once and writing the result."""
+    """Time focused attention beside one pass that reads q, k and v and writes the result."""
     width = args.heads * HEAD_DIM
     qkv = torch.randn(1, args.map_tokens, 3 * width).chunk(3, dim=-1)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def run_models(args, report):
 
 
 def training_step(model, x):
-    """Forward and backward, gradients freed before."""
+    """Return a call that frees gradients, then runs forward and backward pass."""
     model.train()
 
     def call():

@@ -189,7 +189,7 @@ def run_cpu(args, report: Report) -> None:
 
 
 def work(args, report: Report, cases: list[Case]) -> None:
-    """Report the reached share of the machine's matrix-product rate, and the share of each kind of operator."""
+    """Report the fraction of the machine's matrix-product rate, and the time of each kind of operator."""
     device = cases[0].device
     product, product_work = measure.matmul_call(device, getattr(torch, cases[0].dtype))
     runs = {case.title(): calls(case)[1] for case in cases}

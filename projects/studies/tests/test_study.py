@@ -21,7 +21,7 @@ SMALL = Settings(iterations=4, batch=4, num_train=8, num_val=8)
 
 
 class Toy(nn.Linear):
-    """Classifier of two forms that records its images."""
+    """Classifier of two classes that records its images."""
 
     weights: list
     images: list
@@ -52,7 +52,7 @@ def train(seed=3, width=2):
 
 
 def test_every_variant_sees_the_same_pictures(toy):
-    """Each image once an epoch, apart from a partial batch; half of them mirrored; determined by the seed."""
+    """An epoch has each image once, without a partial batch; half of them are mirrored; the seed determines all."""
     train()
     steps, toy.images = toy.images, []
     torch.rand(7)

@@ -35,7 +35,7 @@ def test_variants_build_in_the_order_of_the_papers(name):
 
 
 def test_confused_softmax():
-    """InLine Tab. 1: by head, queries of the same direction are equal, and negative ones are zero."""
+    """In each head, queries of the same direction are equal, and negative ones are zero (InLine Tab. 1)."""
     kind = STUDIES['inline']().variants['softmax, confused'].backbone['stage_attns'][0]['type']
     mixer, grid = kind(8, 2), Grid(1, 5)
     q, k, v = torch.randn(3, 1, 5, 8)
@@ -53,7 +53,7 @@ def test_confused_softmax():
 
 @pytest.mark.parametrize('path', RESULTS, ids=[path.parent.name for path in RESULTS])
 def test_models_are_those_of_the_results(path, monkeypatch):
-    """Compare the parameters of every variant, with merged branches, and the blocks, heads and maps of one."""
+    """Parameters of every variant are equal with merged branches, and blocks, heads and feature maps of one variant."""
     monkeypatch.setattr(BaseModule, 'init_weights', lambda self: None)  # slow, without effect on sizes
     kept = json.loads(path.read_text())
     variants = STUDIES[kept['study']]().variants
