@@ -4,7 +4,7 @@
     python benchmarks/check_gpu.py --out DIR [--minutes M]
     python benchmarks/check_gpu.py --out DIR --rehearse     # on a CPU: small models, times without meaning
 
-values: outputs and gradients of every host beside float64. steps: a forward pass and a training step of a backbone.
+values: outputs and gradients of every backbone beside float64. steps: a forward pass and a training step of a backbone.
 detectors: whole Mask R-CNN steps, with one optimizer group a parameter (MMEngine) and with merged groups (ours).
 layouts: backbones with the weights of convolutions in both memory formats.
 
@@ -37,12 +37,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / 'benchmarks'), str(ROOT)]
 
 # fmt: off
-HOSTS = ('RAVLT-T', 'RAVLT-T, fully linear', 'InLine-Swin-T', 'FLatten-Swin-T', 'RALA-Swin-T', 'InLine-PVT-T',
+BACKBONES = ('RAVLT-T', 'RAVLT-T, fully linear', 'InLine-Swin-T', 'FLatten-Swin-T', 'RALA-Swin-T', 'InLine-PVT-T',
          'FLatten-PVT-T', 'FLatten-PVTv2-B0', 'hMHSA-PVTv2-B1', 'InLine-CSWin-T', 'FLatten-CSWin-T', 'InLine-DeiT-T',
          'hMHSA-Next-ViT-S')
 # fmt: on
 PEER = 'Swin-T of MMDetection'
-TIMED = (*HOSTS[:4], PEER)
+TIMED = (*BACKBONES[:4], PEER)
 FORMS = ('eager', 'compiled')
 DETECTORS = ('RAVLT-T', PEER)
 GROUPS = {'one a parameter': 'DefaultOptimWrapperConstructor', 'merged': 'MergedOptimWrapperConstructor'}
@@ -117,7 +117,7 @@ def machine():
 
 
 def values(name: str):
-    """Yield relative errors of outputs and gradients against float64: this package, and its plain equations."""
+    """Yield relative errors of outputs and gradients against float64, with fused ops and reference implementations."""
     import launches
 
     from mmlinattn import ops
@@ -258,7 +258,7 @@ def measured(call: Callable[[], Any]) -> dict:
 
 
 PARTS: dict = {'machine': machine}
-PARTS.update({f'values, {name}': partial(values, name) for name in HOSTS})
+PARTS.update({f'values, {name}': partial(values, name) for name in BACKBONES})
 for name, form, groups in itertools.product(DETECTORS, FORMS, GROUPS):
     if name != PEER or form == 'eager':
         PARTS[f'detectors, {name}, {form}, {groups}'] = partial(detectors, name, form, groups)
@@ -267,7 +267,7 @@ PARTS.update({f'layouts, {name}': partial(layouts, name) for name in TIMED})
 
 
 def run_here(name: str, file: Path) -> None:
-    """Run a part of the check in this process. ``file`` is rewritten after each result, so that a crash loses none."""
+    """Run a part of the check in this process, and rewrite ``file`` after each result, so that a crash loses none."""
     rows: list = []
     answer = dict(status='stopped', rows=rows)
     try:
@@ -311,8 +311,8 @@ def steps_of(parts: dict) -> list[str]:
 
 
 def values_right(parts: dict) -> Optional[bool]:
-    """True if all hosts are right; None if some were not checked to the end."""
-    names = [f'values, {name}' for name in HOSTS]
+    """Return True if all backbones are right; None if some were not checked to the end."""
+    names = [f'values, {name}' for name in BACKBONES]
     status = [parts.get(name, {}).get('status') for name in names]
     if 'failed' in status or not all(row['right'] for row in rows_of(parts, *names)):
         return False
@@ -361,10 +361,10 @@ def report(parts: dict) -> list[str]:
     lines += ['', '## Form to take', '', *(f'- {line}' for line in advice(parts)), '', '## Values beside float64']
     rows = [
         (name, row['case'], f'{row["error"]:.1e}', f'{row["plain"]:.1e}', 'yes' if row['right'] else '**no**')
-        for name in HOSTS
+        for name in BACKBONES
         for row in rows_of(parts, f'values, {name}')
     ]
-    lines += table(('host', 'case', 'error', 'of the plain equations', 'right'), rows)
+    lines += table(('backbone', 'case', 'error', 'of the reference implementations', 'right'), rows)
     lines += ['', '## Whole Mask R-CNN steps']
     rows = []
     for name, form, groups in itertools.product(DETECTORS, FORMS, GROUPS):

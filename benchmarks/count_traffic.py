@@ -6,7 +6,7 @@
 
 attentions: one call of each op on one projection. kept: memory that the backward pass reads besides queries, keys,
 values and given tables, in tensors of the queries' size. memory: the same of whole models, in MB. backbones: launches
-and Python calls of each host. detectors: a whole Mask R-CNN step with its optimizer. Launches are counted as in
+and Python calls of each backbone. detectors: a whole Mask R-CNN step with its optimizer. Launches are counted as in
 launches.py, in bfloat16.
 
 reference: the plain equations under autograd (``MMLINATTN_OPS=reference``). CPU, GPU: the path of these devices.
@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 from launches import (  # noqa: E402
-    HOSTS,
+    BACKBONES,
     SWIN,
     adamw_launches,
     autocast,
@@ -128,7 +128,7 @@ def count_attentions(args) -> None:
 def count_memory(args) -> None:
     for side in args.sides:
         head(f'MB kept, {args.batch} images, {side} pixels', *PATHS, 'GPU, bfloat16')
-        for name in (SWIN, *HOSTS):
+        for name in (SWIN, *BACKBONES):
             model = build(name, shrink=1)
             model.train()
             images, weights = torch.randn(args.batch, 3, side, side), list(model.parameters())
@@ -146,7 +146,7 @@ def count_backbones(args) -> None:
         titles = 'inference', 'training: forward', 'backward', 'sum', 'of Swin-T', 'Python calls: inference', 'training'
         head(f'{side} pixels', *titles)
         peer = None
-        for name in (SWIN, *HOSTS):
+        for name in (SWIN, *BACKBONES):
             found = backbone_step(build(name), torch.randn(args.batch, 3, side, side))
             total = found['forward'] + found['backward']
             peer = peer or total

@@ -72,7 +72,7 @@ def _overloads(name: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def cuda_autocast():
-    """Autocast CPUs by the lists of CUDA within a context. Their own lists leave LayerNorm, softmax and sums in
+    """Context with the autocast lists of CUDA for CPUs. The lists of CPUs leave LayerNorm, softmax and sums in
     bfloat16."""
     rules = {_to_float32: TO_FLOAT32, _set_dtype: SETS_DTYPE, _promote: PROMOTES}
 
@@ -93,7 +93,7 @@ def cuda_autocast():
 
 
 def autocast() -> torch.autocast:
-    """bfloat16 for one forward pass: at its end PyTorch drops the weights that it has cast."""
+    """Return bfloat16 autocast for one forward pass; at its end PyTorch drops the cast weights."""
     return torch.autocast('cpu', torch.bfloat16)
 
 
@@ -121,7 +121,7 @@ TENSORS, BLOCKS, BLOCK = {1: 110, 2: 64, 3: 48, 4: 36}, 320, 65536
 
 
 def multi_tensor_launches(tensors: list[Tensor], lists: int) -> int:
-    """Launches of a foreach or fused kernel over ``lists`` lists of tensors of these sizes."""
+    """Count the launches of a foreach or fused kernel over ``lists`` lists of tensors of these sizes."""
     blocks = sum(math.ceil(x.numel() / BLOCK) for x in tensors)
     return max(math.ceil(len(tensors) / TENSORS[lists]), math.ceil(blocks / BLOCKS))
 
@@ -149,14 +149,14 @@ class Launches(TorchDispatchMode):
 
 
 def launches(function: Callable, *args) -> int:
-    """Launches of ``function(*args)``."""
+    """Count the kernel launches of ``function(*args)``."""
     with Launches() as counter:
         function(*args)
     return counter.count
 
 
 def python_calls(function: Callable, *args) -> int:
-    """Calls of Python functions during ``function(*args)``."""
+    """Count the calls of Python functions during ``function(*args)``."""
     count = 0
 
     def note(frame, event, arg):
@@ -194,8 +194,7 @@ def backbone_step(model: nn.Module, images: Tensor) -> dict[str, int]:
 
 
 def detector_step(model: nn.Module, data: dict) -> dict[str, int]:
-    """Launches of ``backbone`` and ``heads`` (neck, heads, losses) in a training step of a detector, without those of
-    the optimizer.
+    """Count the launches of ``backbone`` and ``heads`` (neck, heads, losses) in a training step without the optimizer.
 
     Args:
         model (nn.Module): Detector of MMDetection.
@@ -216,7 +215,7 @@ def detector_step(model: nn.Module, data: dict) -> dict[str, int]:
         return tuple(leaves)
 
     def nms(boxes, scores, iou_threshold, offset):
-        """CUDA's path of ``mmcv_ops``: CPUs have another one, of many operators."""
+        """Run the path of ``mmcv_ops`` for CUDA; that for CPUs has many operators."""
         return torchvision.ops.nms(torch.cat((boxes[:, :2], boxes[:, 2:] + offset), dim=1), scores, iou_threshold)
 
     model.train().zero_grad()
@@ -231,7 +230,7 @@ def detector_step(model: nn.Module, data: dict) -> dict[str, int]:
 
 
 def adamw_launches(optimizer: torch.optim.Optimizer) -> int:
-    """Launches of a step of AdamW on a GPU: one fused kernel a group, or eight foreach operators."""
+    """Count the launches of a step of AdamW on a GPU: one fused kernel per group, or eight foreach operators."""
     foreach = (1, 2, 1, 3, 2, 1, 1, 3)  # lists of mul_, lerp_, mul_, addcmul_, sqrt, div_, add_, addcdiv_
     if not isinstance(optimizer, torch.optim.AdamW):
         raise TypeError(f'optimizer={type(optimizer).__name__}: expected AdamW')
@@ -244,7 +243,7 @@ def adamw_launches(optimizer: torch.optim.Optimizer) -> int:
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
-HOSTS = {
+BACKBONES = {
     'RAVLT-T': dict(type='RAVLT', arch='tiny'),
     'RAVLT-T, fully linear': dict(type='RAVLT', arch='tiny', stage_attns=('rala',) * 4),
     'InLine-Swin-T': dict(type='LinearSwin', arch='inline-tiny'),
@@ -262,14 +261,14 @@ HOSTS = {
 
 
 def build(name: str, drop_path_rate: float = 0.0, shrink: int = 4) -> nn.Module:
-    """Build a backbone by its name in :data:`HOSTS`, or :data:`SWIN`, with widths divided by ``shrink``."""
+    """Build a backbone by its name in :data:`BACKBONES`, or :data:`SWIN`, with channels divided by ``shrink``."""
     if name == SWIN:
         from mmdet.models.backbones.swin import SwinTransformer
 
         return SwinTransformer(embed_dims=96 // shrink, drop_path_rate=drop_path_rate)
-    config = dict(HOSTS[name])
-    host = MODELS.get(config['type'])
-    arch = dict(host.arch_zoo[config.pop('arch')])
+    config = dict(BACKBONES[name])
+    kind = MODELS.get(config['type'])
+    arch = dict(kind.arch_zoo[config.pop('arch')])
     if config['type'] != 'LinearNextViT':  # whose groups of 32 channels want the published widths
         arch['embed_dims'] = tuple(dim // shrink for dim in arch['embed_dims'])
     return MODELS.build(dict(config, arch=arch, drop_path_rate=drop_path_rate))

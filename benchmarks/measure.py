@@ -27,8 +27,11 @@ MIB = 2**20
 def interleaved_times(
     calls: dict[str, Callable], repeats: int, device: str = 'cpu', clock: Callable = time.perf_counter
 ) -> dict[str, float]:
-    """Return the median seconds of each call. The calls take turns, so that a busy spell hits all of them.
-    ``clock=time.process_time`` leaves out other processes (for one thread)."""
+    """Return the median seconds of each call.
+
+    The calls take turns, so that load by other programs affects all of them. With one thread,
+    ``clock=time.process_time`` leaves out other programs.
+    """
     seconds = defaultdict(list)
     for call in calls.values():
         call()  # warm-up: kernels chosen, memory mapped
@@ -73,7 +76,7 @@ def synchronise(device: str) -> None:
 
 
 def matmul_call(device: str, dtype: torch.dtype, size: Optional[int] = None):
-    """Return a large matrix product and its multiply-adds: the yardstick of the machine."""
+    """Return a large matrix product and its multiply-adds, as a reference of the machine's speed."""
     size = size or (8192 if device == 'cuda' else 1536)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return (lambda: a @ b), size**3
@@ -88,7 +91,7 @@ RETURN_MEMORY = dict(MALLOC_MMAP_THRESHOLD_=str(2**16), MALLOC_TRIM_THRESHOLD_=s
 
 @contextmanager
 def fresh_process(environment: Optional[dict] = None) -> Iterator[Callable]:
-    """A new process with more environment variables. Yields a function that calls a module's function there."""
+    """Context with a new process and more environment variables; it yields a caller of functions in that process."""
     # a fork would inherit our memory, and malloc as it was configured
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn')) as pool:
 
@@ -107,7 +110,7 @@ def fresh_process(environment: Optional[dict] = None) -> Iterator[Callable]:
 
 
 def in_fresh_process(function: Callable, *arguments, environment: Optional[dict] = None):
-    """Result of a module's function, called in a new process with more environment variables."""
+    """Call a module's function in a new process with more environment variables, and return its result."""
     with fresh_process(environment) as call:
         return call(function, *arguments)
 
@@ -116,7 +119,7 @@ def in_fresh_process(function: Callable, *arguments, environment: Optional[dict]
 
 
 def _status(field: str) -> int:
-    """A field of /proc/self/status in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     for line in Path('/proc/self/status').read_text().splitlines():
         if line.startswith(field + ':'):
             return int(line.split()[1]) * 1024
@@ -148,7 +151,7 @@ def _rss_growth(prepare: Callable, arguments: tuple, threads: int) -> int:
 
 
 def peak_rss(prepare: Callable, arguments: tuple, threads: int) -> int:
-    """Largest growth of the resident memory during a call, in bytes, measured in a fresh process.
+    """Return the largest growth of the resident memory during a call in bytes, measured in a new process.
 
     Weights, inputs, code and thread stacks are there before and do not count. Outputs, temporaries, copies of
     weights and gradients do. malloc gives freed memory back at once: the amount it would keep varies by a fifth from
@@ -164,7 +167,7 @@ def peak_rss(prepare: Callable, arguments: tuple, threads: int) -> int:
 
 
 def peak_cuda(call: Callable) -> int:
-    """Largest growth of allocated CUDA memory during a call, in bytes."""
+    """Return the largest growth of allocated CUDA memory during a call in bytes."""
     call()
     gc.collect()
     torch.cuda.synchronize()
@@ -179,7 +182,7 @@ def peak_cuda(call: Callable) -> int:
 
 
 def multiply_adds(build: Callable[[], torch.nn.Module], *shape: int) -> int:
-    """Multiply-adds of matrix products, convolutions and attention in a forward pass.
+    """Count the multiply-adds of matrix products, convolutions and attention in a forward pass.
 
     Nothing is computed: only shapes pass through the model that ``build`` returns.
     """
@@ -213,7 +216,7 @@ def group_of(name: str, shapes: Optional[list]) -> str:
 
 
 def breakdown(call: Callable, device: str = 'cpu') -> dict[str, float]:
-    """Share of the time of each group of operations, largest first."""
+    """Return the fraction of the time of each group of operations, largest first."""
     activities = [ProfilerActivity.CPU]
     if device == 'cuda':
         activities.append(ProfilerActivity.CUDA)

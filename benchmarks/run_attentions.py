@@ -28,12 +28,12 @@ SIDES = (14, 28, 56, 112, 256)  # N = 196, 784, 3136, 12544, 65536
 
 
 def names() -> list[str]:
-    """Return every registered attention, the baseline first."""
+    """Return the names of all registered attentions, softmax first."""
     return sorted(TOKEN_MIXERS.module_dict, key=lambda name: (name != BASELINE, name))
 
 
 def calls(name: str, mode: str, side: int, dim: int, heads: int) -> tuple[Callable, Callable]:
-    """Return two functions: one makes inputs, anew for each run as mixers may overwrite them; one runs the mixer."""
+    """Return two functions. One makes inputs for each run, as mixers may overwrite them; the other runs the mixer."""
     torch.manual_seed(0)
     grid = Grid(side, side)
     mixer = TOKEN_MIXERS.module_dict[name](dim, heads, grid=grid[:2])
@@ -117,7 +117,7 @@ def report_times(report, args, mode: str, seconds: dict, memory: dict) -> None:
 
 
 def draw(path: Path, args, seconds: dict) -> None:
-    """Plot time by N of every attention with logarithmic axes, a panel a mode."""
+    """Plot the time of every attention over N with logarithmic axes, one panel per mode."""
     import matplotlib
 
     matplotlib.use('Agg')

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Export every host in every format, and run the files at other sizes than the export's.
+"""Export every backbone in every format, and run the files at other sizes than the export's.
 
     python benchmarks/run_graphs.py --results graphs.jsonl --out graphs.md
 
@@ -39,22 +39,22 @@ class Pyramid(nn.Module):
         self.extract_feat = backbone
 
 
-def build(host: str, mix: tuple) -> ExportableModel:
+def build(backbone: str, mix: tuple) -> ExportableModel:
     """Build a small model with one attention of ``mix`` per stage, or per block of DeiT."""
-    arch = dict(graphs.ARCHS[host])
+    arch = dict(graphs.ARCHS[backbone])
     options = dict(out_indices=(0, 1, 2, 3), stage_attns=mix)
-    if host == 'LinearDeiT':
+    if backbone == 'LinearDeiT':
         arch['depths'], options = (len(mix),), dict(out_type='featmap', stage_attns=(mix,))
-    elif host == 'LinearNextViT':
+    elif backbone == 'LinearNextViT':
         arch['depths'] = (1, 1, 2, 1)  # the second block of the third stage has the attention
     torch.manual_seed(0)
-    return ExportableModel(Pyramid(goldens.fill(MODELS.build(dict(type=host, arch=arch, **options)))))
+    return ExportableModel(Pyramid(goldens.fill(MODELS.build(dict(type=backbone, arch=arch, **options)))))
 
 
 @torch.no_grad()
-def measure(host: str, form: str, mix: tuple, folder: Path) -> dict:
+def measure(backbone: str, form: str, mix: tuple, folder: Path) -> dict:
     """Return the largest deviation of one graph."""
-    model, backend = build(host, mix), FORMATS[form]
+    model, backend = build(backbone, mix), FORMATS[form]
     torch.manual_seed(1)
     example = torch.randn(graphs.TRACED_AT[0], 3, *graphs.TRACED_AT[1:])
     images = [torch.randn(shape) for shape in [*SHAPES, ONE_PIXEL]]
@@ -76,11 +76,11 @@ def measure(host: str, form: str, mix: tuple, folder: Path) -> dict:
 
 def table(results: list[dict]) -> str:
     """Format the largest deviation over all mixes as a table."""
-    lines = ['| host | ' + ' | '.join(f'`{form}`' for form in FORMATS) + ' |', '| --- ' * (len(FORMATS) + 1) + '|']
-    for host in graphs.HOSTS:
+    lines = ['| backbone | ' + ' | '.join(f'`{form}`' for form in FORMATS) + ' |', '| --- ' * (len(FORMATS) + 1) + '|']
+    for backbone in graphs.HOSTS:
         cells = []
         for form in FORMATS:
-            found = [r for r in results if (r['host'], r['format']) == (host, form)]
+            found = [r for r in results if (r['backbone'], r['format']) == (backbone, form)]
             errors = [r['error'] for r in found if 'error' in r]
             if errors or not found:
                 cells.append(errors[0] if errors else '-')
@@ -89,7 +89,7 @@ def table(results: list[dict]) -> str:
             ones = [r['one_pixel'] for r in found]
             values += [one for one in ones if one != 'refused']
             cells.append(f'{max(values):.0e}' + ' (32x32 refused)' * ('refused' in ones))
-        lines.append(f'| `{host}` | ' + ' | '.join(cells) + ' |')
+        lines.append(f'| `{backbone}` | ' + ' | '.join(cells) + ' |')
     return '\n'.join(lines) + '\n'
 
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--results', type=Path, required=True, help='file of measurements; run again to resume')
     parser.add_argument('--out', type=Path, help='table to write')
-    parser.add_argument('--hosts', nargs='+', choices=graphs.HOSTS, default=graphs.HOSTS, metavar='HOST')
+    parser.add_argument('--backbones', nargs='+', choices=graphs.HOSTS, default=graphs.HOSTS, metavar='NAME')
     parser.add_argument('--formats', nargs='+', choices=list(FORMATS), default=list(FORMATS), metavar='FORMAT')
     mixes = graphs.one_a_stage()
     parser.add_argument('--mixes', nargs='+', type=int, default=range(len(mixes)), metavar='N', help='models to export')
@@ -105,17 +105,17 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = options.results.read_text().splitlines() if options.results.exists() else []
     results = [json.loads(line) for line in lines]
-    keys = ('host', 'format', 'mix')
+    keys = ('backbone', 'format', 'mix')
     done = {tuple(result[key] for key in keys) for result in results}
     for number in options.mixes:
         for form in options.formats:
-            for host in options.hosts:
-                case = dict(zip(keys, (host, form, '-'.join(mixes[number]))))
+            for backbone in options.backbones:
+                case = dict(zip(keys, (backbone, form, '-'.join(mixes[number]))))
                 if tuple(case.values()) in done:
                     continue
                 with TemporaryDirectory() as folder:
                     try:
-                        case.update(measure(host, form, mixes[number], Path(folder)))
+                        case.update(measure(backbone, form, mixes[number], Path(folder)))
                     except Exception as error:  # goes into the table
                         case['error'] = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
                 results.append(case)

@@ -3,12 +3,16 @@
 
     python benchmarks/run_linear.py --out linear_cpu.md
     python benchmarks/run_linear.py --only attention --tokens 16384
-    python benchmarks/run_linear.py --only training hosts --threads 1 --clock cpu  # on a shared machine
+    python benchmarks/run_linear.py --only training backbones --threads 1 --clock cpu  # on a shared machine
 
-Attentions against their equations written plainly (``literal_attention.py``), Swin with a linear attention against
-Swin with softmax in 7x7 windows, training steps against MMDetection's own Swin-T, and every host of the papers against
-itself in the reference backends (``MMLINATTN_OPS=reference``: one PyTorch operator after the other). All ratios are
-of one run, medians of interleaved repeats. See README.md in this folder.
+Parts of ``--only``:
+
+- attention, traffic: attentions against their equations (``reference_attention.py``);
+- models, growth: Swin with a linear attention against Swin with softmax in 7x7 windows;
+- training: training steps against MMDetection's own Swin-T;
+- backbones: every backbone of the papers against itself with ``MMLINATTN_OPS=reference``.
+
+All ratios are of one run, medians of interleaved repeats. See README.md in this folder.
 """
 
 import argparse
@@ -22,8 +26,8 @@ import torch.nn.functional as F
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-import literal_attention  # noqa: E402
 import measure  # noqa: E402
+import reference_attention  # noqa: E402
 from run_ravlt import Report, Target, compare, machine, mib, ms  # noqa: E402
 
 from mmlinattn import ops  # noqa: E402
@@ -35,7 +39,7 @@ MODELS = {
     'InLine-Swin-T, global': dict(arch='inline-tiny', window_size=None),
     'FLatten-Swin-T': dict(arch='flatten-tiny'),
 }
-HOSTS = {
+BACKBONES = {
     'InLine-Swin-T': (LinearSwin, 'inline-tiny'),
     'InLine-PVT-T': (LinearPVT, 'inline-tiny'),
     'InLine-CSWin-T': (LinearCSWin, 'inline-tiny'),
@@ -51,25 +55,25 @@ def by_head(x, heads):
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def inline(q, k, v, heads, literal):
-    if not literal:
+def inline(q, k, v, heads, reference):
+    if not reference:
         return ops.inline_attention(q, k, v, heads, HEAD_DIM**-0.5)
     parts = (by_head(t, heads) for t in (q, k, v))
-    return literal_attention.inline(*parts, HEAD_DIM**-0.5).transpose(1, 2).flatten(2)
+    return reference_attention.inline(*parts, HEAD_DIM**-0.5).transpose(1, 2).flatten(2)
 
 
-def focused(q, k, v, heads, literal):
+def focused(q, k, v, heads, reference):
     scale = q.new_zeros(q.shape[-1])
-    if literal:
-        return literal_attention.focused(q, k, v, scale, POWER, heads)
+    if reference:
+        return reference_attention.focused(q, k, v, scale, POWER, heads)
     return ops.focused_attention(q, k, v, heads, 1 / F.softplus(scale), POWER)
 
 
 ATTENTIONS = dict(inline=inline, focused=focused)
 
 
-def attention_calls(name, literal, train, tokens, heads):
-    """The attention on a few tokens, and on ``tokens``; q, k and v are slices of one projection."""
+def attention_calls(name, reference, train, tokens, heads):
+    """Return calls of an attention on a few tokens and on ``tokens``; q, k and v are slices of one projection."""
 
     def at(tokens):
         qkv = torch.randn(1, tokens, 3 * heads * HEAD_DIM, requires_grad=train)
@@ -78,7 +82,7 @@ def attention_calls(name, literal, train, tokens, heads):
         def call():
             with torch.set_grad_enabled(train):
                 parts = qkv.chunk(3, dim=-1)
-                out = ATTENTIONS[name](*parts, heads, literal)
+                out = ATTENTIONS[name](*parts, heads, reference)
             if train:
                 qkv.grad = None
                 out.backward(probe)
@@ -90,29 +94,29 @@ def attention_calls(name, literal, train, tokens, heads):
 
 def run_attention(args, report):
     report.add('', f'### Attention, N = {args.tokens}, d = {HEAD_DIM}, {args.heads} heads, batch 1')
-    report.table('', 'ours', 'literal', 'ratio', 'target', 'met')
+    report.table('', 'ours', 'reference', 'ratio', 'target', 'met')
     for name in ATTENTIONS:
         for train in (False, True):
             title = f'{name}, ' + ('forward + backward' if train else 'forward')
-            cases = [(name, literal, train, args.tokens, args.heads) for literal in (False, True)]
+            cases = [(name, reference, train, args.tokens, args.heads) for reference in (False, True)]
             times = measure.interleaved_times(
                 {str(i): attention_calls(*case)[1] for i, case in enumerate(cases)}, args.repeats
             )
             compare(report, f'time, {title}', times['0'], times['1'], ms, Target(1.5, True))
-            ours, literal = (measure.peak_rss(attention_calls, case, args.threads) for case in cases)
-            compare(report, f'peak extra memory, {title}', ours, literal, mib, Target(0.5, False))
+            ours, reference = (measure.peak_rss(attention_calls, case, args.threads) for case in cases)
+            compare(report, f'peak extra memory, {title}', ours, reference, mib, Target(0.5, False))
 
 
 def run_traffic(args, report):
-    """Time of focused attention, beside that of reading q, k and v once and writing the result."""
+    """Time focused attention beside one pass that reads q, k and v and writes the result."""
     width = args.heads * HEAD_DIM
     qkv = torch.randn(1, args.map_tokens, 3 * width).chunk(3, dim=-1)
     with torch.no_grad():
         times = measure.interleaved_times(
             {
                 'q + k * v (three reads, one write: the ideal)': lambda: torch.addcmul(*qkv),
-                'ours': lambda: focused(*qkv, args.heads, literal=False),
-                'literal': lambda: focused(*qkv, args.heads, literal=True),
+                'ours': lambda: focused(*qkv, args.heads, reference=False),
+                'reference': lambda: focused(*qkv, args.heads, reference=True),
             },
             args.repeats,
         )
@@ -150,7 +154,7 @@ def run_models(args, report):
 
 
 def training_step(model, x):
-    """Forward and backward, gradients freed before."""
+    """Return a call that frees gradients, then runs forward and backward pass."""
     model.train()
 
     def call():
@@ -182,15 +186,16 @@ def run_training(args, report):
         report.row(name, ms(seconds), f'{seconds / theirs:.2f}x')
 
 
-def run_hosts(args, report):
-    """Each host in its fast backends against itself in the plain ones, weights and all."""
-    batch, side = args.batch, args.host_side
-    report.add('', f'### Hosts at {batch} x {side}x{side} against their references')
-    report.table('', 'forward', 'plain', 'ratio (goal 1.5)', 'forward + backward', 'plain', 'ratio (goal 1.3)')
+def run_backbones(args, report):
+    """Compare each backbone with itself under ``ops.use('reference')``."""
+    batch, side = args.batch, args.backbone_side
+    report.add('', f'### Backbones at {batch} x {side}x{side} against the reference implementations of their ops')
+    columns = ('reference', 'ratio (goal 1.5)', 'forward + backward', 'reference', 'ratio (goal 1.3)')
+    report.table('', 'forward', *columns)
     x = torch.randn(batch, 3, side, side)
-    for name, (host, arch) in HOSTS.items():
+    for name, (backbone, arch) in BACKBONES.items():
         torch.manual_seed(0)
-        model = host(arch, drop_path_rate=0.0)
+        model = backbone(arch, drop_path_rate=0.0)
         cells = []
         for step in (inference, training_step):
             call = step(model, x)
@@ -233,7 +238,7 @@ PARTS = dict(
     models=run_models,
     growth=run_growth,
     training=run_training,
-    hosts=run_hosts,
+    backbones=run_backbones,
 )
 
 
@@ -248,10 +253,10 @@ def main(argv=None) -> None:
     parser.add_argument('--size', nargs=2, type=int, default=(800, 1216), metavar=('H', 'W'))
     parser.add_argument('--sides', nargs='+', type=int, default=[448, 896, 1344], help='square images, ascending')
     parser.add_argument('--train-side', type=int, default=640, help='image of the training part')
-    parser.add_argument('--host-side', type=int, default=224, help='image of the hosts part')
-    parser.add_argument('--batch', type=int, default=8, help='images of the hosts part')
+    parser.add_argument('--backbone-side', type=int, default=224, help='side of the images of the backbones part')
+    parser.add_argument('--batch', type=int, default=8, help='batch size of the backbones part')
     parser.add_argument(
-        '--clock', choices=tuple(CLOCKS), default='wall', help='of training and hosts; cpu for a busy machine'
+        '--clock', choices=tuple(CLOCKS), default='wall', help='of training and backbones; cpu for a busy machine'
     )
     parser.add_argument('--out', type=Path, help='write the tables to this markdown file as well')
     args = parser.parse_args(argv)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Speed and memory of RAVLT against its equations written plainly (``literal_ravlt.py``).
+"""Speed and memory of RAVLT against a reference implementation of its equations (``reference_ravlt.py``).
 
     python benchmarks/run_ravlt.py --out ravlt_cpu.md
     python benchmarks/run_ravlt.py --device cuda --out ravlt_cuda.md
@@ -21,8 +21,8 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-import literal_ravlt  # noqa: E402
 import measure  # noqa: E402
+import reference_ravlt  # noqa: E402
 
 from mmlinattn.backbones import RAVLT  # noqa: E402
 
@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
     Attributes:
         attns: ``hybrid`` (the released model), ``linear`` or ``softmax`` in all stages.
-        form: ``ours``, ``literal``, ``deploy`` or ``compiled``.
+        form: ``ours``, ``reference``, ``deploy`` or ``compiled``.
         mode: ``forward`` (inference) or ``train`` (forward and backward).
         size: height and width of the images.
     """
@@ -60,8 +60,8 @@ def calls(case: Case) -> tuple[Callable, Callable]:
     model.train(case.mode == 'train').to(case.device)
     if case.form == 'deploy':
         model.switch_to_deploy()
-    if case.form == 'literal':
-        forward = lambda x: literal_ravlt.forward(model, x)  # noqa: E731
+    if case.form == 'reference':
+        forward = lambda x: reference_ravlt.forward(model, x)  # noqa: E731
     elif case.form == 'compiled':
         # static shapes: each case has one size, and inductor's dynamic ones cost speed
         forward = torch.compile(model, fullgraph=case.mode == 'forward', dynamic=False)
@@ -148,8 +148,8 @@ def run_cpu(args, report: Report) -> None:
     shared = dict(arch=args.arch, batch=args.batch)
     big, train = tuple(args.forward_size), tuple(args.train_size)
     pairs = {
-        'forward': [Case('hybrid', form, 'forward', big, **shared) for form in ('ours', 'literal')],
-        'train': [Case('hybrid', form, 'train', train, **shared) for form in ('ours', 'literal')],
+        'forward': [Case('hybrid', form, 'forward', big, **shared) for form in ('ours', 'reference')],
+        'train': [Case('hybrid', form, 'train', train, **shared) for form in ('ours', 'reference')],
     }
     low, high = ((side, side) for side in args.linear_sizes)
     growth = [Case('linear', 'ours', 'forward', size, **shared) for size in (high, low)]
@@ -170,7 +170,7 @@ def run_cpu(args, report: Report) -> None:
     }
     wanted = [name for name in ('forward', 'train', 'linear') if name in args.cases]
     if {'time', 'memory'} & set(args.only):
-        report.table('', 'ours', 'literal (or the smaller image)', 'ratio', 'target', 'met')
+        report.table('', 'ours', 'reference (or the smaller image)', 'ratio', 'target', 'met')
     if 'time' in args.only:
         for name in wanted:
             cases = growth if name == 'linear' else pairs[name]
@@ -184,12 +184,12 @@ def run_cpu(args, report: Report) -> None:
             target = targets[name, 'memory']
             compare(report, f'peak extra memory, {names[name]}', ours, other, mib, target)
     if 'work' in args.only:
-        forms = [('hybrid', 'ours'), ('hybrid', 'deploy'), ('linear', 'ours'), ('hybrid', 'literal')]
+        forms = [('hybrid', 'ours'), ('hybrid', 'deploy'), ('linear', 'ours'), ('hybrid', 'reference')]
         work(args, report, [Case(a, form, 'forward', big, **shared) for a, form in forms])
 
 
 def work(args, report: Report, cases: list[Case]) -> None:
-    """Report the reached share of the machine's matrix-product rate, and the share of each kind of operator."""
+    """Report the fraction of the machine's matrix-product rate, and the time of each kind of operator."""
     device = cases[0].device
     product, product_work = measure.matmul_call(device, getattr(torch, cases[0].dtype))
     runs = {case.title(): calls(case)[1] for case in cases}
@@ -225,10 +225,11 @@ def run_cuda(args, report: Report) -> None:
         size = sizes[mode]
         for dtype in args.dtypes:
             cases = [
-                Case(attns, form, mode, size, dtype=dtype, **shared) for attns, form in [('hybrid', 'literal'), *forms]
+                Case(attns, form, mode, size, dtype=dtype, **shared)
+                for attns, form in [('hybrid', 'reference'), *forms]
             ]
             report.add('', f'### {mode}, {dtype}, batch {args.batch}, {size[0]}x{size[1]}')
-            report.table('', 'time', 'against literal', 'against softmax', 'peak extra memory')
+            report.table('', 'time', 'against reference', 'against softmax', 'peak extra memory')
             runs = {}
             for case in cases:
                 late = time.monotonic() - started > 60 * args.max_minutes
@@ -239,13 +240,13 @@ def run_cuda(args, report: Report) -> None:
             for _ in range(3):
                 measure.interleaved_times(runs, 1, 'cuda')
             times = measure.interleaved_times(runs, args.repeats, 'cuda')
-            literal = times[cases[0]]
+            reference = times[cases[0]]
             for case in runs:
                 softmax = times.get(case._replace(attns='softmax'))
                 report.row(
                     case.title(),
                     ms(times[case]),
-                    f'{literal / times[case]:.2f}x',
+                    f'{reference / times[case]:.2f}x',
                     f'{softmax / times[case]:.2f}x' if softmax else '',
                     f'{mib(used[case])} ({used[case] / used[cases[0]]:.2f}x)',
                 )
@@ -255,7 +256,7 @@ def run_cuda(args, report: Report) -> None:
             del runs
             torch.cuda.empty_cache()
     if 'work' in args.only:
-        forms = [('hybrid', 'ours'), ('linear', 'ours'), ('softmax', 'ours'), ('hybrid', 'literal')]
+        forms = [('hybrid', 'ours'), ('linear', 'ours'), ('softmax', 'ours'), ('hybrid', 'reference')]
         cases = [Case(a, form, 'forward', sizes['forward'], dtype=args.dtypes[0], **shared) for a, form in forms]
         work(args, report, cases)
 

@@ -47,8 +47,8 @@ class Model(NamedTuple):
 
     Attributes:
         build: Constructor.
-        colour: One for a host.
-        line: Solid for linear attention, dashed for softmax over whole maps, dotted for other softmax models.
+        colour: Colour of the backbone.
+        line: Solid for linear attention, dashed for global softmax attention, dotted for other softmax models.
     """
 
     build: Callable
@@ -155,7 +155,7 @@ def next_cost(points: list[Point], side: int, field: str) -> Optional[float]:
 
 
 def too_much(points: list[Point], side: int, args) -> Optional[str]:
-    """Return the reason to leave a size out, or None."""
+    """Return the reason to skip a size, or None."""
     memory = next_cost(points, side, 'bytes')
     late = next_cost(points, side, 'seconds' if 'time' in args.only else 'spent')
     limit = min(args.max_gib, available_gib() - 2)
@@ -189,7 +189,7 @@ def measured(name: str, point: Point, late: Optional[float], args, in_process: C
 
 
 def load(path: Optional[Path]) -> dict[str, list[Point]]:
-    """Points of earlier runs by model, sides ascending."""
+    """Return the points of earlier runs by model, in ascending order of sides."""
     if path is None or not path.exists():
         return {}
     kept = json.loads(path.read_text(encoding='utf-8'))
@@ -210,7 +210,7 @@ def save(path: Optional[Path], found: dict[str, list[Point]]) -> None:
 def run(args, in_process: Callable) -> tuple[dict[str, list[Point]], dict[str, tuple[int, str]]]:
     """Return the points of each model, and the size and reason of an early end.
 
-    All models at one size, then at the next: an interrupted run has points of every model.
+    All models are measured at one size, then at the next, so that an interrupted run has points of every model.
     """
     found, ends = load(args.results), {}
     for side in sorted(args.sides):

@@ -49,7 +49,7 @@ def main() -> None:
     from rich.progress import Progress
 
     from mmlinattn.tooling.command_line import clean_end, one_line_errors
-    from mmlinattn.tooling.datasets import CLASSES, DatasetSpec, write_dataset
+    from mmlinattn.tooling.datasets import CLASSES, DatasetSpec, SettingError, write_dataset
     from mmlinattn.utils.errors import RunError
 
     with clean_end(), one_line_errors():
@@ -58,9 +58,8 @@ def main() -> None:
             with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
                 task = progress.add_task(f'{args.format} shapes', total=args.num_train + args.num_val)
                 written = write_dataset(args.out, spec, lambda: progress.advance(task))
-        except ValueError as error:
-            name, _, rest = str(error).partition(' ')  # these messages start with the argument's name
-            raise RunError(f'--{name.replace("_", "-")} {rest}') from error
+        except SettingError as error:
+            raise RunError(f'--{error.name.replace("_", "-")} {error.rule}') from error
         except OSError as error:
             raise RunError(f'OUT {str(args.out)!r} cannot be written: {error}') from error
         state = 'wrote' if written else 'already there, unchanged:'

@@ -76,9 +76,13 @@ class Fit(NamedTuple):
             )
 
     def __str__(self) -> str:
-        parts = [f'left out for its shape: {", ".join(listed(self.mismatched))}'] * bool(self.mismatched)
-        parts += [f'{len(self.missing)} parameters not in the file: {some(self.missing)}'] * bool(self.missing)
-        parts += [f'{len(self.unexpected)} weights not in the model: {some(self.unexpected)}'] * bool(self.unexpected)
+        parts = []
+        if self.mismatched:
+            parts.append(f'left out for its shape: {", ".join(listed(self.mismatched))}')
+        if self.missing:
+            parts.append(f'{len(self.missing)} parameters not in the file: {some(self.missing)}')
+        if self.unexpected:
+            parts.append(f'{len(self.unexpected)} weights not in the model: {some(self.unexpected)}')
         return f'the checkpoint does not fit the model; {"; ".join(parts)}. '
 
 
@@ -104,13 +108,11 @@ def compare(model: nn.Module, state: Mapping[str, Tensor]) -> Fit:
     with before_loading(model, take):
         result = model.load_state_dict(state, strict=False)
     unexpected = list(getattr(result, 'unexpected_keys', ()))
-    parts = {
-        f'{name}.' * bool(name): part for name, part in model.named_modules() if hasattr(type(part), 'ignorable_keys')
-    }
+    parts = [entry for entry in named_prefixes(model) if hasattr(type(entry[1]), 'ignorable_keys')]
     ignored = [
         key
         for key in unexpected
-        if any(key.startswith(start) and part.ignorable_keys(key[len(start) :]) for start, part in parts.items())
+        if any(key.startswith(prefix) and part.ignorable_keys(key[len(prefix) :]) for prefix, part in parts)
     ]
     not_real, mismatched, weights = {}, {}, {}
     for key, value in given.items():
@@ -144,13 +146,12 @@ def needed(model: nn.Module, fit: Fit, left_out: tuple[str, ...] = ()) -> Fit:
         left_out (tuple[str, ...]): Prefixes of keys that may be missing or differ.
     """
     weights = trained_weights(model)
-    backbones: tuple[str, ...] = ()
-    initialised: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        start = f'{name}.' * bool(name)
-        backbones += (start,) * hasattr(type(module), 'ignorable_keys')
-        is_given = getattr(module, 'is_init', False) and is_pretrained(getattr(module, 'init_cfg', None))
-        initialised += (start,) * is_given
+    backbones = tuple(prefix for prefix, part in named_prefixes(model) if hasattr(type(part), 'ignorable_keys'))
+    initialised = tuple(
+        prefix
+        for prefix, part in named_prefixes(model)
+        if getattr(part, 'is_init', False) and is_pretrained(getattr(part, 'init_cfg', None))
+    )
     fit = fit.only(lambda key: not key.startswith(left_out))
     return fit._replace(
         missing=[
@@ -160,6 +161,11 @@ def needed(model: nn.Module, fit: Fit, left_out: tuple[str, ...] = ()) -> Fit:
         ],
         unexpected=[key for key in fit.unexpected if key.startswith(backbones)],
     )
+
+
+def named_prefixes(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return (prefix of its keys, module) for a model and its submodules; the model's own prefix is ''."""
+    return [(f'{name}.' if name else '', module) for name, module in model.named_modules()]
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Load a checkpoint in any supported layout, as pretrained weights of a backbone or as a whole trained model.
+"""Load a released checkpoint or one of this project, as pretrained weights of a backbone or as a whole trained model.
 
 A model counts as trained if a checkpoint holds all its parameters. Adapters such as LoRA do not save frozen parameters;
 these may come from the ``init_cfg`` used in training.
@@ -169,7 +169,7 @@ def trained_model(
 
     Args:
         cfg (Config): Config of a detector, segmentor or classifier.
-        source (str): A file, URL or ``mmlinattn://NAME``, in a released layout or in that of this project.
+        source (str): A file, URL or ``mmlinattn://NAME``, with released keys or those of this project.
         part (str): Prefix of the keys that the checkpoint has to provide. Defaults to all keys; auxiliary heads may
             always be missing.
         name (str): Name of the config, for messages.
@@ -202,11 +202,11 @@ def trained_model(
         unexpected=[key for key in fit.unexpected if key.partition('.')[0] in own_parts],
         missing=missing,
     )
-    fault = next((f'; {kind}: {some(keys)}' for kind, keys in problems.items() if keys), '')
-    if not fault and not any(map(counts, fit.weights)):
-        fault = f'; it has {some(state_dict_of(checkpoint, source))}'
-    if fault:
-        raise RunError(f'checkpoint {source!r} does not fit the model of {name}{fault}.')
+    reasons = [f'{kind}: {some(keys)}' for kind, keys in problems.items() if keys]
+    if not reasons and not any(map(counts, fit.weights)):
+        reasons = [f'it has {some(state_dict_of(checkpoint, source))}']
+    if reasons:
+        raise RunError(f'checkpoint {source!r} does not fit the model of {name}; {reasons[0]}.')
     try:
         fit.check_values()
     except RunError as error:

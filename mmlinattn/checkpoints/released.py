@@ -3,7 +3,7 @@
 
 ``released_checkpoints.csv`` lists them with their links. A name is one of:
 
-- the stem of a config of this project: the whole model (detector ``ravlt_b_cascade_3x``, classifier ``ravlt_b_in1k``);
+- a config name of this project: the whole model (detector ``ravlt_b_cascade_3x``, classifier ``ravlt_b_in1k``);
 - a backbone: its ImageNet weights, without classifier (``ravlt_b``).
 """
 
@@ -51,11 +51,11 @@ def released_checkpoints() -> dict[str, Released]:
     table = {}
     with open(_TABLE, newline='') as file:
         for row in csv.DictReader(file):
-            stem, link = row['config'], row['link']
-            backbone = stem.removesuffix('_in1k')
+            config_name, link = row['config'], row['link']
+            backbone = config_name.removesuffix('_in1k')
             file_name = os.path.basename(urlsplit(link).path) or f'{backbone}.pth'
-            for name in dict.fromkeys((backbone, stem)):
-                table[name] = Released(name, link, file_name, bare=name != stem)
+            for name in dict.fromkeys((backbone, config_name)):
+                table[name] = Released(name, link, file_name, bare=name != config_name)
     return table
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..utils.errors import CheckpointError
 from .fit import some
-from .layouts import find_layout
+from .key_mappings import find_key_mapping
 from .safe import STATE_KEYS
 
 # prefixes of all parts of an OpenMMLab model other than its backbone
@@ -63,8 +63,8 @@ def backbone_state(
     """Split a checkpoint into backbone weights, head weights and keys dropped on purpose.
 
     Args:
-        checkpoint (dict): A released file of a known layout or a file of this project; it holds a backbone, or a whole
-            model with a ``backbone.`` part.
+        checkpoint (dict): A file of this project, or a released one with a known key mapping. It holds a backbone, or a
+            whole model with a ``backbone.`` part.
         source (str): Path or address of the checkpoint, for messages.
         prefix (str, optional): Prefix of the weights to take. Defaults to ``backbone.`` if the file has such keys, and
             to no prefix otherwise.
@@ -78,9 +78,9 @@ def backbone_state(
     if not part and prefix and prefix.rstrip('.') != 'backbone':
         raise CheckpointError(f'{source} holds nothing under prefix {prefix!r}; its keys are like {some(state)}')
     state = part or state
-    layout = find_layout(state)
-    if layout is not None:
-        return layout.convert(state)
+    mapping = find_key_mapping(state)
+    if mapping is not None:
+        return mapping.convert(state)
     head = {key: value for key, value in state.items() if key.startswith(_HEADS)}
     return {key: value for key, value in state.items() if key not in head}, head, []
 

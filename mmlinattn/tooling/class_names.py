@@ -37,8 +37,7 @@ def num_classes(cfg: Config) -> int:
 
 
 def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional[list[str]]:
-    """Return the class name of each label: from the checkpoint, the test data set's config, or the data set's class, in
-    order.
+    """Return the class name of each label: from the checkpoint, the config of the test data set, or its class.
 
     Args:
         cfg (Config): Config of a detector, segmentor or classifier.
@@ -46,7 +45,7 @@ def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional
 
     Returns:
         list[str] | None: One name for each class. None if no names are known, or if their number differs from that of
-        the head, as in data sets that borrow another's class.
+        the head, as in a config of own data with ``CocoDataset``.
     """
     expected = num_classes(cfg)
     meta = checkpoint_meta if isinstance(checkpoint_meta, dict) else {}
@@ -59,6 +58,7 @@ def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional
 
 
 def _of_data(cfg: Config) -> tuple:
+    """Return three candidates for the class names of the test data set; None for those that it lacks."""
     _, dataset = next(dataset_configs(cfg, 'test_dataloader'), ('', {}))
     known: Any = {}
     if dataset.get('type'):

@@ -1,6 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Console output of the tools: keep configuration dumps and deprecation warnings of upstream libraries in the log
-file."""
+"""Hide configuration dumps and deprecation warnings of upstream libraries on the console; the log file has them."""
 
 import logging
 import sys
@@ -8,7 +7,7 @@ import warnings
 
 from mmengine.logging import MMLogger
 
-# beginnings of MMEngine's records that are shown in the log file only
+# beginnings of MMEngine's messages for the log file only; its records have no other identification
 HIDDEN = (
     '\n----',  # system environment
     'Config:',
@@ -29,7 +28,7 @@ HIDDEN = (
     'Failed to import `None.registry`',
     'Failed to add None',
 )
-# UserWarnings that announce deprecations of dependencies, or say that a default is the default
+# warnings of dependencies about deprecations or their own defaults
 WARNINGS = (
     '(?is).*deprecat',
     'torch.meshgrid',
@@ -70,5 +69,5 @@ def quiet_upstream() -> None:
         from pycocotools import coco, cocoeval
     except ImportError:  # of detectors only
         return
-    for module in (coco, cocoeval):  # 24 lines an evaluation; the metrics are in the log and in the table
+    for module in (coco, cocoeval):  # 24 lines per evaluation; the log has the metrics
         module.print = lambda *args, **kwargs: None

@@ -19,8 +19,8 @@ from .class_names import dataset_configs
 def image_channels(cfg: Config) -> int:
     """Return the number of image channels that the model of a config takes.
 
-    It is ``in_channels`` of the backbone (also inside an adapter), the default of the backbone's class, the number of
-    means of the data preprocessor, or 3: the first of these that is known.
+    It is the first of these: ``in_channels`` of the backbone (also inside an adapter), the default of the backbone's
+    class, the number of means of the data preprocessor, 3.
     """
     backbone = (cfg.get('model') or {}).get('backbone') or {}
     while isinstance(backbone.get('module'), dict):
@@ -29,22 +29,24 @@ def image_channels(cfg: Config) -> int:
     if channels is None and kind:
         with MODELS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
             kind = registry.get(kind) if isinstance(kind, str) else kind
-        # the class itself, or a base class that takes its keywords
+        # the class itself, or a base class that gets its keywords
         signatures = (inspect.signature(each.__init__).parameters for each in getattr(kind, '__mro__', ()))
         channels = next((each['in_channels'].default for each in signatures if 'in_channels' in each), None)
     mean = preprocessor(cfg).get('mean')
-    return channels if isinstance(channels, int) else len(mean) if isinstance(mean, (list, tuple)) and mean else 3
+    if isinstance(channels, int):
+        return channels
+    return len(mean) if isinstance(mean, (list, tuple)) and mean else 3
 
 
 def preprocessor(cfg: Config) -> dict:
-    """Return the settings of the data preprocessor, which MMPretrain configs have beside the model."""
-    return cfg.get('model', {}).get('data_preprocessor') or cfg.get('data_preprocessor') or {}
+    """Return the config of the data preprocessor. MMPretrain configs have it beside the model."""
+    return (cfg.get('model') or {}).get('data_preprocessor') or cfg.get('data_preprocessor') or {}
 
 
 def test_pipeline(cfg: Config) -> list[dict]:
     """Return the transforms of the test data except those for annotations; [] without test data."""
     pipelines = (data.get('pipeline') for _, data in dataset_configs(cfg, 'test_dataloader'))
-    steps: list = next(filter(None, pipelines), [])
+    steps: list = next((steps for steps in pipelines if steps), [])
     return [step for step in steps if not bare_name(step['type']).endswith('Annotations')]
 
 
@@ -66,7 +68,7 @@ def is_8_bit(cfg: Config) -> bool:
 
 
 def transforms(cfg: Config) -> list[dict]:
-    """Return the transforms of the test data that follow the loading of the image.
+    """Return the transforms of the test pipeline after those that load the image.
 
     Raises:
         RunError: The config has no test pipeline.
@@ -77,7 +79,7 @@ def transforms(cfg: Config) -> list[dict]:
 
 
 def read_picture(path: str, cfg: Optional[Config] = None) -> np.ndarray:
-    """Read an image as the test pipeline does: (H, W, C), or (H, W) if it has one channel.
+    """Read an image by the test pipeline of a config: (H, W, C), or (H, W) for one channel.
 
     Without config, return (H, W, 3) uint8 BGR.
 
@@ -99,7 +101,7 @@ def read_picture(path: str, cfg: Optional[Config] = None) -> np.ndarray:
 
 
 def test_size(cfg: Config) -> Optional[tuple[int, int]]:
-    """Return height and width after test pipeline and padding by the model, or None if they depend on the image."""
+    """Return height and width after the test pipeline and the model's padding; None if they depend on the image."""
     size: Any = None
     for step in test_pipeline(cfg):
         kind = bare_name(step['type'])
@@ -109,14 +111,14 @@ def test_size(cfg: Config) -> Optional[tuple[int, int]]:
             size = None if step.get('keep_ratio') else step['scale']
     if size is None:
         return None
-    width, height = (size, size) if isinstance(size, int) else size  # as MMCV has them
+    width, height = (size, size) if isinstance(size, int) else size  # MMCV's order
     given = preprocessor(cfg)
     divisor = given.get('pad_size_divisor') or (given.get('test_cfg') or {}).get('size_divisor') or 1
     return -(-height // divisor) * divisor, -(-width // divisor) * divisor
 
 
 def resizing(cfg: Config) -> dict:
-    """Return the resizing of the test pipeline as a dict that JSON can store.
+    """Return the resizing of the test pipeline as a dict for JSON.
 
     Returns:
         dict: ``resize``, the arguments of the last step that resizes (``scale`` is width and height, or one side), and

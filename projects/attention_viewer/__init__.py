@@ -1,2 +1,2 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Interactive page of attention maps."""
+"""Web page of attention maps for clicked pixels."""

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Attention maps of the page."""
+"""Compute and draw the attention maps of the page."""
 
 import functools
 from typing import NamedTuple
@@ -14,19 +14,19 @@ from mmlinattn.tooling.analysis.capture import BlockCall, watched
 from mmlinattn.tooling.analysis.pictures import MAX_HEADS, collect_query, evenly_spaced, overlay
 from mmlinattn.utils.errors import RunError
 
-LONGEST, THUMB = 1024, 132
+LONGEST, THUMB = 1024, 132  # pixels: longer side of an image, width of a drawn attention map
 
 
 class ForwardPass(NamedTuple):
     """Image and attention calls of a forward pass."""
 
-    picture: loading.Picture  # input of the network
-    scale: tuple[float, float]  # prepared over uploaded pixels: width, height
-    blocks: list[BlockCall]
+    picture: loading.Picture  # preprocessed image
+    scale: tuple[float, float]  # (horizontal, vertical) factors from pixels of the upload to those of the image
+    blocks: list[BlockCall]  # attention calls, from input to output
 
 
 class AttentionViewer:
-    """Attention maps of a model.
+    """Attention maps of a model for uploaded images; the last two forward passes are cached.
 
     Args:
         cfg (Config): Detector, segmentor or classifier.
@@ -61,10 +61,13 @@ class AttentionViewer:
         return ForwardPass(picture, scale, blocks)
 
     def maps(self, forward: ForwardPass, x: float, y: float, local: bool = False) -> np.ndarray:
-        """Return the attention maps of the token at an uploaded pixel as one image: a row a block, a column a head.
+        """Draw the attention maps of the token at column ``x`` and row ``y`` in pixels of the upload.
+
+        Returns:
+            ndarray: (h, w, 3) uint8 RGB, with one row per block and one column per head.
 
         Raises:
-            RunError: The pipeline crops that pixel away.
+            RunError: The test pipeline crops that pixel away, or the keys of all blocks lie on no grid.
         """
         column, row = forward.picture.to_shown(x * forward.scale[0], y * forward.scale[1])
         with torch.no_grad():
@@ -77,14 +80,17 @@ class AttentionViewer:
 
 
 def resized(image: np.ndarray, longest: int) -> np.ndarray:
-    """Shrink an image so that its longer side is at most ``longest``; the other keeps at least a pixel."""
+    """Shrink an image (H, W, 3) so that its longer side is at most ``longest`` pixels, and the other at least one."""
     scale = longest / max(image.shape[:2])
     height, width = (max(1, round(side * scale)) for side in image.shape[:2])
     return image if scale >= 1 else cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
 
 
 def mosaic(found: list, picture: loading.Picture, x: int, y: int) -> np.ndarray:
-    """Draw the maps of all blocks and heads, (h, w, 3) uint8 RGB; with OpenCV, which is fast."""
+    """Draw the attention maps of all blocks and heads by OpenCV, faster than Matplotlib: (h, w, 3) uint8 RGB.
+
+    The token is at column ``x`` and row ``y`` in pixels of ``picture.shown``.
+    """
     columns = 1 + max(min(len(maps.maps), MAX_HEADS) for maps in found)
     height = max(24, round(THUMB * picture.shown.shape[0] / picture.shown.shape[1]))
     label, head_line, gap, above = 150, 16, 4, 40  # space for the title of the page

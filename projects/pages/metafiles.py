@@ -52,23 +52,23 @@ FAMILIES = {
 }
 
 
-def family_of(stem: str) -> tuple[str, str]:
+def family_of(config_name: str) -> tuple[str, str]:
     """Return the folder of a config's metafile and its collection.
 
     Raises:
-        SystemExit: If ``stem`` begins with neither a family nor a registered attention.
+        SystemExit: If ``config_name`` begins with neither a family nor a registered attention.
     """
-    family = stem.split('_')[0]
+    family = config_name.split('_')[0]
     if family in FAMILIES:
         return FAMILIES[family]
     if family in TOKEN_MIXERS.module_dict:
         return 'compared', COMPARED
     known = ', '.join([*FAMILIES, *sorted(TOKEN_MIXERS.module_dict)])
-    raise SystemExit(f'error: config {stem!r} begins with {family!r}: expected one of ({known})')
+    raise SystemExit(f'error: config {config_name!r} begins with {family!r}: expected one of ({known})')
 
 
 def find_configs(root: Path) -> list:
-    """Return every config as ``task/stem``."""
+    """Return every config as ``task/config_name``."""
     return [f'{task}/{path.stem}' for task in TASKS for path in sorted((root / 'configs' / task).glob('*.py'))]
 
 
@@ -88,10 +88,10 @@ def results(row: Row) -> list:
 
 def entry(name: str, collection: str, row: Row = None) -> dict:
     """Return the entry of a config under ``Models``; ``row`` is None for unpublished models."""
-    task, stem = name.split('/')
-    model = {'Name': stem, 'In Collection': collection, 'Config': f'configs/{name}.py'}
+    task, config_name = name.split('/')
+    model = {'Name': config_name, 'In Collection': collection, 'Config': f'configs/{name}.py'}
     if row is None:
-        data = 'synthetic shapes' if 'shapes' in stem else TASKS[task]
+        data = 'synthetic shapes' if 'shapes' in config_name else TASKS[task]
         return {**model, 'Metadata': {'Training Data': data}}
     metadata = {'Training Data': TASKS[task], 'Metrics Source': f'published in {row.source}; not retrained here'}
     params = row.released_params or row.params
@@ -105,7 +105,7 @@ def entry(name: str, collection: str, row: Row = None) -> dict:
     if row.link:
         # `mim download` takes links only; mmlinattn.checkpoints.schemes recognises and converts them. The part after
         # the last slash names the file: links like `.../?dl=1` get a fragment, never sent to a server
-        link, file_name = row.link, find_released(stem).file_name
+        link, file_name = row.link, find_released(config_name).file_name
         model['Weights'] = link if link.endswith(f'/{file_name}') else f'{link}#/{file_name}'
         model['Converted From'] = {'Weights': row.link}
         if row.paper in PAPERS:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Rows of the papers' tables and the names of their configs."""
+"""Rows of the papers' tables, and their config names."""
 
 import csv
 from pathlib import Path
@@ -42,7 +42,7 @@ class Row(NamedTuple):
         released_params: those of the released code, to 0.01 M, or ''.
         flops: the paper's operations in G as printed, or ''.
         metrics: printed figures by metric.
-        resolution: side of a classifier's image, else None.
+        resolution: side of a classifier's image in pixels, else None.
     """
 
     task: str
@@ -56,8 +56,8 @@ class Row(NamedTuple):
     resolution: Optional[int]
 
     @property
-    def stem(self) -> str:
-        """Stem of the row's config."""
+    def config_name(self) -> str:
+        """Config name of the row."""
         backbone = self.model.lower().replace('-', '_').replace('pvtv2', 'pvt_v2')
         if self.task == 'mmpretrain':
             return f'{backbone}_in1k'
@@ -66,8 +66,8 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Config of the row without suffix, ``task/stem``."""
-        return f'{self.task}/{self.stem}'
+        """Task and config name, ``task/name``."""
+        return f'{self.task}/{self.config_name}'
 
     @property
     def paper(self) -> str:
@@ -77,7 +77,7 @@ class Row(NamedTuple):
     @property
     def link(self) -> Optional[str]:
         """Link of the authors' checkpoint of the whole model."""
-        released = released_checkpoints().get(self.stem)
+        released = released_checkpoints().get(self.config_name)
         return released and released.link
 
 

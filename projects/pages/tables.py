@@ -37,7 +37,7 @@ HEADER = ('model', 'recipe', 'params M', 'FLOPs G')
 
 
 def measure(row: Row) -> Cost:
-    """Count the model of a row; of the hMHSA paper the deployed one, with compact FFNs merged."""
+    """Count the model of a row. Models of the hMHSA paper are deployed ones, with merged compact FFNs."""
     cfg = Config.fromfile(CONFIGS / f'{row.name}.py')
     if row.paper == MERGED:
         cfg.model.backbone.deploy = True
@@ -46,14 +46,14 @@ def measure(row: Row) -> Cost:
 
 
 def beside(counted: float, published: str) -> str:
-    """Return a counted number, with the published one in brackets if the first does not round to it."""
+    """Format a counted number, with the published one in brackets if the first does not round to it."""
     digits = len(published.partition('.')[2])
     agrees = not published or f'{counted:.{digits}f}' == f'{float(published):.{digits}f}'
     return f'{counted:.2f}' if agrees else f'{counted:.2f} ({published})'
 
 
 def cells(row: Row, cost: Cost) -> list:
-    """Return a line of the table."""
+    """Return the cells of a row of the table."""
     macs = cost.layer_macs if row.paper == 'RALA' else cost.total_macs()
     metrics = [f'{row.metrics[name]:g}' if name in row.metrics else '' for name in METRICS[row.task]]
     params = beside(cost.total_params / 1e6, row.released_params or row.params)
@@ -66,7 +66,7 @@ def markdown_table(header, lines) -> str:
 
 
 def page(measured: list) -> str:
-    """Return the Markdown page of pairs of a row and its :func:`measure`."""
+    """Return the Markdown page for pairs of a row and its cost."""
     text = [
         "# The papers' tables",
         "Metrics are the papers' (`configs/*/metafile.yml` has all of them); nothing was retrained here. Parameters "

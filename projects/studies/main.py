@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Train the arms of a paper's ablation, small, on images drawn in memory, and compare with the paper's differences.
+"""Train small variants of a paper's ablation on images drawn in memory, and compare with the paper's differences.
+
 Results are saved after each run; run again to resume.
 
     python tools/analysis_tools/ablation_study.py --study rala --out work_dirs/study_rala --max-minutes 25
@@ -18,18 +19,18 @@ from mmlinattn.tooling.command_line import one_line_errors, writing
 from mmlinattn.utils.errors import RunError
 
 from . import report
-from .arms import STUDIES
 from .study import run_study
 from .task import Settings
+from .variants import STUDIES
 
 SETTINGS = dict(
     iterations='training steps of a run',
-    batch='images a step',
+    batch='images per step',
     num_train='training images, mirrored at random',
     num_val='test images',
     size='side of an image in pixels, at least 64',
-    lr='peak learning rate of AdamW, after a warm-up over 5 %% of the steps, before a cosine to 0',
-    tinted='fraction of the shapes in a colour typical of their form; at 1, colours alone would do',
+    lr='peak learning rate of AdamW, after a warm-up of 5 %% of the steps and before cosine decay to 0',
+    tinted='fraction of the shapes in the typical colour of their class; at 1, the colour gives the class',
 )
 
 
@@ -39,9 +40,9 @@ def parse_args() -> argparse.Namespace:
     text = '; '.join(f'{name}: {source}' for name, source in names.items())
     parser.add_argument('--study', required=True, choices=list(names), help=text)
     parser.add_argument('--out', type=Path, required=True, help='folder for results.json, table.md and the plots')
-    parser.add_argument('--seeds', type=int, default=3, help='runs of each arm [3]')
-    parser.add_argument('--max-minutes', type=float, help='start no run that would end later [no limit]')
-    parser.add_argument('--arms', nargs='+', metavar='NAME', help='only these arms [all of the study]')
+    parser.add_argument('--seeds', type=int, default=3, help='runs of each variant [3]')
+    parser.add_argument('--max-minutes', type=float, help='time limit; no run starts that would exceed it [no limit]')
+    parser.add_argument('--variants', '--arms', nargs='+', metavar='NAME', help='only these variants [all]')
     for name, value in Settings()._asdict().items():
         parser.add_argument('--' + name.replace('_', '-'), type=type(value), help=f'{SETTINGS[name]} [{value}]')
     parser.add_argument('--device', default='cpu', help='cpu, cuda, ... [cpu]')
@@ -49,6 +50,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def checked_settings(args: argparse.Namespace) -> Settings:
+    """Return the settings of the runs after a check of all options, and make the output folder."""
+    """Return the settings of the runs after a check of all options, and make the output folder."""
     given = {name: getattr(args, name) for name in Settings._fields if getattr(args, name) is not None}
     settings = Settings(**given)
     least = dict(iterations=1, batch=2, num_train=settings.batch, num_val=4, size=64)
@@ -83,7 +86,7 @@ def main() -> None:
                 print(message, flush=True)
                 bar.reset(steps)
 
-            arguments = args.study, args.out, args.seeds, settings, args.max_minutes, args.arms, args.device
+            arguments = args.study, args.out, args.seeds, settings, args.max_minutes, args.variants, args.device
             results = run_study(*arguments, finished, lambda: bar.advance(steps))
         for path in report.write(results, args.out):
             print(path)

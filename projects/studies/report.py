@@ -8,16 +8,16 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from .arms import STUDIES, Study
 from .task import CHANCE, QUESTION
+from .variants import STUDIES, Study
 
 
-def by_arm(results: dict) -> dict[str, list[dict]]:
-    """Return the runs of each arm by ascending seed, arms in the order of the study."""
-    runs: dict[str, list[dict]] = {arm: [] for arm in STUDIES[results['study']]().arms}
+def by_variant(results: dict) -> dict[str, list[dict]]:
+    """Return the runs of each variant in ascending order of seeds, and variants in the order of the study."""
+    runs: dict[str, list[dict]] = {variant: [] for variant in STUDIES[results['study']]().variants}
     for run in sorted(results['runs'], key=lambda run: run['seed']):
-        runs.setdefault(run['arm'], []).append(run)
-    return {arm: found for arm, found in runs.items() if found}
+        runs.setdefault(run['variant'], []).append(run)
+    return {variant: found for variant, found in runs.items() if found}
 
 
 def spread(values: list[float]) -> str:
@@ -27,9 +27,11 @@ def spread(values: list[float]) -> str:
 
 
 def verdict(better: list[float], worse: list[float]) -> str:
-    """Return ``holds`` or ``reversed`` if the ranges of the seeds do not touch, else ``within the spread``.
+    """Compare the accuracies of two variants over their seeds.
 
-    With a single seed, return ``one seed``.
+    Returns:
+        str: ``holds`` or ``reversed`` if the ranges over seeds do not touch, else ``within the spread``; ``one seed``
+        if a variant has a single run.
     """
     if min(len(better), len(worse)) < 2:
         return 'one seed'
@@ -39,7 +41,11 @@ def verdict(better: list[float], worse: list[float]) -> str:
 
 
 def attention_of(run: dict) -> dict[str, float]:
-    """Average the attention measures of a run over its blocks; blocks may lack a measure."""
+    """Average the attention measures of a run over its blocks.
+
+    Returns:
+        dict: Pairs (value, largest possible or uniform value) by measure; measures that all blocks lack are left out.
+    """
     blocks = run['attention']
 
     def mean(*keys):
@@ -63,6 +69,8 @@ def attention_of(run: dict) -> dict[str, float]:
 
 
 def _cell(runs: list[dict], key: str, form: str) -> str:
+    """Format a measure of :func:`attention_of`, averaged over runs; '' if a run lacks it."""
+    """Format a measure of :func:`attention_of`, averaged over runs; '' if a run lacks it."""
     values = [attention_of(run).get(key) for run in runs]
     if any(value is None for value in values):
         return ''
@@ -75,27 +83,29 @@ def _paper_difference(study: Study, better: str, worse: str, metric) -> str:
     if metric is None:
         return 'not in our tables'
     if isinstance(metric, str):
-        return f'{study.arms[better].paper[metric] - study.arms[worse].paper[metric]:+.1f} ({metric})'
+        return f'{study.variants[better].paper[metric] - study.variants[worse].paper[metric]:+.1f} ({metric})'
     return f'{metric:+.1f} (ImageNet)'
 
 
 def table(results: dict) -> str:
     """Return the study as Markdown."""
-    study, runs = STUDIES[results['study']](), by_arm(results)
+    study, runs = STUDIES[results['study']](), by_variant(results)
     settings = results['settings']
     lines = [
         f'Study `{results["study"]}` ({study.source}); task: {QUESTION}. {settings["iterations"]} steps of '
-        f'{settings["batch"]} images of {settings["size"]} x {settings["size"]} for every arm, '
+        f'{settings["batch"]} images of {settings["size"]} x {settings["size"]} for every variant, '
         f'{settings["num_val"]} images to test on, chance {CHANCE:.1f} %. In percent, mean and standard deviation '
         'over seeds.',
         '',
     ]
     ranks = ['effective rank of the state', 'effective rank of the output', 'as projected']
-    rows = [['arm', 'seeds', 'parameters', 'accuracy', 'paper', *ranks, 'confused pairs', 'weight in 3x3 (if uniform)']]
-    for arm, found in runs.items():
-        paper = study.arms[arm].paper if arm in study.arms else {}
+    rows = [
+        ['variant', 'seeds', 'parameters', 'accuracy', 'paper', *ranks, 'confused pairs', 'weight in 3x3 (if uniform)']
+    ]
+    for variant, found in runs.items():
+        paper = study.variants[variant].paper if variant in study.variants else {}
         cells = [
-            arm,
+            variant,
             str(len(found)),
             f'{found[0]["params"] / 1e3:.0f} k',
             spread([run['accuracy'] for run in found]),
@@ -114,7 +124,7 @@ def table(results: dict) -> str:
     if pairs:
         lines += ['', '| better in the paper | than | paper | here | ordering |', '| --- ' * 5 + '|']
     for better, worse, metric in pairs:
-        ours = [[run['accuracy'] for run in runs[arm]] for arm in (better, worse)]
+        ours = [[run['accuracy'] for run in runs[variant]] for variant in (better, worse)]
         difference = statistics.fmean(ours[0]) - statistics.fmean(ours[1])
         printed = _paper_difference(study, better, worse, metric)
         lines.append(f'| {better} | {worse} | {printed} | {difference:+.1f} | {verdict(*ours)} |')
@@ -122,8 +132,8 @@ def table(results: dict) -> str:
 
 
 def plot(results: dict, path: Path) -> None:
-    """Plot the score of each run by arm, and the mean curve of each arm."""
-    runs = by_arm(results)
+    """Plot the accuracy of each run, and the mean learning curve of each variant."""
+    runs = by_variant(results)
     figure = Figure(figsize=(12, 0.42 * len(runs) + 2.6), layout='constrained')
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     colours = colormaps['tab10' if len(runs) <= 10 else 'tab20'].colors
@@ -135,19 +145,21 @@ def plot(results: dict, path: Path) -> None:
         steps = [point[0] for point in found[0]['curve']]
         right.plot(steps, curves.mean(axis=0), color=colour, marker='.')
         right.fill_between(steps, curves.min(axis=0), curves.max(axis=0), color=colour, alpha=0.1)
-    left.set_yticks(range(len(runs)), [f'{arm} ({len(found)})' for arm, found in runs.items()], fontsize=8)
+    left.set_yticks(range(len(runs)), [f'{variant} ({len(found)})' for variant, found in runs.items()], fontsize=8)
     left.invert_yaxis()
     left.grid(axis='x', alpha=0.3)
     left.set_xlabel('accuracy, %: dots are seeds, the line is their mean')
     right.set_xlabel('training steps (colours as on the left)')
     right.set_ylabel('accuracy, % (band: lowest and highest seed)')
     right.grid(alpha=0.3)
-    figure.suptitle(f'study {results["study"]}: arms (number of seeds), same images and steps for all', fontsize=10)
+    figure.suptitle(
+        f'study {results["study"]}: variants (number of seeds), with the same images and steps', fontsize=10
+    )
     figure.savefig(path, dpi=110)
 
 
 def write(results: dict, out: Path) -> list[Path]:
-    """Write ``table.md`` and ``plot.png`` beside ``results.json`` and return all paths; none without runs."""
+    """Write ``table.md`` and ``plot.png`` beside ``results.json``, and return all paths; [] without runs."""
     paths = [out / 'results.json', out / 'table.md', out / 'plot.png']
     if not results['runs']:
         return []

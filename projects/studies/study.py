@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Train the arms of a study on the same images for the same time, and keep their results."""
+"""Train the variants of a study on the same images for the same number of steps, and save their results."""
 
 import json
 import time
@@ -13,9 +13,9 @@ from mmlinattn import __version__
 from mmlinattn.utils import atomic_write
 from mmlinattn.utils.errors import RunError
 
-from .arms import STUDIES
 from .task import Settings, draw
-from .training import train_arm
+from .training import train_variant
+from .variants import STUDIES
 
 
 def load_results(path: Path, name: str, settings: Settings) -> dict:
@@ -29,8 +29,8 @@ def load_results(path: Path, name: str, settings: Settings) -> dict:
     try:
         results = json.loads(path.read_text(encoding='utf-8'))
         found = results['study'], results['settings']
-        if any({'arm', 'seed'} - run.keys() for run in results['runs']):
-            raise KeyError('arm and seed of each run')
+        if any({'variant', 'seed'} - run.keys() for run in results['runs']):
+            raise KeyError('variant and seed of each run')
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f'{path}: not a results file of a study ({type(error).__name__} {error})') from error
     if found != (name, settings._asdict()):
@@ -47,26 +47,26 @@ def run_study(
     seeds: int,
     settings: Settings,
     max_minutes: Optional[float] = None,
-    arms: Optional[Iterable[str]] = None,
+    variants: Optional[Iterable[str]] = None,
     device: str = 'cpu',
     progress: Callable = lambda message: None,
     on_step: Callable = lambda: None,
 ) -> dict:
-    """Run the missing runs of a study: every arm with seed 0, then with seed 1, and so on.
+    """Train the missing runs of a study: every variant with seed 0, then with seed 1, and so on.
 
-    Each result is saved before the next run. With ``max_minutes``, no run starts that would end later if it took as
-    long as the slowest one; the first missing run always starts.
+    Each result is saved before the next run. With ``max_minutes``, a run starts only if the slowest one so far would
+    fit in the rest of the time. The first missing run always starts.
 
     Returns:
         dict: The results, with those of earlier calls.
 
     Raises:
-        RunError: For unknown arms, results of other settings in ``out``, or another process running there.
+        RunError: A variant is unknown, ``out`` has results of other settings, or another process runs there.
     """
     study = STUDIES[name]()
-    unknown = sorted(set(arms or ()) - set(study.arms))
+    unknown = sorted(set(variants or ()) - set(study.variants))
     if unknown:
-        raise RunError(f'--arms={unknown}: expected some of {list(study.arms)}')
+        raise RunError(f'--variants={unknown}: expected some of {list(study.variants)}')
     path, lock = out / 'results.json', FileLock(out / 'results.json.lock')
     try:
         lock.acquire(timeout=0)
@@ -74,22 +74,22 @@ def run_study(
         raise RunError(f'--out={str(out)!r}: another process runs a study there') from None
     with lock:
         results = load_results(path, name, settings)
-        done = {(run['arm'], run['seed']) for run in results['runs']}
-        wanted = [(arm, seed) for seed in range(seeds) for arm in arms or study.arms]
+        done = {(run['variant'], run['seed']) for run in results['runs']}
+        wanted = [(variant, seed) for seed in range(seeds) for variant in variants or study.variants]
         todo = [run for run in wanted if run not in done]
         if todo:
             train, val = draw(settings.num_train, settings, 1), draw(settings.num_val, settings, 2)
         started, slowest = time.monotonic(), 0.0
-        for i, (arm, seed) in enumerate(todo):
+        for i, (variant, seed) in enumerate(todo):
             begun = time.monotonic()
             if max_minutes is not None and slowest and begun - started + slowest > 60 * max_minutes:
                 progress(f'{len(todo) - i} of {len(wanted)} runs are left for next time (--max-minutes)')
                 break
-            result = train_arm(study.arms[arm], seed, settings, train, val, device, on_step)
-            results['runs'].append(dict(arm=arm, seed=seed, device=device, **result))
+            result = train_variant(study.variants[variant], seed, settings, train, val, device, on_step)
+            results['runs'].append(dict(variant=variant, seed=seed, device=device, **result))
             with atomic_write(path) as file:
                 file.write(json.dumps(results, indent=1).encode())
             slowest = max(slowest, time.monotonic() - begun)
             count = f'[{len(wanted) - len(todo) + i + 1}/{len(wanted)}]'
-            progress(f'{count} {arm}, seed {seed}: {result["accuracy"]:.1f} %  ({result["seconds"]:.0f} s)')
+            progress(f'{count} {variant}, seed {seed}: {result["accuracy"]:.1f} %  ({result["seconds"]:.0f} s)')
     return results

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Task of the studies: images drawn in memory, a classifier, its score."""
+"""Task of the studies: images drawn in memory, a classifier, and its accuracy."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from mmlinattn.tooling.datasets.shapes import SHAPES, draw_scene
 
 
 class Settings(NamedTuple):
-    """Settings of all arms of a study, explained by ``ablation_study.py --help``."""
+    """Settings of all variants of a study, explained by ``ablation_study.py --help``."""
 
     iterations: int = 300
     batch: int = 32
@@ -28,9 +28,17 @@ CHANCE = 100 / len(SHAPES)  # accuracy of a guess, in percent
 
 
 def draw(number: int, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw images (number, 3, size, size) uint8 and the form of the largest shape of each, (number,).
+    """Draw images and the class of the largest shape in each.
 
-    The largest shape covers at least 1.3 times the pixels of the next, so models compare sizes at distant places.
+    The largest shape covers at least 1.3 times the pixels of the second. Models thus compare distant regions.
+
+    Args:
+        number (int): Number of images.
+        settings (Settings): Size of the images, and colours.
+        seed (int): Seed of the random generator.
+
+    Returns:
+        tuple[Tensor, Tensor]: Images (number, 3, size, size) uint8 RGB, and labels (number,) int64.
     """
     rng, size = np.random.default_rng(seed), settings.size
     images = np.empty((number, size, size, 3), np.uint8)
@@ -49,7 +57,7 @@ def draw(number: int, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Classifier(nn.Module):
-    """Classify uint8 images by a linear layer on the mean of the backbone's last map."""
+    """Classify uint8 images (B, 3, H, W) by a linear layer on the backbone's last feature map, averaged over pixels."""
 
     def __init__(self, backbone: dict) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Train an arm of a study and measure its attention."""
+"""Train a variant of a study, and measure its attention."""
 
 import copy
 import math
@@ -14,12 +14,12 @@ from mmlinattn.tooling.analysis.capture import watched
 from mmlinattn.tooling.analysis.inspecting import averaged, measure_block
 from mmlinattn.utils.errors import RunError
 
-from .arms import Arm
 from .task import Classifier, Settings, score
+from .variants import Variant
 
 
-def train_arm(
-    arm: Arm,
+def train_variant(
+    variant: Variant,
     seed: int,
     settings: Settings,
     train: tuple,
@@ -27,7 +27,9 @@ def train_arm(
     device: str = 'cpu',
     on_step=lambda: None,
 ) -> dict:
-    """Train an arm with a seed, which sets weights, order of images and mirroring for every arm alike.
+    """Train a variant on images (N, 3, H, W) uint8 and labels (N,).
+
+    ``seed`` determines initial weights, and order and mirroring of images for all variants alike.
 
     Returns:
         dict: ``accuracy`` in percent, its ``curve``, ``loss``, ``params``, ``seconds``, and ``attention`` measures.
@@ -37,7 +39,7 @@ def train_arm(
     """
     started = time.perf_counter()
     torch.manual_seed(seed)
-    model = Classifier(arm.backbone).to(device)
+    model = Classifier(variant.backbone).to(device)
     order = torch.Generator().manual_seed(seed)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -77,7 +79,7 @@ def train_arm(
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Count parameters, with parallel branches of compact networks merged as in the papers."""
+    """Count parameters, with the factors of compact FFNs merged as in the paper."""
     model = copy.deepcopy(model)
     for module in model.modules():
         if isinstance(module, FactorisedLinear):
@@ -86,7 +88,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def attention_measures(model: nn.Module, images: Tensor) -> list[dict]:
-    """Measure rank, confusion, locality and sharpness of each block, means over images and heads."""
+    """Measure rank, confusion, locality and sharpness of each block, averaged over images and heads."""
     found: dict[str, list] = {}
     for image in images.split(1):
 
@@ -100,6 +102,8 @@ def attention_measures(model: nn.Module, images: Tensor) -> list[dict]:
 
 
 def _over_heads(entry):
+    """Average the lists of numbers in a nested dict."""
+    """Average the lists of numbers in a nested dict."""
     if isinstance(entry, dict):
         return {key: _over_heads(value) for key, value in entry.items()}
     if isinstance(entry, list) and entry and all(isinstance(value, (int, float)) for value in entry):

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Swap a backbone into one config of every folder of the installed upstream projects, and write the outcomes.
+"""Swap the backbone of one config per folder of the installed upstream projects, and write the outcomes.
 
     python -m projects.sweeps.upstream --out docs/upstream.md
 
@@ -25,12 +25,12 @@ from mmlinattn.tooling.command_line import check_out_file, one_line_errors
 from mmlinattn.utils.errors import RunError
 
 PROJECTS = ('mmdet', 'mmseg', 'mmpretrain')
-# a folder is tried by the first config with the first possible of these words in its name
+# The config of a folder is the first one with the first possible of these words in its name.
 USUAL = ('r50', 'resnet50', 'small', 'tiny', '_s_', 'base', 'b0', '')
 
 
 def pick(folder: Path) -> list[Path]:
-    """Return the config that stands for a folder, if it has one."""
+    """Return the usual config of a folder in a list; [] without configs."""
     files = sorted(path for path in folder.glob('[!_]*.py') if '_base_' not in path.parts)
     for word in USUAL:
         found = [path for path in files if word in path.stem]
@@ -40,7 +40,7 @@ def pick(folder: Path) -> list[Path]:
 
 
 def sample() -> list[str]:
-    """Return ``mmdet::FOLDER/CONFIG.py`` of every folder."""
+    """Return one config per folder of each project, as ``mmdet::FOLDER/CONFIG.py``."""
     names = []
     for project in PROJECTS:
         root = Path(get_installed_path(project), '.mim', 'configs')
@@ -51,7 +51,7 @@ def sample() -> list[str]:
 
 
 def attempt(name: str, backbone: str, send) -> None:
-    """Swap in this process and send ``(outcome, why)``."""
+    """Swap a backbone in this process, and send (outcome, reason)."""
     sys.stdout = sys.stderr = open(os.devnull, 'w')
     from mmlinattn.tooling.swapping import NoModel, Unsupported, swap_backbone
 
@@ -69,7 +69,8 @@ def attempt(name: str, backbone: str, send) -> None:
         send.send(('error', f'{type(error).__name__}: {error}'))
 
 
-def outcome(name: str, backbone: str, seconds: float) -> tuple:
+def outcome(name: str, backbone: str, seconds: float) -> tuple[str, str]:
+    """Swap a backbone in a process of its own, and return (outcome, reason)."""
     receive, send = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.Process(target=attempt, args=(name, backbone, send))
     process.start()
@@ -83,7 +84,7 @@ def outcome(name: str, backbone: str, seconds: float) -> tuple:
     return found
 
 
-# repeats the outcome
+# beginnings of errors that repeat the outcome
 OUTCOME_PREFIXES = (
     'it: no other backbone fits: ',
     'it does not run here with its own backbone either: ',
@@ -97,7 +98,13 @@ def family_of(result: dict) -> str:
 
 
 def page(results: list[dict], backbone: str, total: int) -> str:
-    """Return the Markdown page."""
+    """Return the Markdown page.
+
+    Args:
+        results (list[dict]): Config, outcome and reason of each attempt.
+        backbone (str): Name of the new backbone.
+        total (int): Number of all folders.
+    """
     counted = Counter(result['outcome'] for result in results)
     folders = {result['config'].rpartition('/')[0] for result in results}
     lines = [

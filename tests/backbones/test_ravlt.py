@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """RAVLT against its equations written plainly, and its options."""
 
-import literal_ravlt
 import pytest
+import reference_ravlt
 import torch
 from helpers import goldens
 from helpers.small_hosts import ARCHS, image
@@ -18,11 +18,11 @@ def test_equals_the_equations_written_plainly(attns, training):
     """Values and the gradient of every parameter, with stored and with batch statistics."""
     model = goldens.fill(RAVLT(ARCH, stage_attns=attns, drop_path_rate=0.0)).double().train(training)
     x = image().double()
-    outs, literal = model(x), literal_ravlt.forward(model, x)
-    torch.testing.assert_close(outs, literal)
+    outs, expected = model(x), reference_ravlt.forward(model, x)
+    torch.testing.assert_close(outs, expected)
     probes = [torch.randn_like(out) for out in outs]
     parameters = list(model.parameters())
-    grads = (torch.autograd.grad(found, parameters, probes) for found in (outs, literal))
+    grads = (torch.autograd.grad(found, parameters, probes) for found in (outs, expected))
     torch.testing.assert_close(*grads, atol=1e-8, rtol=1e-6)
 
 

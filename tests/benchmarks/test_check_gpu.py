@@ -55,7 +55,7 @@ def test_rehearsal(tmp_path):
     rows = [row for part in report['parts'].values() for row in part['rows']]
     assert all(row['ms'] > 0 and row['first_s'] > 0 for row in rows if 'step' in row)
     found = [row for row in rows if 'right' in row]
-    assert len(found) == 2 * len(check_gpu.HOSTS) + 2 * (len(check_gpu.TIMED) - 1)
+    assert len(found) == 2 * len(check_gpu.BACKBONES) + 2 * (len(check_gpu.TIMED) - 1)
     assert all(row['right'] and 0 < row['error'] < 0.1 for row in found)
     groups = [row['groups'] for row in rows if 'optimizer_ms' in row]
     assert len(groups) == 6 and min(groups) < 10 < max(groups)

@@ -42,6 +42,9 @@ def test_every_key_is_in_one_list():
         fit.check_values()
     fit = needed(model, fit, ('sh',))
     assert (fit.missing, fit.unexpected, fit.mismatched) == (['absent'], ['extra'], {}), 'a table is not trained'
+    model.is_init, model.init_cfg = True, dict(type='Pretrained', checkpoint='base.pth')
+    model.same.requires_grad_(False)
+    assert needed(model, compare(model, {})).missing == ['shape', 'kind', 'absent'], 'only frozen weights come from it'
 
 
 def test_modules_rename_weights():

@@ -87,7 +87,7 @@ def test_init_weights_takes_a_prefix(tmp_path):
         for key, value in model().state_dict().items()
     }
     torch.save({'state_dict': parts}, tmp_path / 'a.pth')
-    for expected, options in ((1, {}), (2, dict(prefix='teacher.'))):
+    for expected, options in ((1, {}), (1, dict(prefix='')), (2, dict(prefix='teacher.'))):
         backbone = model(init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'a.pth'), **options))
         backbone.init_weights()
         assert all((value == expected).all() for value in backbone.state_dict().values())

@@ -214,7 +214,7 @@ def test_reading_changes_no_global_state(save, tmp_path):
     torch.serialization.add_safe_globals([getattr])  # common advice on MMEngine's error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter('error')
+            warnings.filterwarnings('error', message='Detected pickle protocol')
             torch.save({'w': torch.ones(1)}, tmp_path / 'b.pth', pickle_protocol=3)
             assert load_file(tmp_path / 'b.pth')['w'] == 1
         assert 'builtins.getattr' in refused(save({'w': Hostile(getattr, HistoryBuffer, '__init__')}))

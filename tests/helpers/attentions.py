@@ -11,8 +11,8 @@ from mmlinattn import ops
 from mmlinattn.layers import rotary_table
 
 
-def turned(q, k, v, num_heads, mask=None, op=ops.rala):
-    wide = torch.promote_types(q.dtype, torch.float32)  # of angles, also beside half precision
+def with_rotary(q, k, v, num_heads, mask=None, op=ops.rala):
+    wide = torch.promote_types(q.dtype, torch.float32)  # angles in float32, also for half precision
     return op(q, k, v, num_heads, rotary=rotary_table(1, q.shape[1], q.shape[2] // num_heads, dtype=wide), mask=mask)
 
 
@@ -31,7 +31,7 @@ def without_heads(q, k, v, num_heads, mask=None, op=None):
 
 
 def public_ops():
-    """``ops.*_attention`` that need no more than queries, keys, values and heads: by default, and with each flag
+    """Return the functions ``ops.*_attention`` of queries, keys, values and heads: by default, and with each flag
     inverted."""
     found = {}
     for name, op in vars(ops).items():
@@ -50,11 +50,13 @@ PUBLIC = public_ops()
 LINEAR = {
     **{f'rala, {kernel}': partial(ops.rala, kernel=kernel, weight_scale=0.25) for kernel in ('elu', 'relu', 'softmax')},
     'rala without weights': partial(ops.rala, weight_scale=None),
-    'rala, turned': turned,
+    'rala, turned': with_rotary,
     **{f'inline, {k}': partial(ops.inline_attention, scale=0.25, kernel=k) for k in ('identity', 'relu', 'exp')},
     **{f'linear, {kernel}': partial(ops.linear_attention, kernel=kernel) for kernel in ('elu', 'relu')},
     **{f'focused, {power}': partial(focused, power=power) for power in (1, 3, 4.5)},
     'focused, positions': focused_with_positions,
     **{name: call for name, call in PUBLIC.items() if name not in ('linear', 'softmax')},
 }
-ATTENTIONS = dict(LINEAR, softmax=PUBLIC['softmax'], **{'softmax, turned': partial(turned, op=ops.softmax_attention)})
+ATTENTIONS = dict(
+    LINEAR, softmax=PUBLIC['softmax'], **{'softmax, turned': partial(with_rotary, op=ops.softmax_attention)}
+)

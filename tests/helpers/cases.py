@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Calls of ``mmcv.ops`` with recorded results of compiled MMCV: values, and gradients of a random weighting.
+"""Calls of ``mmcv.ops`` with recorded values and gradients of compiled MMCV.
 
 Tensors are on PyTorch's default device.
 """
@@ -16,12 +16,12 @@ RECORDS = Path(__file__).resolve().parents[1] / 'data' / 'mmcv_ops' / 'records.n
 
 
 def users() -> list:
-    """Return the modules of ``mmcv.ops`` that call MMCV's compiled module, as ``ext_module``."""
+    """Return the modules of ``mmcv.ops`` that call MMCV's compiled extension."""
     return [module for name, module in sys.modules.items() if name[:9] == 'mmcv.ops.' and hasattr(module, 'ext_module')]
 
 
 def summary(results) -> np.ndarray:
-    """Return the array of a record: shapes, integers unchanged, and 16 random projections of each float array."""
+    """Return one array for a list of results: shapes, integers, and 16 random projections of each float array."""
     parts = []
     for result in (np.asarray(torch.as_tensor(each).cpu()) for each in results):
         values = result.ravel().astype(np.float64)
@@ -40,7 +40,7 @@ def uniform(seed: int, *shape: int) -> torch.Tensor:
 
 
 def boxes(seed: int, count: int, scale=60.0, whole=False) -> tuple:
-    """Boxes (N, 4) in crowds and different scores (N,)."""
+    """Return overlapping boxes (N, 4), left, top, right, bottom in pixels, and different scores (N,)."""
     corners, size = uniform(seed, count, 2) * scale, uniform(seed + 1, count, 2) * 40
     made = torch.cat((corners, corners + size), dim=1)
     scores = torch.tensor(np.random.RandomState(seed + 2).permutation(count) / max(count, 1)).float()
@@ -48,7 +48,10 @@ def boxes(seed: int, count: int, scale=60.0, whole=False) -> tuple:
 
 
 def rois(seed: int, count: int) -> torch.Tensor:
-    """RoIs (N, 5) of two images of 100 x 152, some of them partly outside, one without area."""
+    """Return RoIs (N, 5) of two images of 100 x 152 pixels: image index, left, top, right, bottom.
+
+    Some RoIs are partly outside; one has no area.
+    """
     values = uniform(seed, count, 5)
     start = values[:, 1:3] * torch.tensor([170.0, 115.0]) - 12
     made = torch.cat(((values[:, :1] > 0.5).float(), start, start + values[:, 3:] ** 2 * 90), dim=1)
@@ -57,6 +60,7 @@ def rois(seed: int, count: int) -> torch.Tensor:
 
 
 def with_gradients(function, *tensors) -> list:
+    """Return the value of a function, and its gradients with respect to the tensors for a random cotangent."""
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     value = function(*leaves)
     value.backward(normal(99, *value.shape).to(value.dtype))
@@ -84,6 +88,7 @@ def convolution(modulated, groups, deform_groups, stride, padding, dilation, ker
 
 
 def make_cases() -> dict:
+    """Return functions without arguments by name; each returns the list of results of an operator."""
     cases = {}
     # whole numbers have overlaps of exactly 0.5 and 0.6
     for count, offset, whole, threshold in product((0, 1, 300), (0, 1), (False, True), (0.5, 0.6)):
@@ -122,7 +127,7 @@ def make_cases() -> dict:
         cases[f'deform_conv-{index}'] = lambda s=settings: convolution(False, *s)
         cases[f'modulated-{index}'] = lambda s=settings, b=index % 2 == 1: convolution(True, *s, bias=b)
     for kind in ('collect', 'distribute'):
-        for size in ((7, 9), (3, 1)):  # larger and smaller than the map
+        for size in ((7, 9), (3, 1)):  # larger and smaller than the feature map
             x_mask = normal(13, 2, size[0] * size[1], 3, 4)
             cases[f'psamask-{kind}-{size[0]}'] = lambda k=kind, s=size, m=x_mask: with_gradients(ops.PSAMask(k, s), m)
     return cases

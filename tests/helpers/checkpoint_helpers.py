@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Hostile files, state dicts with released keys, a small server."""
+"""Hostile files, state dicts with released keys, and an HTTP server."""
 
 import http.server
 import io
@@ -16,7 +16,7 @@ ARCH = dict(RAVLT.arch_zoo['tiny'], embed_dims=(8, 16, 32, 64))
 
 
 class Hostile:
-    """Unpickling it calls ``function(*args)``."""
+    """Object that calls ``function(*args)`` when it is unpickled."""
 
     def __init__(self, function, *args):
         self.call = (function, args)
@@ -26,6 +26,7 @@ class Hostile:
 
 
 def touch_when_loaded(marker: Path) -> Hostile:
+    """Return an object that creates the file ``marker`` when it is unpickled."""
     return Hostile(os.system, f'touch {marker}')
 
 
@@ -37,17 +38,21 @@ def saved(thing) -> bytes:
 
 
 def released_ravlt(dense: bool = False) -> dict:
-    """A random state dict with the released keys of RAVLT-T, an eighth as wide: a classifier, or a dense backbone."""
+    """Return a random state dict with the released keys of RAVLT-T and an eighth of its channels.
+
+    Args:
+        dense: Keys of a detection backbone, in place of a classifier.
+    """
     released = goldens.info('ravlt_det_t_256x320' if dense else 'ravlt_t')['state']
     generator, state = torch.Generator().manual_seed(0), {}
     for key, (_, shape) in released.items():
-        small = [size if size < 8 else size // 8 for size in shape]  # sides of kernels and numbers of colours stay
+        small = [size if size < 8 else size // 8 for size in shape]  # kernel sizes and image channels stay
         state[key] = torch.rand(small, generator=generator) + 0.5 if shape else torch.tensor(7)
     return state
 
 
 class FileServer:
-    """An HTTP server on this machine with one reply a path: ``(status, body)`` or ``(status, body, its length)``."""
+    """HTTP server on this machine, with one reply per path: (status, body) or (status, body, Content-Length)."""
 
     def __init__(self):
         self.replies: dict[str, tuple] = {}

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Configs for tests, each loaded once, and models without random weights."""
+"""Configs for tests, each loaded once, and models with or without initial weights."""
 
 import copy
 import functools
@@ -13,7 +13,7 @@ from torch import nn
 
 ROOT = Path(__file__).parents[2]
 CONFIG_DIR = ROOT / 'configs'
-# No rows of a paper: the small models for the shapes data sets
+# small models for the shapes data sets: no rows of a paper
 UNPUBLISHED = {f'{task}/ravlt_shapes_quickstart' for task in ('mmdet', 'mmseg', 'mmpretrain')}
 CONFIGS = sorted(
     name for path in CONFIG_DIR.glob('mm*/*.py') if (name := f'{path.parent.name}/{path.stem}') not in UNPUBLISHED
@@ -23,25 +23,25 @@ _INITIALISERS = 'kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
 
 
 def configs_of(prefix: str) -> list[str]:
+    """Return the published configs as ``task/name`` that start with ``prefix``."""
     return [name for name in CONFIGS if name.startswith(prefix)]
 
 
 @functools.cache
 def load(name: str) -> Config:
-    """Load a config by its name; callers must not change it."""
+    """Load the config ``task/name``; tests must not change it, as it is shared."""
     return Config.fromfile(CONFIG_DIR / f'{name}.py')
 
 
 def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Config]:
-    """Return the model of a config, set up for training from scratch, and the config.
+    """Return the model of a config without pretrained weights, and the config.
 
     Args:
-        name: ``task/stem``.
-        random_init: False leaves memory as it is, to build 100 M parameters in no time.
+        name: Task and config name, ``task/name``.
+        random_init: Initialise the weights; False leaves memory uninitialised, which is faster.
         options: Values of ``--cfg-options``, with ``__`` for dots.
-
     """
-    cfg = copy.deepcopy(load(name))  # building cascades changes lists of their training settings
+    cfg = copy.deepcopy(load(name))  # cascades change lists of their training settings
     cfg.merge_from_dict({'model.backbone.init_cfg': None})
     cfg.merge_from_dict({key.replace('__', '.'): value for key, value in options.items()})
     return build_model(cfg, random_init), cfg

@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Loop(BaseLoop):
-    """Loop of a runner over one data set."""
+    """Loop of a runner over one data set, with metrics."""
 
     def __init__(self, dataset, *metrics):
         self.dataloader, self.evaluator = SimpleNamespace(dataset=dataset), SimpleNamespace(metrics=metrics)
@@ -23,6 +23,7 @@ class Loop(BaseLoop):
 
 
 def model(**heads):
+    """Return a model with the given numbers of classes by the name of the head."""
     made = nn.Module()
     made.__dict__.update({name: SimpleNamespace(num_classes=count) for name, count in heads.items()})
     return made
@@ -32,6 +33,8 @@ DETECTOR, SEGMENTOR, CLASSIFIER = model(bbox_head=3), model(decode_head=2), mode
 
 
 class Data(list):
+    """Data set of the given information dicts, with class names."""
+
     get_data_info = list.__getitem__
 
     def __init__(self, *infos, classes=(), **more):
@@ -41,6 +44,7 @@ class Data(list):
 
 
 def build(scope, config):
+    """Build a data set of an upstream project, or skip the test without the project."""
     pytest.importorskip(scope)
     init_default_scope(scope)
     return DATASETS.build(config)
@@ -52,7 +56,7 @@ NAMES = ('cat', 'dog', 'owl')
 
 
 def coco(folder, names=NAMES, name='a.json', box=(), **changes):
-    """Write a COCO file with gaps between category ids and one object of each category, and its images."""
+    """Write images, and a COCO file with gaps between category ids and one object of each category."""
     for entry in IMAGES:
         Image.new('RGB', (40, 30)).save(folder / entry['file_name'])
     ids = [7 * i + 3 for i in range(len(names))]
@@ -64,13 +68,14 @@ def coco(folder, names=NAMES, name='a.json', box=(), **changes):
 
 
 def coco_data(file, classes=NAMES, **settings):
+    """Return MMDetection's data set of a COCO file."""
     folder = str(file.parent) + '/'
     config = dict(type='CocoDataset', ann_file=str(file), data_prefix=dict(img=folder), metainfo=dict(classes=classes))
     return build('mmdet', dict(config, **settings))
 
 
 def segmentation(root, *pictures, names=('sky', 'bird'), dtype=np.uint8, loading=None, **settings):
-    """Data set of MMSegmentation with label images that repeat the given values."""
+    """Return MMSegmentation's data set of 8 x 8 images, with segmentation masks that repeat the given values."""
     for i, values in enumerate(pictures):
         for kind in ('img', 'ann'):
             (root / kind).mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The smallest Runner that trains: a linear model on random vectors, with random augmentation."""
+"""Runner that trains a linear model on random vectors, with random augmentation."""
 
 import random
 
@@ -16,7 +16,7 @@ from torch import nn
 
 @DATASETS.register_module(force=True)
 class ToyDataset(BaseDataset):
-    """Vectors of width 4, jittered by every generator an augmentation may use."""
+    """Vectors (4,), jittered by all random generators of augmentations."""
 
     def __init__(self, size=12, **kwargs):
         self.size = size
@@ -33,7 +33,13 @@ class ToyDataset(BaseDataset):
 
 @MODELS.register_module(force=True)
 class ToyModel(BaseModel):
-    """One linear layer behind dropout. The loss is not finite after ``bad_at`` steps."""
+    """Linear layer behind dropout.
+
+    Args:
+        bad_at: Number of steps with a finite loss; None for all.
+        break_weights: Keep the loss finite, and break the gradient of the weights.
+        bad: Factor of the loss or gradient after ``bad_at`` steps.
+    """
 
     def __init__(self, bad_at=None, break_weights=False, bad=float('nan')):
         super().__init__()
@@ -60,7 +66,7 @@ class ToyModel(BaseModel):
 
 @MODELS.register_module(force=True)
 class SkippingModel(BaseModel):
-    """Stand-in for a detector with a neck that skips the first map of its backbone."""
+    """Detector with a neck that skips the first feature map of its backbone."""
 
     def __init__(self, skips=True):
         super().__init__()
@@ -77,7 +83,7 @@ class SkippingModel(BaseModel):
 
 
 class Count(BaseMetric):
-    """A metric that counts, and grows with every evaluation."""
+    """Metric ``acc`` that grows by 1 with each evaluation."""
 
     calls = 0
 

@@ -1,9 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Outputs of the authors' released models under rebuildable weights.
 
-A case ``NAME`` in ``tests/data/goldens`` is a JSON file (input, parameter count, keys and shapes of the released state
-dict, shapes of the stage outputs), an ``.npz`` with outputs of the authors' code in float64, thinned out by
-:func:`thin`, and for releases with buffers a ``.const.npz``.
+A case ``NAME`` in ``tests/data/goldens`` has up to three files:
+
+- ``NAME.json``: input, parameter count, keys and shapes of the released state dict, shapes of the stage outputs.
+- ``NAME.npz``: outputs of the authors' code in float64, subsampled by :func:`thin`.
+- ``NAME.const.npz``: buffers of the release, if it has any.
 """
 
 import json
@@ -18,21 +20,23 @@ FOLDER = Path(__file__).resolve().parents[1] / 'data' / 'goldens'
 
 
 def cases() -> list[str]:
+    """Return the names of all cases."""
     return sorted(path.stem for path in FOLDER.glob('*.json'))
 
 
 def info(name: str) -> dict:
+    """Return the JSON file of a case."""
     return json.loads((FOLDER / f'{name}.json').read_text())
 
 
 def outputs(name: str) -> dict[str, np.ndarray]:
-    """``logits`` and/or ``feat0`` ... ``feat3``."""
+    """Return the stored outputs of a case: ``logits``, ``feat0`` ... ``feat3``, or both."""
     with np.load(FOLDER / f'{name}.npz') as archive:
         return dict(archive)
 
 
 def weight(key: str, shape) -> Tensor:
-    """A parameter or running statistic: noise seeded by its name, scaled by its role."""
+    """Return a parameter or running statistic: noise with the name as its seed, scaled by its role."""
     noise = np.random.RandomState(zlib.crc32(key.encode())).standard_normal(tuple(shape))
     role = key.split('.')[-1]
     if role == 'running_var':
@@ -45,7 +49,7 @@ def weight(key: str, shape) -> Tensor:
 
 
 def state_dict(name: str) -> dict[str, Tensor]:
-    """A state dict with the keys and shapes of the released file."""
+    """Return a state dict with the keys and shapes of the released file."""
     stored = FOLDER / f'{name}.const.npz'
     constants = dict(np.load(stored)) if stored.exists() else {}
     state = {}
@@ -59,25 +63,25 @@ def state_dict(name: str) -> dict[str, Tensor]:
 
 
 def fill(model: torch.nn.Module) -> torch.nn.Module:
-    """Give a model :func:`weight` everywhere, so that no term is hidden by a zero or a one."""
+    """Fill a model by :func:`weight`, so that no zero or one hides a term, and return it."""
     state = {k: weight(k, v.shape) for k, v in model.state_dict().items() if v.is_floating_point()}
     model.load_state_dict(state, strict=False)
     return model
 
 
 def image(name: str) -> Tensor:
-    """The input of the case, (B, 3, H, W) in float32."""
+    """Return the input of a case, (B, 3, H, W) in float32."""
     case = info(name)
     noise = np.random.RandomState(case['seed']).standard_normal(case['input'])
     return torch.from_numpy(noise.astype(np.float32))
 
 
 def thin(output: Tensor) -> np.ndarray:
-    """Subsample an output (NCHW map or logits) to at most about a thousand values, which a golden file stores."""
+    """Subsample an output (NCHW feature map or logits) to about a thousand values, as in the golden files."""
     flat = output.detach().float().flatten()
     return flat[:: max(1, flat.numel() // 512)].numpy()
 
 
 def error(output: Tensor, expected: np.ndarray) -> float:
-    """Largest deviation relative to the standard deviation of the stored values."""
+    """Return the largest deviation from the stored values, relative to their standard deviation."""
     return float(np.abs(thin(output) - expected).max() / expected.std())

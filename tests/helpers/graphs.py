@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Small hosts for the tests of graphs that leave batch, height and width open."""
+"""Small backbones for the tests of graphs with dynamic batch size, height and width."""
 
 import copy
 import itertools
@@ -12,13 +12,13 @@ from mmengine.registry import MODELS
 from helpers import goldens, small_hosts
 from mmlinattn.tooling.export.models import deviation
 
-# one block a stage; two in the middle stages of Swin, the second shifted
-ARCHS = {host: dict(arch, depths=(1,) * len(arch['depths'])) for host, arch in small_hosts.ARCHS.items()}
+# one block per stage; two in the middle stages of Swin, the second with shifted windows
+ARCHS = {backbone: dict(arch, depths=(1,) * len(arch['depths'])) for backbone, arch in small_hosts.ARCHS.items()}
 ARCHS['LinearSwin']['depths'] = (1, 2, 2, 1)
 ARCHS['RAVLT'] = dict(ARCHS['LinearPVT'], num_heads=(1, 1, 2, 4))
 ARCHS['RAVLT'].pop('grids')
 HOSTS = tuple(ARCHS)
-# Maps of whole windows, stripes and strides, and maps with remainders; maps smaller than a window.
+# batch, height, width: multiples of windows, stripes and strides; remainders; feature maps smaller than a window
 SHAPES = [(1, 113, 150), (3, 224, 320), (2, 353, 481), (1, 40, 260)]
 TRACED_AT = (2, 65, 94)
 # A graph with wrong sizes is off by 0.3 and more. Runtimes round differently, and some heads here have two channels
@@ -27,20 +27,24 @@ TOLERANCE = 0.01
 
 
 def one_a_stage(stages=4):
-    """All registered attentions, one for each stage of a model; some again in the last model."""
+    """Return ``stage_attns`` of models that cover all registered attentions, one attention per stage."""
     names = itertools.cycle(small_hosts.every_attention())
     return [tuple(itertools.islice(names, stages)) for _ in range(-(-len(small_hosts.every_attention()) // stages))]
 
 
-def build(host, attns):
-    """Build a small host with one attention in all stages, or one for each of the first stages, and weights that hide
-    no term."""
-    arch = copy.deepcopy(ARCHS[host])
+def build(backbone, attns):
+    """Build a small backbone with the weights of :func:`goldens.fill`.
+
+    Args:
+        backbone: Type of the backbone.
+        attns: One attention for all stages, or one for each of the first stages.
+    """
+    arch = copy.deepcopy(ARCHS[backbone])
     stages = len(arch['depths'])
     attns = (attns,) * stages if isinstance(attns, str) else tuple(attns)[:stages]
-    options = dict(out_type='featmap') if host == 'LinearDeiT' else dict(out_indices=tuple(range(len(attns))))
+    options = dict(out_type='featmap') if backbone == 'LinearDeiT' else dict(out_indices=tuple(range(len(attns))))
     attns += ('softmax',) * (stages - len(attns))  # of stages that are not built
-    return goldens.fill(MODELS.build(dict(type=host, arch=arch, stage_attns=attns, **options))).eval()
+    return goldens.fill(MODELS.build(dict(type=backbone, arch=arch, stage_attns=attns, **options))).eval()
 
 
 def image(shape):
@@ -49,12 +53,14 @@ def image(shape):
 
 @torch.no_grad()
 def check(graph, model, shapes=SHAPES):
+    """Check the outputs of a graph against its model on images of several shapes (batch, height, width)."""
     for shape in shapes:
         x = image(shape)
         assert deviation(graph(x), model(x)) < TOLERANCE, shape
 
 
 def metadata_of(form, path):
+    """Read the metadata of an exported file of the format ``form``."""
     files = {'metadata.json': ''}
     if form == 'torch-export':
         with open(path, 'rb') as file:

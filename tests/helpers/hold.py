@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""A hook for configs of tests that stop a run: it waits at an iteration, so that no test depends on timing."""
+"""Hook for tests that stop a run: it waits at an iteration, so that no test depends on timing."""
 
 import os
 import time

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Images and annotation files in folders of users."""
+"""Write images and annotation files as users have them, and read the converted data."""
 
 import json
 
@@ -13,6 +13,7 @@ WIDTH, HEIGHT = 64, 48
 
 
 def picture(path, pixels=None, **how):
+    """Write an image, by default of 64 x 48 random pixels, and return its path; ``how`` are options of Pillow."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(0).integers(0, 255, (HEIGHT, WIDTH, 3), np.uint8) if pixels is None else pixels
     Image.fromarray(pixels).save(path, **how)
@@ -20,6 +21,7 @@ def picture(path, pixels=None, **how):
 
 
 def text(path, content):
+    """Write a text, or another object as JSON, and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
@@ -31,7 +33,10 @@ def counts(data, *splits):
 
 
 def boxes_of(data, *splits):
-    """Return ``(file name, class, [x, y, width, height])`` and the annotation of all objects of some splits."""
+    """Return the COCO annotations of some splits by (file name, class, box).
+
+    A box is (left, top, width, height) in pixels.
+    """
     found = {}
     for split in splits or data.annotations:
         content = json.loads(data.annotations[split])

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Detectors of upstream's configs with a small backbone and few channels, and upstream's own predictions."""
+"""Upstream's detectors with a small backbone and few channels, and their predictions."""
 
 import torch
 from mmdet.structures import DetDataSample
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 ARCH = dict(embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1, 1, 2, 4))
 PREPROCESSOR = dict(type='DetDataPreprocessor', pad_size_divisor=32)
-# channels, classes, boxes
+# numbers in configs and their replacements: channels, classes, boxes
 SMALLER = {256: 8, 1024: 16, 80: 3, 1000: 60, 100: 20}
 GROUPS = dict(norm_cfg=dict(type='GN', num_groups=4))
 UPSTREAM = dict(
@@ -23,6 +23,7 @@ UPSTREAM = dict(
 
 
 def smaller(node):
+    """Replace the numbers of :data:`SMALLER` in a config, and stack one convolution in heads."""
     if isinstance(node, dict):
         return {key: 1 if key in ('stacked_convs', 'num_convs') else smaller(value) for key, value in node.items()}
     if isinstance(node, (list, tuple)):
@@ -31,6 +32,7 @@ def smaller(node):
 
 
 def small(name):
+    """Return the model of an MMDetection config with a small backbone."""
     model = smaller(Config.fromstring(f"_base_ = 'mmdet::{name}.py'", '.py').model.to_dict())
     model.update(backbone=dict(type='RAVLT', arch=ARCH, drop_path_rate=0.0), train_cfg=None)
     model['neck']['in_channels'] = list(ARCH['embed_dims'])
@@ -43,7 +45,7 @@ FAMILIES = {family: small(name) for family, name in UPSTREAM.items()}
 
 
 def build(family):
-    """Build a detector in eval mode with scores from 0 to 1 and boxes of several shapes."""
+    """Build a detector in eval mode with diverse scores and boxes."""
     init_default_scope('mmdet')
     torch.manual_seed(0)
     model = MODELS.build(ConfigDict(FAMILIES[family], data_preprocessor=PREPROCESSOR)).eval().requires_grad_(False)
@@ -56,6 +58,7 @@ def build(family):
 
 
 def predict(model, images):
+    """Return upstream's predictions for images (B, 3, H, W), padded to multiples of 32."""
     height, width = images.shape[2:]
     info = dict(img_shape=(height, width), ori_shape=(height, width), scale_factor=(1.0, 1.0))
     padded = F.pad(images, (0, -width % 32, 0, -height % 32))

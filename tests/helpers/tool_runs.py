@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Command lines of tools: in this process, in one of their own, many in one process.
+"""Run tools in this process, in a process of their own, or many in one process.
 
-``python tool_runs.py JOBS.json ERRORS.json`` is the last. Starting Python, importing PyTorch and reading upstream's
-model indices take longer than the trainings of the tests.
+``python tool_runs.py JOBS.json ERRORS.json`` runs many. Python's start, the import of PyTorch and upstream's model
+indices take longer than the trainings of the tests.
 """
 
 import json
@@ -21,10 +21,10 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / 'tools'
-# The small model of each task, for a data set of shapes
+# config of the small model of each task, for a data set of shapes
 QUICK = {task: str(ROOT / 'configs' / task / 'ravlt_shapes_quickstart.py') for task in ('mmdet', 'mmseg', 'mmpretrain')}
 
-# A quick-start config for a run that is stopped: few epochs on a data set beside it, held by ``hold.py``.
+# quick-start config for a run that is stopped: few epochs on a data set beside it, with the hook of ``hold.py``
 HELD = """
 _base_ = {base!r}
 train_cfg = dict(max_epochs=3, val_interval=3)
@@ -39,7 +39,7 @@ custom_hooks = [*_base_.custom_hooks, dict(type='HoldHook')]
 
 
 def environment(**more):
-    """Set PYTHONPATH, so that tools of other packages find this checkout, and configs the hook that holds a run."""
+    """Return environment variables with a PYTHONPATH of this checkout, for upstream's tools, and of ``helpers``."""
     folders = [str(ROOT), str(ROOT / 'tests'), str(ROOT / 'tests' / 'lean'), os.environ.get('PYTHONPATH')]
     path = os.pathsep.join(filter(None, folders))
     own = dict(PYTHONPATH=path, OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='', PYTHON=sys.executable, PORT=free_port())
@@ -51,6 +51,7 @@ def options(cwd, env):
 
 
 def run(*command, cwd, **env):
+    """Run a command, check its status, and return its output."""
     done = subprocess.run([str(word) for word in command], timeout=300, **options(cwd, env))
     assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout
@@ -68,6 +69,7 @@ def start(*command, cwd, **env):
 
 
 def wait_for(process, condition):
+    """Wait for a condition while a process runs, for at most 200 seconds."""
     deadline = time.monotonic() + 200
     while not condition():
         assert process.poll() is None, process.stdout.read()[-3000:]
@@ -80,6 +82,7 @@ def python(script, *args, **kwargs):
 
 
 def in_this_process(tool, *args):
+    """Run a script of ``tools/`` with arguments."""
     with mock.patch.object(sys, 'argv', [tool, *map(str, args)]):
         runpy.run_path(str(TOOLS / tool), run_name='__main__')
 
@@ -110,7 +113,7 @@ def losses(work_dir):
 
 
 def free_port():
-    """Return a port outside of the ephemeral range (from 32768 up): the system may give those to other programs."""
+    """Return a free port below 32768, as the system gives ephemeral ports to other programs."""
     for port in random.SystemRandom().sample(range(15000, 30000), 100):
         with socket.socket() as listener:
             try:
@@ -122,6 +125,7 @@ def free_port():
 
 
 def error_of(job) -> str:
+    """Run command lines one after the other, and return the first error, or ''."""
     from conftest import end_workers, forget_instances  # it has MMEngine read indices once, as in the tests
 
     for command in job:

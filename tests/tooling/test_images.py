@@ -49,6 +49,23 @@ def test_the_size_that_a_config_tests_at(scope, steps, settings, size):
 
 
 @pytest.mark.parametrize(
+    ('steps', 'resize', 'crop'),
+    [
+        ([KEEP], dict(scale=[1333, 800], keep_ratio=True), None),
+        (
+            [dict(type='mmpretrain.ResizeEdge', scale=256, edge='short'), CROP],
+            dict(scale=256, edge='short'),
+            [384, 384],
+        ),
+        ([RESIZE, dict(CROP, crop_size=(96, 128))], dict(scale=[640, 480]), [128, 96]),
+        ([dict(type='Pad', size=(640, 608))], None, None),
+    ],
+)
+def test_resizing_for_the_metadata_of_a_graph(steps, resize, crop):
+    assert images.resizing(config('mmpretrain', *steps)) == dict(resize=resize, crop=crop)
+
+
+@pytest.mark.parametrize(
     ('backbone', 'mean', 'channels'),
     [
         (dict(type='RAVLT'), [1.0], 3),

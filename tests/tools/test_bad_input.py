@@ -143,7 +143,7 @@ ROWS = [
     bad(f'{MINE}py --batch 0', '--batch=0: expected at least 1'),
     bad(f'{MINE}py --classes a', '--classes is for label images'),
     bad(MINE.replace('empty', 'nowhere') + 'py', 'no such folder'),
-    bad('analysis_tools/ablation_study.py --study rala --out out --arms fulll', "--arms=['fulll']: expected"),
+    bad('analysis_tools/ablation_study.py --study rala --out out --variants fulll', "--variants=['fulll']: expected"),
 ]
 
 

@@ -4,7 +4,7 @@
 
     python tools/analysis_tools/inspect_attention.py CONFIG CHECKPOINT photo.jpg --out inspected --query 120 80
 
-Writes summary.json, one entry a block, and plots. CHECKPOINT may be none, for random weights. See docs/inspect.md.
+Writes plots and summary.json with one entry per block. CHECKPOINT may be none for random weights. See docs/inspect.md.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def parse_args() -> argparse.Namespace:
         nargs=2,
         type=float,
         metavar=('X', 'Y'),
-        help='pixel to draw the weights of [middle]',
+        help='pixel of the query token [middle]',
     )
     parser.add_argument(
         '--shape',
@@ -58,7 +58,7 @@ def parse_args() -> argparse.Namespace:
         '--num-queries',
         type=int,
         default=NUM_QUERIES,
-        help=f'sampled queries, the most rows of a map in memory [{NUM_QUERIES}]',
+        help=f'sampled queries: the most rows of an attention map in memory [{NUM_QUERIES}]',
     )
     parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ... [cpu]')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, metavar='KEY=VALUE', help='override settings')
@@ -91,7 +91,19 @@ def checked(args: argparse.Namespace) -> Config:
 
 
 def inspect_picture(model, picture, args, progress, query, pixel) -> list:
-    """Measure each block on an image, and draw the attention of the query token at ``pixel`` of the original image."""
+    """Measure each block on an image, and draw the attention maps of a query token.
+
+    Args:
+        model: Model with a backbone.
+        picture: Preprocessed image.
+        args: Options of the command line.
+        progress: Function called after each block.
+        query: Column and row of the token in the preprocessed image.
+        pixel: The same pixel (x, y) in the original image.
+
+    Returns:
+        list[dict]: Entries of the blocks.
+    """
     entries, maps, full = [], [], []
     generator = torch.Generator().manual_seed(0)
     numbers = [name for name in args.what if name != 'maps']
@@ -116,7 +128,7 @@ def inspect_picture(model, picture, args, progress, query, pixel) -> list:
 
 
 def merged(per_image: list[list[dict]]) -> list[dict]:
-    """Average the entries of each block over the images; map sizes that differ between images become lists."""
+    """Average the entries of each block over the images. Differing sizes of feature maps are listed."""
     blocks = []
     for entries in zip(*per_image):
         block = averaged([(entry, 1.0) for entry in entries])

@@ -17,18 +17,18 @@ from ...ops.grid import on_grid
 from ...ops.heads import split_heads
 from .weights import has_unit_output, local_weights, mixer_state, mixer_weights
 
-CLASS_TOKEN, PADDING = -1, -2  # positions of tokens outside the map
+CLASS_TOKEN, PADDING = -1, -2  # positions of tokens outside the feature map
 
 
 class Window(NamedTuple):
-    """Inputs and output of a mixer in one window of an image (or on the whole map, for global attention)."""
+    """Inputs and output of a mixer in one window of an image; global attention has one window."""
 
     mixer: TokenMixer
     inputs: dict  # copies of its arguments for this window, with a batch size of 1
     out: Tensor  # output, (N, E)
     local: Optional[nn.Module]  # depth-wise convolution of the values, added after the mixer
-    queries: Tensor  # positions of the queries in the block's map, (N,): row * width + column, PADDING or CLASS_TOKEN
-    keys: Tensor  # positions of the keys in the map of the keys, (M,)
+    queries: Tensor  # positions of the queries, (N,): row * columns + column of the feature map, PADDING or CLASS_TOKEN
+    keys: Tensor  # positions of the keys in the feature map of the keys, (M,)
 
     @property
     def values(self) -> Tensor:
@@ -37,9 +37,9 @@ class Window(NamedTuple):
         return split_heads(v.to(accumulation_dtype(v)), self.mixer.num_heads)[0]
 
     def weights(self, rows: Tensor, local: bool = False) -> Tensor:
-        """Return the attention weights of the queries ``rows``, (heads, len(rows), M).
+        """Return the attention weights of the queries ``rows`` of the window, (heads, len(rows), M).
 
-        If ``local``, the weights of the convolutions of the values are added, averaged over the channels of each head.
+        If ``local``, add those of the convolutions of the values, averaged over the channels of each head.
         """
         inputs = {name: value for name, value in self.inputs.items() if name not in ('v', 'context')}
         weights = mixer_weights(self.mixer, **inputs, rows=rows)[0]
@@ -51,8 +51,7 @@ class Window(NamedTuple):
         return weights
 
     def convolutions(self) -> list[Callable[[Tensor], Tensor]]:
-        """Return the convolutions of the values as functions: the mixer's own, then :attr:`local`; each only if it
-        exists."""
+        """Return the existing convolutions of the values as functions: the mixer's own, then :attr:`local`."""
         mixer, grid, context, v = self.mixer, self.inputs['key_grid'], self.inputs['context'], self.inputs['v']
         found: list[Callable[[Tensor], Tensor]] = []
         if isinstance(mixer, LocalMixer) and mixer.convolve(v, grid, context) is not None:
@@ -73,9 +72,9 @@ class Window(NamedTuple):
         return None if state is None else state[0]
 
     def error(self, rows: Tensor, weights: Tensor) -> float:
-        """Check a map: return the relative difference of the mixer's output from ``weights @ v`` and its convolution.
+        """Return the relative difference of the mixer's output from ``weights @ v`` plus its convolution.
 
-        ``rows`` are the queries of the map.
+        ``weights`` are those of the queries ``rows`` of the window, (heads, len(rows), M).
         """
         out = self.out[rows].to(weights.dtype)
         rest = out - rearrange(weights @ self.values, 'heads n e -> n (heads e)')
@@ -91,10 +90,10 @@ class BlockCall(NamedTuple):
 
     name: str  # of the block within the model, backbone.stages.0.1
     branches: list[list[Window]]  # one list for all heads, or one for each direction of stripes
-    size: tuple[int, int]  # height and width of the map of the queries
-    key_size: tuple[int, int]  # height and width of the map of the keys
+    size: tuple[int, int]  # height and width of the feature map of the queries
+    key_size: tuple[int, int]  # height and width of the feature map of the keys
     projected: Tensor  # input of the output projection, (1, H, W, E) or (windows, N, E)
-    ratio: int  # reduction of the keys' map; 0 for keys outside any map (averages over the token sequence)
+    ratio: int  # spatial reduction of the keys; 0 for keys on no grid (averages over the token sequence)
 
     @property
     def windows(self) -> list[Window]:
@@ -107,9 +106,10 @@ class BlockCall(NamedTuple):
         return next((name for name, known in TOKEN_MIXERS.module_dict.items() if known is kind), kind.__name__)
 
     def features(self) -> list[tuple[Tensor, Tensor]]:
-        """Return two feature tensors (heads, tokens, d) for each branch.
+        """Return the output of the mixer and the input of the output projection for each branch.
 
-        The first is the output of the mixer, the second the input of the output projection.
+        Returns:
+            list[tuple[Tensor, Tensor]]: Pairs of (heads, tokens, d), tokens in the order of the feature map.
         """
         pairs = []
         for branch, whole in zip(self.branches, self.projected.chunk(len(self.branches), dim=-1)):
@@ -121,13 +121,14 @@ class BlockCall(NamedTuple):
         return pairs
 
     def _on_map(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Sort tokens (N, E) by their positions in the feature map, without padding and class tokens."""
         out = tokens.new_zeros(self.size[0] * self.size[1], tokens.shape[-1])
         out[positions[positions >= 0]] = tokens[positions >= 0]
         return out
 
 
 def arrangements(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost attention modules of a model by name: global, windowed and striped ones, in module order."""
+    """Return the outermost attention modules of a model by name, in module order: global, windowed and striped ones."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_inner = any(name.startswith(f'{outer}.') for outer in found)
@@ -161,6 +162,7 @@ def watched(model: nn.Module, on_block: Callable[[BlockCall], None]) -> Iterator
 
 
 def _watch(name: str, attention: Any, on_block: Callable) -> list:
+    """Register the hooks of one attention module, and return their handles."""
     calls: list[Any] = []
     projected: list[Tensor] = []
     mixing = [module for module in attention.modules() if isinstance(module, LePEMixer)]
@@ -190,9 +192,9 @@ def _watch(name: str, attention: Any, on_block: Callable) -> list:
         ratio = getattr(attention, 'ratio', None)
         if type(ratio) is not int:
             ratio = 1 if key_size == size else 0
-        elif getattr(attention, 'reduction', 'grid') == 'sequence':  # averages outside any map
+        elif getattr(attention, 'reduction', 'grid') == 'sequence':  # averages lie on no grid
             ratio = 0
-        used = list(filter(None, branches.values()))
+        used = [branch for branch in branches.values() if branch]
         on_block(BlockCall(name.removesuffix('.attn'), used, size, key_size, projected.pop(), ratio))
 
     handles = [
@@ -212,7 +214,7 @@ def _by_window(inputs: dict, number: int) -> Iterator[dict]:
         for name in ('q', 'k', 'v', 'mask', 'bias', 'context'):
             if inputs[name] is not None and len(inputs[name]) == number:
                 one[name] = inputs[name][i : i + 1]
-        for name in ('grid', 'key_grid'):  # windows of a rolled map hold regions that are no neighbours
+        for name in ('grid', 'key_grid'):  # shifted windows hold regions that are no neighbours
             if inputs[name].regions is not None:
                 one[name] = inputs[name]._replace(regions=inputs[name].regions[i : i + 1])
         yield one
@@ -227,7 +229,8 @@ def _token_layout(attention: nn.Module, x: Tensor, calls: list[dict]) -> tuple[t
         calls: Arguments of the mixer calls.
 
     Returns:
-        tuple: Size of the block's map, size of the map of the keys, and positions of queries and keys for each call.
+        tuple: Height and width of the feature map of the queries, the same of the keys, and positions of queries and
+        keys for each call.
     """
     grid, key_grid = calls[0]['grid'], calls[0]['key_grid']
     size = (x.shape[1], x.shape[2]) if x.dim() == 4 else (grid[0], grid[1])
@@ -251,10 +254,10 @@ def _token_layout(attention: nn.Module, x: Tensor, calls: list[dict]) -> tuple[t
         shapes = [(queries.shape, keys.shape) for queries, keys in layout]
         if shapes == [(call['q'].shape[:2], call['k'].shape[:2]) for call in calls]:
             return size, key_size, layout
-    raise NotImplementedError(f'{type(attention).__name__} lays its tokens in a way that the analysis does not know')
+    raise NotImplementedError(f'{type(attention).__name__} arranges its tokens in an order unknown to the analysis')
 
 
 def _all_positions(grid: Grid, device) -> Tensor:
-    """Return the positions of all tokens of a map, class tokens first, (1, N)."""
+    """Return the positions of all tokens of a feature map, class tokens first, (1, N)."""
     patches = torch.arange(grid.height * grid.width, device=device)
     return torch.cat((patches.new_full((grid.prefix,), CLASS_TOKEN), patches))[None]

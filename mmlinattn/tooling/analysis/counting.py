@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Count multiply-adds and peak activation memory of PyTorch code for each operation, on real or meta tensors."""
+"""Count multiply-adds and peak activation memory of PyTorch code by module and kind, on real or meta tensors."""
 
 import contextlib
 import weakref
@@ -18,8 +18,7 @@ from ...ops import dynamic_depthwise_conv2d, hallucinated_attention
 
 CONV, LINEAR, PRODUCT = KINDS = ('convolution', 'linear', 'attention product')
 _aten = torch.ops.aten
-# Batched products belong to attentions, except in F.linear (_Functions): PyTorch uses them for maps of non-contiguous
-# rows.
+# Batched matmuls belong to attentions, except in F.linear (see _Functions): PyTorch uses them for non-contiguous rows.
 _KIND_OF = {
     _aten.convolution: CONV,
     _aten._convolution: CONV,
@@ -31,17 +30,21 @@ _KIND_OF = {
 class OpCounter(TorchDispatchMode):
     """Context that counts multiply-adds by module name, with the formulas of ``torch.utils.flop_counter``.
 
-    PyTorch's ``FlopCounterMode`` neither separates linear layers from matmuls of attention nor measures memory.
+    Unlike in ``FlopCounterMode``, some functions count as a whole (:class:`_Functions`), and memory is measured.
 
     Args:
         model (nn.Module): Model that gives the names of its modules.
+
+    Attributes:
+        macs (Counter): Multiply-adds by (module name, kind), without those of submodules; for kinds see :data:`KINDS`.
+        peak_bytes (int): Peak of the activations in bytes, without workspaces inside operations.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.macs: Counter = Counter()  # (module name, kind) -> multiply-adds, of KINDS
-        self.peak_bytes = 0  # peak of the activations, without workspaces inside operations
+        self.macs: Counter = Counter()
+        self.peak_bytes = 0
         self.kind_of_product = PRODUCT
         self._live_bytes = 0
         self._seen: set[int] = set()
@@ -106,8 +109,8 @@ class _Functions(TorchFunctionMode):
     - Every matmul inside ``linear`` counts as a linear layer.
     - ``scaled_dot_product_attention`` counts as the fused kernel: two matmuls, and no N x N map in memory. On meta
       tensors PyTorch would build the map.
-    - Hallucinated attention counts as in its paper, which builds the maps: two matmuls, a 3x3 convolution of half of
-      the maps (intra-head), and a mixture of the maps (cross-head).
+    - Hallucinated attention counts as in its paper, which builds the attention maps: two matmuls, a 3x3 convolution of
+      half of the maps (intra-head), and a mixture of the maps (cross-head).
     - A convolution with predicted kernels counts as an ordinary convolution.
     """
 

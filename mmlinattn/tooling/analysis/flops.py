@@ -23,8 +23,8 @@ class Cost(NamedTuple):
     """Cost of one forward pass of a model with batch size 1."""
 
     shape: tuple  # height and width of the image
-    params: dict  # of each part, in the order of the forward pass
-    macs: Counter  # (part, kind) -> multiply-adds, of the kinds in mmlinattn.tooling.analysis.counting.KINDS
+    params: dict  # number of parameters by part, in the order of the forward pass
+    macs: Counter  # multiply-adds by (part, kind); for kinds see mmlinattn.tooling.analysis.counting.KINDS
     peak_bytes: int  # estimated peak of the activations in float32
     notes: list  # conventions of the count, one line each
 
@@ -43,8 +43,7 @@ class Cost(NamedTuple):
 
 
 def part_of(name: str) -> str:
-    """Return the part of the model (``backbone.stage1``, ``neck``, ...) to which a module or parameter belongs, by its
-    name."""
+    """Return the part of a model (``backbone.stage1``, ``neck``, ...) that has a module or parameter ``name``."""
     stage = re.match(r'backbone\.(?:module\.)?(stages\.|patch_embeds\.|position_tables\.|out_norms\.|layer)(\d+)', name)
     if stage:  # layers of upstream's ResNet count from one
         return f'backbone.stage{int(stage[2]) + (stage[1] != "layer")}'
@@ -69,7 +68,7 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
         shape (tuple[int, int], optional): (height, width) of the image, both >= 32; :func:`image_shape` by default.
 
     Raises:
-        RunError: The shape is below 32x32, or the forward pass depends on values, which meta tensors lack. Two-stage
+        RunError: The shape is below 32x32, or the forward pass depends on values, as meta tensors have none. Two-stage
             detectors with an RPN are counted part by part instead.
     """
     shape = tuple(shape or image_shape(cfg))
@@ -123,7 +122,7 @@ def run_two_stage(model: Any, image: torch.Tensor) -> list:
     if roi_head.with_mask:
         pairs.append((MASK_ROIS, roi_head.mask_head, roi_head.mask_roi_extractor or roi_head.bbox_roi_extractor))
     for rois, heads, extractors in pairs:
-        # cascades have one of each a stage
+        # cascades have one head and one extractor per stage
         stages = zip(heads, extractors) if isinstance(heads, nn.ModuleList) else [(heads, extractors)]
         for head, extractor in stages:
             head(features[0].new_empty(rois, extractor.out_channels, *extractor.roi_layers[0].output_size))

@@ -15,23 +15,23 @@ from .capture import CLASS_TOKEN, PADDING, BlockCall, Window
 WHAT = ('rank', 'confusion', 'locality', 'sharpness', 'ccs', 'maps')
 NUM_QUERIES = 196  # tokens of a DeiT at 224, as in the papers
 MAX_WINDOWS = 8
-NUMEL = 2**25  # weights built at a time: 128 MiB
+NUMEL = 2**25  # attention weights computed at a time: 128 MiB
 
 
 def measure_block(
     block: BlockCall, names=WHAT[:-1], num_queries: int = NUM_QUERIES, generator: Optional[torch.Generator] = None
 ) -> dict:
-    """Compute measures of the attention of a block, for each head.
+    """Measure the attention of a block, head by head.
 
     Args:
         block (BlockCall): See :func:`~mmlinattn.tooling.analysis.capture.watched`.
         names (Sequence[str]): Measures to compute, from :data:`WHAT`.
-        num_queries (int): Number of sampled queries, at least 2. It bounds the rows of a head's map in memory. Windowed
-            attention samples two or more queries in each of at most :data:`MAX_WINDOWS` windows.
+        num_queries (int): Number of sampled queries, at least 2: the most rows of a head's attention map in memory.
+            Windowed attention samples two or more queries in each of at most :data:`MAX_WINDOWS` windows.
         generator (torch.Generator, optional): Random generator of the sample.
 
     Returns:
-        dict: Entry of the block in ``summary.json``. Lists have one number per head; in cross-shaped windows, the heads
+        dict: Entry of the block in ``summary.json``. Lists have one number per head. In cross-shaped windows, the heads
             of vertical stripes come first.
     """
     samples = [_sample(branch, num_queries, generator) for branch in block.branches]
@@ -61,6 +61,7 @@ def measure_block(
 
 
 def _measure_window(block: BlockCall, window: Window, rows: Tensor, names) -> dict:
+    """Measure the queries ``rows`` (indices within the window) of one window."""
     weights = window.weights(rows)
     both = window.weights(rows, local=True) if window.convolutions() else None
     entry: dict = dict(forward_error=window.error(rows, weights))
@@ -95,12 +96,12 @@ def _measure_window(block: BlockCall, window: Window, rows: Tensor, names) -> di
 
 
 def _near(block: BlockCall, window: Window, rows: Tensor) -> Tensor:
-    """Return (n, M) bool: True for keys within the 3x3 neighbourhood of the query on the map of the keys."""
+    """Return (n, M) bool: True for keys within the 3x3 neighbourhood of the query on the grid of the keys."""
 
     def coordinates(tokens: Tensor, width: int) -> Tensor:
         return torch.stack((tokens // width, tokens % width), dim=-1)
 
-    queries = coordinates(window.queries[rows], block.size[1]) // block.ratio  # the cell of the reduced map
+    queries = coordinates(window.queries[rows], block.size[1]) // block.ratio  # its cell in the grid of the keys
     distances = (queries[:, None] - coordinates(window.keys, block.key_size[1])).abs()
     return (distances <= 1).all(dim=-1) & (window.keys >= 0)
 
@@ -119,19 +120,20 @@ def _sample(branch: list[Window], num_queries: int, generator=None) -> list[tupl
 
 
 def _some(items, limit: int, generator):
+    """Return at most ``limit`` items of a list or a tensor, drawn at random, in their order."""
     if len(items) <= limit:
         return items
     picked = torch.randperm(len(items), generator=generator)[:limit].sort().values
     return items[picked.to(items.device)] if isinstance(items, Tensor) else [items[i] for i in picked]
 
 
-# --- maps -------------------------------------------------------------------------------------------------------------
+# --- attention maps ---------------------------------------------------------------------------------------------------
 
 
 def maps_of(block: BlockCall, queries: Tensor, keys: Tensor, local: bool = False) -> Tensor:
-    """Return weights (heads, n, m) of the given queries on the given keys; NaN for keys outside the window of a query.
+    """Return attention weights (heads, n, m) of some queries on some keys; NaN for keys outside a query's window.
 
-    ``queries`` and ``keys`` are ascending positions, see :class:`~mmlinattn.tooling.analysis.capture.Window`.
+    ``queries`` (n,) and ``keys`` (m,) are ascending positions, see :class:`~mmlinattn.tooling.analysis.capture.Window`.
     """
     maps = []
     for branch in block.branches:
@@ -151,19 +153,19 @@ def maps_of(block: BlockCall, queries: Tensor, keys: Tensor, local: bool = False
 
 
 def query_map(block: BlockCall, row: int, column: int, local: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the attention weights of the token at ``row``, ``column`` of the block's map.
+    """Return the attention weights of the token at ``row``, ``column`` of the block's feature map.
 
     Returns:
-        tuple[Tensor, Tensor]: Weights over the map of the keys, (heads, h, w), NaN outside the token's window; and
-        weights of the class token, (heads,).
+        tuple[Tensor, Tensor]: Attention map over the grid of the keys, (heads, h, w), NaN outside the token's window;
+        and weights on the class token, (heads,).
 
     Raises:
-        ValueError: The token is outside the map, or the keys are not arranged as a map.
+        ValueError: The token is outside the feature map, or the keys lie on no grid.
     """
     if not block.ratio:
-        raise ValueError(f'the keys of {block.name} are averages over the sequence of tokens and lie on no map')
+        raise ValueError(f'the keys of {block.name} are averages over the sequence of tokens and lie on no grid')
     if not (0 <= row < block.size[0] and 0 <= column < block.size[1]):
-        raise ValueError(f'row={row}, column={column} is outside of the map of {block.name}, {block.size}')
+        raise ValueError(f'row={row}, column={column} is outside of the feature map of {block.name}, {block.size}')
     device = block.projected.device
     query = torch.tensor([row * block.size[1] + column], device=device)
     weights = maps_of(block, query, torch.arange(CLASS_TOKEN, math.prod(block.key_size), device=device), local)[:, 0]
@@ -171,15 +173,14 @@ def query_map(block: BlockCall, row: int, column: int, local: bool = False) -> t
 
 
 def full_map(block: BlockCall, side: int = 128) -> Tensor:
-    """Return the map of all queries and keys, subsampled to (heads, n, m) with n, m <= ``side``; NaN outside
-    windows."""
+    """Return the attention map of all queries and keys, subsampled to n, m <= ``side``: (heads, n, m)."""
     sizes = math.prod(block.size), math.prod(block.key_size)
     queries, keys = (torch.arange(0, size, -(-size // side), device=block.projected.device) for size in sizes)
     return maps_of(block, queries, keys)
 
 
 def _some_rows(block: BlockCall, heads: int, num_queries: int) -> Tensor:
-    """Return weights (heads, n, M) of a sample of queries: the same queries for all heads and in every call."""
+    """Return attention weights (heads, n, M) of a sample of queries, the same for all heads and in every call."""
     keys = torch.arange(CLASS_TOKEN, math.prod(block.key_size), device=block.projected.device)
     limit = max(1, min(num_queries, NUMEL // (heads * len(keys))))
     queries = _some(torch.arange(math.prod(block.size)), limit, torch.Generator().manual_seed(0))

@@ -22,16 +22,16 @@ class Picture(NamedTuple):
     """Preprocessed image."""
 
     name: str  # of the file, without suffix
-    shown: np.ndarray  # (h, w, 3) uint8 RGB, after resizing and cropping, before padding and normalisation
+    shown: np.ndarray  # (h, w, 3) uint8 RGB, resized and cropped, without padding and normalisation
     inputs: Tensor  # (1, channels, H, W), input of the backbone; H >= h and W >= w
-    sample: object  # the data sample of the pipeline
-    pipeline: Callable[[np.ndarray], np.ndarray]  # transform of grey levels (height, width), 0 to 1, to (h, w)
+    sample: object  # data sample of the test pipeline
+    pipeline: Callable[[np.ndarray], np.ndarray]  # test pipeline for grey levels in [0, 1], (height, width) -> (h, w)
     size: tuple[int, int]  # width and height of the original image
 
     def to_shown(self, x: float, y: float) -> tuple[int, int]:
-        """Return (column, row) in :attr:`shown` of a pixel of the original image.
+        """Return (column, row) in :attr:`shown` of the pixel (x, y) of the original image.
 
-        The position is found by passing an image with a bright spot at the pixel through the pipeline.
+        The test pipeline transforms an image with a bright spot at the pixel.
 
         Raises:
             RunError: The pixel is outside the image, or cropped away by the pipeline.
@@ -53,16 +53,19 @@ class Picture(NamedTuple):
 
 
 def pixels_a_token(length: int, tokens: int) -> float:
-    """Return the length in pixels of a token along one side of the image.
+    """Return the size in pixels of a token along one side of the image.
 
-    It is the power of two that gives ``tokens`` tokens, the last possibly cut off at the border; otherwise ``length /
-    tokens``.
+    It is the power of two that divides ``length`` pixels into ``tokens`` tokens, the last one possibly cropped at the
+    border; otherwise ``length / tokens``.
     """
     return next((float(2**i) for i in range(8) if -(-length // 2**i) == tokens), length / tokens)
 
 
 def token_at(column: int, row: int, inputs: Tensor, size: tuple[int, int]) -> tuple[int, int]:
-    """Return (row, column) of the token that contains a pixel, in a token map of ``size``."""
+    """Return (row, column) of the token that contains a pixel of the backbone's input (1, channels, H, W).
+
+    ``size`` is the height and width of the feature map in tokens.
+    """
     sides = zip((row, column), inputs.shape[-2:], size)
     at = [min(int(pixel / pixels_a_token(length, tokens)), tokens - 1) for pixel, length, tokens in sides]
     return at[0], at[1]

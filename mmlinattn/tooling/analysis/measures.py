@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Measures of attention maps, states and features, as defined in the papers.
 
-Weights have shape (heads, n, M): attention weights of n queries (all, or a sample) on all M keys. Linear attentions may
-have negative weights; shares and entropies are then computed from their magnitudes.
+Attention weights have shape (heads, n, M): n queries (all, or a sample) and all M keys. Linear attentions may have
+negative weights; fractions and entropies are then computed from their magnitudes.
 """
 
 import torch
@@ -12,7 +12,7 @@ CONFUSION_DISTANCE = 1e-3  # InLine Sec. 4.1
 
 
 def ranks(matrix: Tensor) -> dict[str, list[float]]:
-    """Return three measures of the rank of each matrix in (heads, N, d).
+    """Return three measures of the rank of each matrix of a batch (heads, N, d), one number per head.
 
     - ``rank``: number of singular values above the usual tolerance (NumPy's ``matrix_rank``) for float32.
     - ``above_1_percent``: number of singular values above 1 % of the largest.
@@ -47,11 +47,11 @@ def pair_distances(weights: Tensor) -> Tensor:
 def neighbourhood_weight(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
     """Return two measures of locality, each (heads,), averaged over queries.
 
-    The first is the sum of the weights inside the neighbourhood (InLine Fig. 3); the second is the share of the
-    magnitudes inside it. Both are equal if no weight is negative and each row sums to one.
+    The first is the sum of the weights inside the neighbourhood (InLine Fig. 3). The second is the fraction of the
+    magnitudes inside it, from 0 to 1. Both are equal if no weight is negative and each row sums to one.
 
     Args:
-        weights (Tensor): (heads, n, M).
+        weights (Tensor): Attention weights, (heads, n, M).
         near (Tensor): (n, M) bool, True for keys in the neighbourhood of a query.
     """
     total, share = ((t * near).sum(dim=-1).mean(dim=-1) for t in (weights, magnitudes(weights)))
@@ -59,24 +59,29 @@ def neighbourhood_weight(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]
 
 
 def magnitudes(weights: Tensor) -> Tensor:
-    """Return ``|w| / sum |w|`` over the keys of each query."""
+    """Return ``|w| / sum |w|`` over the keys of each query: (..., M) -> (..., M), float64."""
     size = weights.double().abs()
     return size / size.sum(dim=-1, keepdim=True).clamp(min=1e-300)
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """Return the entropy (nats) of the magnitudes, averaged over queries: 0 for a single key, log M for equal
-    weights."""
+    """Return the entropy of the magnitudes in nats, averaged over queries: (heads, n, M) -> (heads,).
+
+    It is 0 for weight on a single key, and log M for equal weights.
+    """
     return torch.special.entr(magnitudes(weights)).sum(dim=-1).mean(dim=-1)
 
 
 def top_mass(weights: Tensor, count: int) -> Tensor:
-    """Return the share of the magnitudes on the ``count`` strongest keys of a query, averaged over queries."""
+    """Return the fraction of the magnitudes on the ``count`` strongest keys: (heads, n, M) -> (heads,), in [0, 1].
+
+    It is averaged over queries.
+    """
     return magnitudes(weights).topk(min(count, weights.shape[-1]), dim=-1).values.sum(dim=-1).mean(dim=-1)
 
 
 def cross_head_similarity(weights: Tensor) -> float:
-    """Return the cross-head cosine similarity ("CCS") of maps (heads, n, M) of two or more heads, in [-1, 1].
+    """Return the cross-head cosine similarity ("CCS") of attention maps (heads, n, M), two or more heads, in [-1, 1].
 
     It is the mean over all pairs of heads. This follows our reading of hMHSA Eq. 9-11 and Tab. 4, as no code was
     released.

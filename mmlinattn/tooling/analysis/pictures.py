@@ -21,27 +21,26 @@ TITLE_WIDTH = 7.5  # inches that titles need
 class QueryMaps(NamedTuple):
     """Attention maps of one query token in one block."""
 
-    block: str
-    mixer: str
-    maps: np.ndarray  # (heads, h, w), NaN outside the token's window
-    size: tuple[int, int]  # of the map of the queries
+    block: str  # name within the model
+    mixer: str  # name of the attention
+    maps: np.ndarray  # (heads, h, w) over the grid of the keys, NaN outside the token's window
+    size: tuple[int, int]  # height and width of the feature map of the queries
 
     @property
     def mean(self) -> np.ndarray:
-        """Mean of the maps over heads, (h, w). A head whose window lacks a key counts as 0; NaN if all windows lack the
-        key."""
+        """Mean over heads, (h, w). A head counts as 0 for keys outside its window; NaN outside all windows."""
         is_outside = np.isnan(self.maps)
         return np.where(is_outside.all(axis=0), np.nan, np.where(is_outside, 0, self.maps).mean(axis=0))
 
 
 def collect_query(block: BlockCall, picture: Picture, x: int, y: int, local: bool = False) -> QueryMaps:
-    """Return the attention maps of the token at column ``x`` and row ``y`` (pixels of the preprocessed image)."""
+    """Return the attention maps of the token at column ``x`` and row ``y`` in pixels of the preprocessed image."""
     maps, _ = query_map(block, *token_at(x, y, picture.inputs, block.size), local)
     return QueryMaps(block.name, block.mixer_name, maps.cpu().numpy(), block.size)
 
 
 def _over_image(map_: np.ndarray, picture: Picture) -> np.ndarray:
-    """Enlarge a token map to pixels of the preprocessed image, cropped to the part without padding."""
+    """Resize an attention map (h, w) to the pixels of the preprocessed image without padding."""
     for axis, (length, shown) in enumerate(zip(picture.inputs.shape[-2:], picture.shown.shape)):
         tokens = map_.shape[axis]
         at = np.arange(shown) / pixels_a_token(length, tokens)
@@ -53,7 +52,7 @@ def overlay(map_: np.ndarray, picture: Picture) -> tuple[np.ndarray, float]:
     """Draw attention weights over a grey image: positive weights red, negative blue, pixels outside the window dark.
 
     Returns:
-        tuple[np.ndarray, float]: (h, w, 3) in [0, 1], and the largest magnitude, which has full colour.
+        tuple[np.ndarray, float]: Image (h, w, 3) RGB in [0, 1], and the largest magnitude, drawn in full colour.
     """
     weights = _over_image(map_, picture)
     peak = float(np.nanmax(np.abs(weights))) if np.isfinite(weights).any() else 0.0
@@ -72,7 +71,7 @@ def evenly_spaced(number: int, limit: int) -> list[int]:
 
 
 def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path, mark: tuple = ()) -> None:
-    """Plot a grid with a row for each block, at most :data:`SHOWN_BLOCKS` evenly spaced ones.
+    """Plot a grid with one row per block, at most :data:`SHOWN_BLOCKS` evenly spaced ones.
 
     Args:
         rows: For each block its label, and panels (title, image, options of imshow).
@@ -98,7 +97,7 @@ def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path
 
 
 def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tuple, path: Path) -> None:
-    """Plot the attention maps of a token over the image, a row for each block and a column for each head.
+    """Plot the attention maps of a token over the image, with one row per block and one column per head.
 
     ``query`` is (column, row) of the token in the preprocessed image, ``pixel`` is (x, y) in the original image.
     """
@@ -121,8 +120,10 @@ def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tu
 
 
 def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -> None:
-    """Plot the maps of all queries and keys, as in FLatten Fig. 3 and hMHSA: a row for each block, a column for each
-    head."""
+    """Plot the attention maps of all queries and keys, as in FLatten Fig. 3 and hMHSA.
+
+    ``found`` has the names of block and attention, and the maps (heads, n, m), for one row per block.
+    """
     rows = []
     for block, mixer, maps in found:
         panels = []
@@ -146,58 +147,68 @@ def _save(figure: Figure, path: Path) -> Path:
 
 # --- measures by block ------------------------------------------------------------------------------------------------
 
+
+class Line(NamedTuple):
+    """Line of a plot: a number of a block's entry in ``summary.json``, or its ratio to a number of the same dict."""
+
+    keys: tuple[str, ...]
+    divisor: str = ''
+
+    @property
+    def label(self) -> str:
+        return '.'.join(self.keys) + (f' / {self.divisor}' if self.divisor else '')
+
+    def values(self, entry: dict) -> np.ndarray:
+        """Return one value per head, (heads,) or (1,); NaN if the number is missing or divided by 0."""
+        *parents, name = self.keys
+        for parent in parents:
+            entry = entry.get(parent) or {}
+        value, divisor = entry.get(name), entry.get(self.divisor) if self.divisor else 1.0
+        return np.atleast_1d(np.nan if value is None or not divisor else np.asarray(value, float) / divisor)
+
+
+def _lines(measure: str, *names: str) -> list[Line]:
+    return [Line((measure, name)) for name in names]
+
+
+_MATRICES = ('state', 'output', 'projected', 'weights', 'weights_with_local')
 PLOTS = dict(
     rank=(
         'effective rank / largest possible',
-        [
-            f'rank.{name}.effective / at_most'
-            for name in ('state', 'output', 'projected', 'weights', 'weights_with_local')
-        ],
+        [Line(('rank', matrix, 'effective'), 'at_most') for matrix in _MATRICES],
     ),
-    confusion=('pairs of queries whose weights are closer than 1e-3 in L2', ['confusion.share']),
+    confusion=('pairs of queries with weights closer than 1e-3 in L2', _lines('confusion', 'share')),
     locality=(
         'weight inside the 3x3 around the query',
-        ['locality.sum', 'locality.share', 'locality.share_with_local', 'locality.if_uniform'],
+        _lines('locality', 'sum', 'share', 'share_with_local', 'if_uniform'),
     ),
     sharpness=(
         'how sharp the weights of a query are',
         [
-            'sharpness.entropy / entropy_if_uniform',
-            *(f'sharpness.{name}' for name in ('top_1', 'top_9', 'top_25', 'negative')),
+            Line(('sharpness', 'entropy'), 'entropy_if_uniform'),
+            *_lines('sharpness', 'top_1', 'top_9', 'top_25', 'negative'),
         ],
     ),
-    ccs=('cosine similarity of the maps of two heads', ['ccs']),
+    ccs=('cosine similarity of the maps of two heads', [Line(('ccs',))]),
 )
-"""Title and lines of each plot. A line is a key of ``summary.json``: ``KEY.KEY``, or ``KEY.KEY / SIBLING``."""
-
-
-def numbers_at(entry: dict, key: str) -> np.ndarray:
-    """Return the measure ``key`` of :data:`PLOTS` from a block's entry, one value per head; NaN if missing or divided
-    by 0.
-
-    ``key`` is a dotted path, optionally followed by `` / `` and a divisor.
-    """
-    path, _, divisor = key.partition(' / ')
-    *parents, name = path.split('.')
-    for parent in parents:
-        entry = entry.get(parent) or {}
-    value, divided_by = entry.get(name), entry.get(divisor) if divisor else 1.0
-    return np.atleast_1d(np.nan if value is None or not divided_by else np.asarray(value, float) / divided_by)
+"""Title and lines of the plot of each measure."""
 
 
 def plot_measures(entries: list[dict], names, out: Path, title: str) -> list[Path]:
-    """Plot each measure of ``names`` over the blocks in ``summary.json``, and return the paths of the files
-    ``NAME.png``."""
+    """Plot measures over the blocks in ``summary.json``, and return the paths of the files ``NAME.png``.
+
+    Measures without an entry in :data:`PLOTS` or without numbers are skipped.
+    """
     made = []
     for name in [name for name in names if name in PLOTS]:
-        subject, keys = PLOTS[name]
+        subject, lines = PLOTS[name]
         width = max(TITLE_WIDTH, 0.42 * len(entries) + 2)
         figure = Figure(figsize=(width, 5.2), layout='constrained')
         axis = figure.subplots()
-        for key in keys:
-            values = [numbers_at(entry, key) for entry in entries]
+        for each in lines:
+            values = [each.values(entry) for entry in entries]
             if np.isfinite(np.concatenate(values)).any():
-                (line,) = axis.plot([value.mean() for value in values], marker='.', label=key)
+                (line,) = axis.plot([value.mean() for value in values], marker='.', label=each.label)
                 bands = [value.min() for value in values], [value.max() for value in values]
                 axis.fill_between(range(len(entries)), *bands, alpha=0.15, color=line.get_color())
         if not axis.lines:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Compute attention maps and states of mixers, by differentiating the output with respect to the values."""
+"""Compute attention maps and states of mixers by differentiating the output with respect to the values."""
 
 import copy
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ def mixer_weights(
     bias: Optional[Tensor] = None,
     rows: Rows = None,
 ) -> Tensor:
-    """Return the attention map to which a mixer is equivalent, with normalisation and signs, in O(N M) memory.
+    """Return the attention map that is equivalent to a mixer, with normalisation and signs, in O(N M) memory.
 
-    ``weights @ v`` for each head is the output of the mixer without its convolution of the values (``convolve`` of a
-    ``LocalMixer``). The map is the derivative of the output with respect to the values. One backward pass gives the
-    rows of as many queries as a head has channels.
+    ``weights @ v`` of each head is the output of the mixer without its convolution of the values (``convolve`` of a
+    ``LocalMixer``). The attention map is the derivative of the output with respect to the values. One backward pass
+    gives the rows of as many queries as a head has channels.
 
     Args:
         mixer (TokenMixer): The attention.
@@ -47,7 +47,7 @@ def mixer_weights(
         ValueError: ``rows`` are not indices of queries.
         NotImplementedError: The output of a head is not a matrix times the values.
     """
-    refusal = f'{type(mixer).__name__} has no weights: its output is not one matrix a head times the values'
+    refusal = f'{type(mixer).__name__} has no weights: its output is not one matrix per head times the values'
     if mixer.context and not isinstance(mixer, LocalMixer):
         raise NotImplementedError(refusal)
     mixed = _of_values(mixer, q, k, grid, key_grid, mask, rotary, bias)
@@ -73,14 +73,14 @@ def mixer_state(mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, *args, **ter
     """
     if mixer.quadratic:
         return None
-    depth, number, width = k.shape[-1] // mixer.num_heads, k.shape[1], v.shape[-1] // mixer.num_heads
-    products = _Products((depth, number), (number, width))
+    key_dim, number, value_dim = k.shape[-1] // mixer.num_heads, k.shape[1], v.shape[-1] // mixer.num_heads
+    products = _Products((key_dim, number), (number, value_dim))
     with torch.no_grad(), products:
         out = _of_values(mixer, q, k, *args, **terms)(v.to(accumulation_dtype(v)))
-    found = products.found  # with five axes, as in the references of the ops
-    if found is None and depth == width == 1:  # Hydra attention multiplies its queries by a number
+    found = products.found  # with five axes, as in the reference implementations of the ops
+    if found is None and key_dim == value_dim == 1:  # Hydra attention multiplies its queries by a number
         found = out[:, :1]
-    return None if found is None else found.reshape(len(q), mixer.num_heads, depth, width)
+    return None if found is None else found.reshape(len(q), mixer.num_heads, key_dim, value_dim)
 
 
 class _Products(TorchFunctionMode):
@@ -124,7 +124,7 @@ def _of_values(mixer, q, k, grid, key_grid, mask=None, rotary=None, bias=None) -
 
 
 def has_unit_output(mixer: TokenMixer) -> bool:
-    """Return True if a mixer normalises the output of each token and head to unit length after applying its weights."""
+    """Return True if a mixer scales the output of each token and head to unit length."""
     return isinstance(mixer, AngularMixer) and mixer.form == 'released'
 
 
@@ -132,8 +132,8 @@ def local_weights(convolve: Callable[[Tensor], Tensor], v: Tensor, heads: int, r
     """Return the matrix of a depth-wise convolution of the values, averaged over the channels of each head.
 
     Args:
-        convolve (Callable): Affine depth-wise map of values, (B, M, E) to (B, N, E).
-        v (Tensor): Values, for their shape and dtype; the numbers have no influence.
+        convolve (Callable): Affine depth-wise function of values, (B, M, E) -> (B, N, E).
+        v (Tensor): Tensor with the shape (B, M, E) and dtype of the values; its numbers have no influence.
         heads (int): Number of heads.
         rows (Sequence[int] | Tensor, optional): Indices of outputs; all outputs by default.
 
@@ -155,7 +155,13 @@ def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows:
     """Return the matrix by which a function multiplies the values of each head, computed as its derivative at ``v``.
 
     This holds if the channels of a head share one matrix, and each output channel depends on the same channel of the
-    values. Each channel is used for another row, so that one backward pass gives as many rows as a head has channels.
+    values. Each channel gives another row, so that one backward pass gives as many rows as a head has channels.
+
+    Args:
+        function (Callable): Function of values, (B, M, E) -> (B, N, E).
+        v (Tensor): Values, (B, M, E).
+        heads (int): Number of heads.
+        rows (Sequence[int] | Tensor, optional): Indices of outputs; all outputs by default.
 
     Returns:
         tuple[Tensor, float]: The matrix (B, heads, N or len(rows), M), and its error: the deviation of ``matrix @ v``
@@ -181,6 +187,7 @@ def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows:
 
 
 def _checked_rows(rows: Rows, num_tokens: int) -> Tensor:
+    """Return ``rows`` as a tensor of indices, after a check."""
     index = torch.arange(num_tokens) if rows is None else torch.as_tensor(rows)
     if index.numel():
         is_integer = index.dim() == 1 and not index.is_floating_point() and index.dtype != torch.bool

@@ -27,7 +27,10 @@ def save_picture(path: Path, image: np.ndarray) -> None:
 
 
 class Coco:
-    """Layout of COCO: images, and one file of instance annotations for each split."""
+    """Layout of COCO 2017: a folder of images for each split, and ``annotations/instances_{train,val}2017.json``.
+
+    Instances have polygons; there are no crowds, keypoints or captions.
+    """
 
     folders = ('train2017', 'val2017', 'annotations')
 
@@ -67,8 +70,11 @@ class Coco:
 
 
 class Ade:
-    """Images and label maps: labels plus one, 0 for pixels without class. The first ``len(ADE_CLASSES)`` of ADE20K's
-    150 labels occur, so models of all classes train as well."""
+    """Layout of ADEChallengeData2016: images, segmentation masks, and two lists.
+
+    Pixels of a mask are the label plus one, or 0 without class. Only the first ``len(ADE_CLASSES)`` of ADE20K's 150
+    labels occur, so that models with 150 classes can train on this data, too.
+    """
 
     splits = dict(train='training', val='validation')
     folders = tuple(f'{kind}/{split}' for kind in ('images', 'annotations') for split in ('training', 'validation'))
@@ -77,25 +83,25 @@ class Ade:
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
         scene = draw_scene(rng, size, num_shapes=shapes_of(number), kinds=(*SHAPES, UNLABELLED_SHAPE))
         values = [ADE_CLASSES.index(kind) + 1 for kind in SHAPES] + [0]
-        labels = np.full(scene.image.shape[:2], ADE_CLASSES.index(scene.background) + 1, np.uint8)
+        segmentation = np.full(scene.image.shape[:2], ADE_CLASSES.index(scene.background) + 1, np.uint8)
         for mask, kind in zip(scene.masks, scene.labels):
-            labels[mask] = values[kind]
+            segmentation[mask] = values[kind]
         name = f'ADE_{split}_{number:08d}'
         save_picture(root / 'images' / cls.splits[split] / f'{name}.jpg', scene.image)
-        mmcv.imwrite(labels, str(root / 'annotations' / cls.splits[split] / f'{name}.png'))
-        pixels = np.bincount(labels.ravel(), minlength=len(ADE_CLASSES) + 1)
+        mmcv.imwrite(segmentation, str(root / 'annotations' / cls.splits[split] / f'{name}.png'))
+        pixels = np.bincount(segmentation.ravel(), minlength=len(ADE_CLASSES) + 1)
         return dict(name=name, scene=scene.background, pixels=pixels)
 
     @staticmethod
     def write_index(root: Path, records: dict[str, list[dict]]) -> None:
-        """Write ``objectInfo150.txt`` (with the occurring classes) and ``sceneCategories.txt``."""
+        """Write ``objectInfo150.txt`` of the occurring classes, and ``sceneCategories.txt``."""
         pixels = {split: np.stack([record['pixels'] for record in part]) for split, part in records.items()}
-        share = pixels['train'].sum(axis=0) / pixels['train'].sum()
+        ratios = pixels['train'].sum(axis=0) / pixels['train'].sum()
         images = {split: np.count_nonzero(part, axis=0) for split, part in pixels.items()}
         lines = ['Idx\tRatio\tTrain\tVal\tStuff\tName']
         for value, (ours, theirs) in enumerate(zip(ADE_CLASSES, ADE20K_NAMES), start=1):
             seen = f'{images["train"][value]}\t{images["val"][value]}'
-            lines.append(f'{value}\t{share[value]:.4f}\t{seen}\t{int(ours in BACKGROUNDS)}\t{theirs.strip()}, {ours}')
+            lines.append(f'{value}\t{ratios[value]:.4f}\t{seen}\t{int(ours in BACKGROUNDS)}\t{theirs.strip()}, {ours}')
         (root / 'objectInfo150.txt').write_text('\n'.join(lines) + '\n')
         scenes = [f'{record["name"]} {record["scene"]}' for part in records.values() for record in part]
         (root / 'sceneCategories.txt').write_text('\n'.join(scenes) + '\n')

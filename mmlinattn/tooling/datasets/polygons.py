@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Convert masks to COCO polygons that rasterise to the same mask.
 
-pycocotools only converts polygons to masks, and OpenCV's contours through the centres of pixels lose half a pixel on
-every side.
+pycocotools converts masks to run lengths only, COCO's form for crowds. OpenCV's contours run through the centres of
+pixels, and lose half a pixel on every side.
 """
 
 import cv2
@@ -10,10 +10,10 @@ import numpy as np
 
 
 def mask_to_polygons(mask: np.ndarray) -> list[list[int]]:
-    """Trace the outlines of a mask along the edges of its pixels.
+    """Trace the regions of a mask along the edges of its pixels.
 
     Pixel ``(r, c)`` covers ``[c, c + 1] x [r, r + 1]``, as in pycocotools, and coordinates are integers. COCO's
-    polygons have no holes, so the outline of a region runs to each of its holes and back on the same line.
+    polygons have no holes, so the polygon of a region runs to each of its holes and back on the same line.
 
     Args:
         mask: ``(H, W)`` bool or uint8.
@@ -24,16 +24,16 @@ def mask_to_polygons(mask: np.ndarray) -> list[list[int]]:
     # in the enlarged mask, contours have a pixel on each side of an edge; (x + 1) // 2 is its coordinate
     doubled = np.asarray(mask, np.uint8).repeat(2, axis=0).repeat(2, axis=1)
     contours, hierarchy = cv2.findContours(doubled, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
-    outlines: dict[int, np.ndarray] = {}
+    polygons: dict[int, np.ndarray] = {}
     holes = []
     for i, contour in enumerate(contours):
         points, parent = (contour[:, 0] + 1) // 2, hierarchy[0][i][3]
         if parent < 0:
-            outlines[i] = points
+            polygons[i] = points
         else:
             holes.append((parent, points))
     for parent, points in holes:
-        start = outlines[parent][:1]
-        outlines[parent] = np.concatenate((outlines[parent], start, points, points[:1]))
+        start = polygons[parent][:1]
+        polygons[parent] = np.concatenate((polygons[parent], start, points, points[:1]))
     # without repeated points
-    return [p[(p != np.roll(p, 1, axis=0)).any(axis=1)].ravel().tolist() for p in outlines.values()]
+    return [p[(p != np.roll(p, 1, axis=0)).any(axis=1)].ravel().tolist() for p in polygons.values()]

@@ -26,14 +26,14 @@ CLASSES = dict(coco=COCO_CLASSES, ade=ADE_CLASSES, imagenet=IMAGENET_CLASSES)
 
 MAX_SHAPES = 5
 MIN_DIAMETER = 12.0  # pixels; smaller shapes look alike
-MIN_VISIBLE = 0.7  # of a shape's pixels
-MAX_TURN = 0.5  # radians; full turns need longer training, as a square becomes a diamond
+MIN_VISIBLE = 0.7  # least visible fraction of a shape's pixels
+MAX_ROTATION = 0.5  # radians; a square by 45 degrees is a diamond, and needs longer training
 
 _PLACEMENT_TRIES = 12
 
 
 class Scene(NamedTuple):
-    """An image and its ground truth: ``N`` shapes, back to front."""
+    """Image and ground truth of ``N`` shapes, from back to front."""
 
     image: np.ndarray  # (H, W, 3) uint8, RGB
     masks: np.ndarray  # (N, H, W) bool, the *visible* pixels of each shape; no two overlap
@@ -52,7 +52,7 @@ def draw_scene(
     tinted: float = 0.95,
     backgrounds: Sequence[str] = BACKGROUNDS,
 ) -> Scene:
-    """Draw an image of shapes, each drawn over the earlier ones.
+    """Draw an image of shapes; later shapes occlude earlier ones.
 
     A position that would hide more than ``1 - MIN_VISIBLE`` of another shape is rejected. After too many rejections the
     image gets fewer shapes.
@@ -62,9 +62,9 @@ def draw_scene(
         size: Width and height in pixels, at least 64.
         num_shapes: Number of shapes, by default drawn from 1 to ``MAX_SHAPES``.
         kinds: Shapes to choose from: ``SHAPES`` and ``UNLABELLED_SHAPE``.
-        fill: Surface of the shapes, one of ``FILLS``.
+        fill: Texture of the shapes, one of ``FILLS``.
         diameters: Smallest and largest diameter, as a fraction of the image's shorter side.
-        tinted: Fraction of the shapes in the colour typical of their class; others have a random colour.
+        tinted: Fraction of the shapes in the typical colour of their class; others have a random colour.
         backgrounds: Backgrounds to choose from, of ``BACKGROUNDS``.
 
     Examples:
@@ -94,7 +94,7 @@ def draw_scene(
         labels.append(label)
         areas.append(int(np.count_nonzero(mask)))
         owner[mask] = len(labels)
-        hue = tuple(_FORMS).index(kinds[label]) / len(_FORMS) if rng.random() < tinted else None
+        hue = tuple(_POLYGONS).index(kinds[label]) / len(_POLYGONS) if rng.random() < tinted else None
         colours.append(contrasting_colour(rng, colours, hue))
         canvas += (draw_fill(rng, size, colours[-1], fill, diameter) - canvas) * coverage[..., None]
 
@@ -105,16 +105,16 @@ def draw_scene(
 
 
 def _coverage(rng: np.random.Generator, kind: str, diameter: float, size: tuple[int, int]) -> np.ndarray:
-    """Draw a turned and slightly stretched shape; return the covered part of each pixel, (H, W) float32."""
-    angle = rng.uniform(-MAX_TURN, MAX_TURN)
+    """Draw a rotated and slightly stretched shape; return the covered fraction of each pixel, (H, W) float32."""
+    angle = rng.uniform(-MAX_ROTATION, MAX_ROTATION)
     stretch = np.exp(rng.uniform(-0.12, 0.12))
     scale = np.diag([min(1.0, stretch), min(1.0, 1 / stretch)])  # narrower or lower, never beyond the unit circle
-    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     centre = rng.uniform(diameter / 2, np.array(size) - diameter / 2)
     canvas, shift = np.zeros(size[::-1], np.uint8), 4
-    outlines = [(outline @ scale @ turn.T * diameter / 2 + centre) * 2**shift for outline in _FORMS[kind]]
-    # even-odd: an inner outline is a hole
-    cv2.fillPoly(canvas, [np.rint(points).astype(np.int32) for points in outlines], 255, cv2.LINE_AA, shift)
+    polygons = [(polygon @ scale @ rotation.T * diameter / 2 + centre) * 2**shift for polygon in _POLYGONS[kind]]
+    # even-odd rule: an inner polygon is a hole
+    cv2.fillPoly(canvas, [np.rint(points).astype(np.int32) for points in polygons], 255, cv2.LINE_AA, shift)
     return canvas / np.float32(255)
 
 
@@ -124,28 +124,28 @@ def _circle(radius: float, points: int) -> np.ndarray:
 
 
 def _star(points: int, inner: float) -> np.ndarray:
-    outline = _circle(1.0, 2 * points)
-    outline[1::2] *= inner
-    return outline
+    polygon = _circle(1.0, 2 * points)
+    polygon[1::2] *= inner
+    return polygon
 
 
-def _cross(arm: float) -> np.ndarray:
-    end = np.sqrt(1 - arm**2)
-    quarter = np.array([[arm, -arm], [arm, -end], [-arm, -end]])
-    turns = [np.linalg.matrix_power(np.array([[0, 1], [-1, 0]]), i) for i in range(4)]
-    return np.concatenate([quarter @ turn.T for turn in turns])
+def _cross(half_width: float) -> np.ndarray:
+    end = np.sqrt(1 - half_width**2)
+    bar = np.array([[half_width, -half_width], [half_width, -end], [-half_width, -end]])
+    rotations = [np.linalg.matrix_power(np.array([[0, 1], [-1, 0]]), i) for i in range(4)]
+    return np.concatenate([bar @ rotation.T for rotation in rotations])
 
 
 def _heart() -> np.ndarray:
     t = np.linspace(0, 2 * np.pi, 72, endpoint=False)
     x = 16 * np.sin(t) ** 3
     y = -(13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t))
-    outline = np.stack([x, y - (y.max() + y.min()) / 2], axis=1)
-    return outline / np.linalg.norm(outline, axis=1).max()
+    polygon = np.stack([x, y - (y.max() + y.min()) / 2], axis=1)
+    return polygon / np.linalg.norm(polygon, axis=1).max()
 
 
-# outlines within the unit circle; an inner outline is a hole
-_FORMS = {
+# polygons within the unit circle; an inner polygon is a hole
+_POLYGONS = {
     'disc': (_circle(1.0, 72),),
     'square': (_circle(1.0, 8)[1::2],),  # every second of eight points: sides level, not corners
     'triangle': (_circle(1.0, 3),),

@@ -30,7 +30,7 @@ def _rgb(hue: float, saturation: float, value: float) -> np.ndarray:
 
 
 def _mix(rng: np.random.Generator, size: tuple[int, int], kind: str) -> np.ndarray:
-    """Return the share of the second colour in each pixel of a background, ``(H, W)`` from 0 to 1."""
+    """Return the weight of the second colour in each pixel of a background, ``(H, W)`` in [0, 1]."""
     if kind == 'clouds':
         return cv2.resize(rng.random((9, 9)), size, interpolation=cv2.INTER_CUBIC).clip(0, 1)
     angle = rng.uniform(0, 2 * np.pi)
@@ -46,20 +46,19 @@ def _mix(rng: np.random.Generator, size: tuple[int, int], kind: str) -> np.ndarr
 
 
 def _ramp(size: tuple[int, int], angle: float) -> np.ndarray:
-    """Return the signed distance in pixels from a turned line through the centre, ``(H, W)``."""
+    """Return the signed distance in pixels from a rotated line through the centre, ``(H, W)``."""
     x, y = (np.arange(side) - side / 2 for side in size)
     return x * np.cos(angle) + y[:, None] * np.sin(angle)
 
 
 def _bands(distance: np.ndarray, period: float) -> np.ndarray:
-    """Return 0/1 bands of half a ``period`` each, with an edge about one pixel wide."""
+    """Return bands of 0 and 1, each half a ``period`` wide, with edges of about one pixel."""
     phase = np.abs(np.mod(distance / period, 1.0) - 0.5)  # 0.5 at band starts, 0.25 at the edges
     return np.clip((phase - 0.25) * period + 0.5, 0, 1)
 
 
 def contrasting_colour(rng: np.random.Generator, others: list[np.ndarray], hue: float | None) -> np.ndarray:
-    """Return the one of eight random colours that differs most from ``others``; with ``hue``, saturated colours around
-    it."""
+    """Return the most different from ``others`` of eight random colours, saturated ones of ``hue`` if given, (3,)."""
     if hue is None:
         candidates = rng.uniform(0, 255, (8, 3))
     else:
@@ -72,7 +71,7 @@ def contrasting_colour(rng: np.random.Generator, others: list[np.ndarray], hue: 
 def draw_fill(
     rng: np.random.Generator, size: tuple[int, int], colour: np.ndarray, fill: str, diameter: float
 ) -> np.ndarray:
-    """Return the surface of a shape of ``diameter`` pixels: ``(H, W, 3)``, or ``(3,)`` if it has one colour."""
+    """Return the texture of a shape of ``diameter`` pixels: ``(H, W, 3)``, or ``(3,)`` if it has one colour."""
     if fill == 'plain':
         return colour
     # bands towards the further of black and white are always visible

@@ -18,6 +18,14 @@ NOTE, STAGING = '.shapes_dataset.json', '.partial'
 GENERATOR_VERSION = 7  # raise it if the same arguments give other images or annotations
 
 
+class SettingError(ValueError):
+    """Raised for a setting out of range, with its ``name`` and ``rule``: the allowed and the given values."""
+
+    def __init__(self, name: str, rule: str) -> None:
+        super().__init__(f'{name} {rule}')
+        self.name, self.rule = name, rule
+
+
 @dataclass(frozen=True)
 class DatasetSpec:
     """Settings of a synthetic data set.
@@ -28,10 +36,10 @@ class DatasetSpec:
         num_val: Images for validation, at least 1.
         seed: At least 0. An image depends on the seed, its split and its number only.
         size: Width and height in pixels, each in ``[MIN_SIDE, MAX_SIDE]``.
-        size_jitter: Largest fraction, up to 0.5, that each side of an image is randomly shortened by.
+        size_jitter: Largest fraction, in [0, 0.5], by which a random image is narrower or lower than ``size``.
 
     Raises:
-        ValueError: An argument is out of range.
+        SettingError: An argument is out of range.
     """
 
     format: str
@@ -43,14 +51,15 @@ class DatasetSpec:
 
     def __post_init__(self):
         if self.format not in LAYOUTS:
-            raise ValueError(f'format must be one of {", ".join(LAYOUTS)}, got {self.format!r}')
+            raise SettingError('format', f'must be one of {", ".join(LAYOUTS)}, got {self.format!r}')
         for name, least in (('num_train', 1), ('num_val', 1), ('seed', 0)):
             if getattr(self, name) < least:
-                raise ValueError(f'{name} must be at least {least}, got {getattr(self, name)}')
+                raise SettingError(name, f'must be at least {least}, got {getattr(self, name)}')
         if len(self.size) != 2 or not all(MIN_SIDE <= side <= MAX_SIDE for side in self.size):
-            raise ValueError(f'size must be a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels, got {self.size}')
+            allowed = f'a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels'
+            raise SettingError('size', f'must be {allowed}, got {self.size}')
         if not 0 <= self.size_jitter <= 0.5:
-            raise ValueError(f'size_jitter must be from 0 to 0.5, got {self.size_jitter}')
+            raise SettingError('size_jitter', f'must be from 0 to 0.5, got {self.size_jitter}')
 
 
 def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any] = lambda: None) -> bool:
@@ -102,6 +111,7 @@ def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any
 
 
 def _noted(out: Path) -> Any:
+    """Return the settings of a data set in ``out``, or None."""
     try:
         return json.loads((out / NOTE).read_text())['content']
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
@@ -109,6 +119,7 @@ def _noted(out: Path) -> Any:
 
 
 def _size(spec: DatasetSpec, rng: np.random.Generator) -> tuple[int, int]:
+    """Draw the width and height of an image."""
     if not spec.size_jitter:
         return spec.size
     width, height = np.rint(np.array(spec.size) * (1 - rng.uniform(0, spec.size_jitter, 2)))

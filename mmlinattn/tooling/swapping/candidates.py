@@ -1,12 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Upstream networks with another backbone, by reading.
+"""Derive configs with another backbone from an upstream config.
 
-The first candidate is wired: necks and heads get the channels of the new maps (:class:`~.wiring.Wiring`). If its smoke
-test fails, a second one is tried, for families that do not name the channels they read:
+In the first candidate, necks and heads get the channels of the new feature maps (:class:`~.wiring.Wiring`). The second
+one is for families whose configs do not name these channels. It is tried if the smoke test of the first one fails:
 
-- detectors and segmentors get upstream's channels by a ``MapAdapter``: C4 R-CNN, NAS-FCOS, SSD, CGNet, LR-ASPP,
-  SETR-MLA;
-- classifiers get a linear head: Conformer, EfficientFormer, LeViT.
+- Detectors and segmentors get upstream's channels by a ``MapAdapter``: C4 R-CNN, NAS-FCOS, SSD, CGNet, LR-ASPP,
+  SETR-MLA.
+- Classifiers get a linear head: Conformer, EfficientFormer, LeViT.
 """
 
 from typing import Any, NamedTuple, Optional
@@ -21,18 +21,18 @@ _POOL = dict(type='GlobalAveragePooling')
 
 
 class Candidate(NamedTuple):
-    """Config of a model with the new backbone, and a note for the user beside the list of changed values."""
+    """Config of a model with the new backbone, and a note for the user ('' for none)."""
 
     network: dict
     remark: str = ''
 
 
 def candidates(network: dict, measured: Measured, new: ZooBackbone, task: str) -> list[Candidate]:
-    """Return the networks to try, in order: necks and heads adapted to the new backbone's maps.
+    """Return the configs to try, in order, with necks and heads adapted to the new backbone's feature maps.
 
-    The list is empty if upstream's maps have no stride.
+    The list is empty if upstream's feature maps have no stride. ``network`` has ``backbone``, ``neck`` and heads.
     """
-    old, necks, size = measured.maps, listed(network.get('neck')), measured.size
+    old = measured.maps
     if task == 'mmpretrain':
         return _for_classifiers(network, measured, new)
     if not all(out.stride for out in old):
@@ -40,32 +40,50 @@ def candidates(network: dict, measured: Measured, new: ZooBackbone, task: str) -
     if new.plain:
         return [_for_plain(network, measured, new)]
     chosen = assign_stages(old, new.stages, deepest_last=task == 'mmseg')
-    if measured.alone is not None or chosen is None:  # it upsamples again: the prediction is of the deepest stage
-        heads = listed(network.get('decode_head'))
-        main = heads[-1].get('in_index', -1) if heads else -1
-        main = main if measured.alone is None else measured.alone
-        chosen = nearest_stages(old, new.stages)
-        if isinstance(main, int):
-            chosen[main] = len(new.stages) - 1
-        remark = f'{network["backbone"].get("type")} includes a decoder: the head reads the deepest stage (MapAdapter)'
-        return [_adapted(network, measured, new, chosen, remark)]
+    if measured.alone is not None or chosen is None:  # strides that fall again: a decoder
+        return [_for_decoder(network, measured, new)]
     if task == 'mmdet' and any(out.stride != new.stages[i].stride for out, i in zip(old, chosen)):
-        # anchors and points lie by the strides of upstream's maps; in segmentors all is resized anyway
+        # anchors and points depend on the strides; segmentors resize all feature maps
         remark = f'the head needs strides {" ".join(str(out.stride) for out in old)}: MapAdapter resizes the maps'
         return [_adapted(network, measured, new, nearest_stages(old, new.stages), remark)]
     remark = 'the network needs fixed widths: MapAdapter makes them by 1x1 convolutions'
     adapted = _adapted(network, measured, new, chosen, remark)
-    if task == 'mmseg' and len(old) > 1 and len({out.stride for out in old}) == 1 and necks:
-        made = run_necks(necks, old, size)
-        if made and assign_stages(made, new.stages, True) == list(range(len(made))):
-            remark = f'{bare_name(necks[0].get("type"))} made a pyramid of plain maps; the backbone is one itself'
-            wired = _wired({**network, 'neck': None}, made, size, new, list(range(len(made))))
-            return [Candidate(wired, remark), adapted]
-    return [Candidate(_wired(network, old, size, new, chosen)), adapted]
+    without_neck = _without_pyramid_neck(network, measured, new) if task == 'mmseg' else None
+    return [without_neck or Candidate(_wired(network, old, measured.size, new, chosen)), adapted]
+
+
+def _for_decoder(network: dict, measured: Measured, new: ZooBackbone) -> Candidate:
+    """Return the candidate for a backbone that includes a decoder: the prediction comes from the deepest stage."""
+    heads = listed(network.get('decode_head'))
+    main = measured.alone
+    if main is None:
+        main = heads[-1].get('in_index', -1) if heads else -1
+    chosen = nearest_stages(measured.maps, new.stages)
+    if isinstance(main, int):
+        chosen[main] = len(new.stages) - 1
+    remark = f'{network["backbone"].get("type")} includes a decoder: the head reads the deepest stage (MapAdapter)'
+    return _adapted(network, measured, new, chosen, remark)
+
+
+def _without_pyramid_neck(network: dict, measured: Measured, new: ZooBackbone) -> Optional[Candidate]:
+    """Return the candidate without a neck that makes a pyramid of feature maps of one stride; None for other necks."""
+    necks, old = listed(network.get('neck')), measured.maps
+    if not necks or len(old) == 1 or len({out.stride for out in old}) > 1:
+        return None
+    made = run_necks(necks, old, measured.size)
+    if not made or assign_stages(made, new.stages, deepest_last=True) != list(range(len(made))):
+        return None
+    remark = f'{bare_name(necks[0].get("type"))} made a pyramid of plain maps; the backbone is one itself'
+    return Candidate(_wired({**network, 'neck': None}, made, measured.size, new, list(range(len(made)))), remark)
 
 
 def _for_plain(network: dict, measured: Measured, new: ZooBackbone) -> Candidate:
-    """Replace the backbone by one with a single map of stride 16, used once or resampled to a pyramid."""
+    """Return the candidate for a plain backbone, with all blocks at stride 16.
+
+    - Network for feature maps of stride 16: as many outputs of blocks.
+    - FPN from stride 4: ``SimpleFeaturePyramid``.
+    - Others: ``MapAdapter`` resizes the last output.
+    """
     old, (single,), neck = measured.maps, new.stages, network.get('neck')
     if all(out.stride == single.stride for out in old):
         several = new._replace(stages=new.stages * len(old))
@@ -81,7 +99,7 @@ def _for_plain(network: dict, measured: Measured, new: ZooBackbone) -> Candidate
 
 
 def _wired(network: dict, old: list[FeatureMap], size: tuple[int, int], new: ZooBackbone, chosen: list[int]) -> dict:
-    """Return the network whose necks and heads read stage ``chosen[i]`` of the new backbone in place of map i."""
+    """Return the config whose necks and heads read stage ``chosen[i]`` of the new backbone as feature map ``i``."""
     keep, necks = positions_read(network, len(old)), listed(network.get('neck'))
     maps, result = [new.stages[i] for i in chosen], {**network, 'backbone': new.with_outputs([chosen[i] for i in keep])}
     wiring: Optional[Wiring] = Wiring(old, maps, keep, deep=len(old) == 1 or bool(necks))
@@ -95,18 +113,18 @@ def _wired(network: dict, old: list[FeatureMap], size: tuple[int, int], new: Zoo
 def _behind(
     necks: list, old: list[FeatureMap], made: list, new: list[FeatureMap], size: tuple[int, int]
 ) -> Optional[Wiring]:
-    """Compare the outputs of the necks on noise for the old and the new backbone, and return the wiring of the heads.
+    """Return the wiring of the heads: outputs of ``necks`` for ``old``, and of the rewritten ``made`` for ``new``.
 
-    None: the necks fail on noise.
+    It is None if the necks fail on noise.
     """
     before, after = run_necks(necks, old, size), run_necks(made, new, size)
     return Wiring(before, after) if before and after and len(before) == len(after) else None
 
 
 def _adapted(network: dict, measured: Measured, new: ZooBackbone, sources: list[int], remark: str) -> Candidate:
-    """Return the candidate with a ``MapAdapter`` after the new backbone, which keeps channels and strides.
+    """Return the candidate with a ``MapAdapter``, which gives the new feature maps upstream's channels and strides.
 
-    Map i of the adapter is made from stage ``sources[i]``.
+    Output ``i`` of the adapter is made from stage ``sources[i]``.
     """
     old = measured.maps
     # heads of networks with branches read all of them in training
@@ -127,9 +145,9 @@ def _adapted(network: dict, measured: Measured, new: ZooBackbone, sources: list[
 
 
 def _for_classifiers(network: dict, measured: Measured, backbone: ZooBackbone) -> list[Candidate]:
-    """Return candidates that read the last map, or all maps if the neck fuses several."""
-    necks, old, last, remark = listed(network.get('neck')), measured.maps, len(backbone.stages) - 1, ''
-    stages = [last]
+    """Return candidates that read the last feature map, or all of them if the neck fuses several."""
+    necks, old, remark = listed(network.get('neck')), measured.maps, ''
+    stages = [len(backbone.stages) - 1]
     if len(old) > 1 and not backbone.plain and any(isinstance(n.get('in_channels'), (list, tuple)) for n in necks):
         stages = assign_stages(old, backbone.stages, deepest_last=True) or stages
     old = old if len(stages) > 1 else old[-1:]
@@ -144,19 +162,25 @@ def _for_classifiers(network: dict, measured: Measured, backbone: ZooBackbone) -
     wiring = _behind(necks, old, made, new, measured.size)
     if wiring and wiring.old_strides[-1] is None and wiring.new_strides[-1]:
         made, remark = [*made, _POOL], 'the head reads vectors: GlobalAveragePooling makes them'
-    is_list = isinstance(network.get('neck'), (list, tuple)) or len(made) > 1
-    result = {**network, 'backbone': cfg, 'neck': made if is_list else made[0] if made else None}
+    neck: Any = made
+    if len(made) < 2 and not isinstance(network.get('neck'), (list, tuple)):
+        neck = made[0] if made else None
+    result = {**network, 'backbone': cfg, 'neck': neck}
     head = network.get('head')
     if not head:
         return [Candidate(result, remark)]
-    found = [Candidate({**result, 'head': (wiring or Wiring(old, new))(head, 0, 'head')}, remark)]
+    wired = Candidate({**result, 'head': (wiring or Wiring(old, new))(head, 0, 'head')}, remark)
     classes = head.get('num_classes')
-    if not classes and network['backbone'].get('num_classes'):  # the head is a loss alone (LeNet, VGG)
-        classes, found = network['backbone']['num_classes'], []
     if classes:
-        linear = dict(type='LinearClsHead', num_classes=classes, in_channels=backbone.stages[last].channels)
-        linear.update({key: head[key] for key in ('loss', 'topk', 'cal_acc') if key in head})
-        remark = f'LinearClsHead on the last map replaces {head.get("type")}'
-        result.update(backbone=backbone.with_outputs([last]), neck=_POOL, head=linear)
-        found.append(Candidate(result, remark))
-    return found
+        return [wired, _with_linear_head(result, head, classes, backbone)]
+    classes = network['backbone'].get('num_classes')  # the head is a loss alone (LeNet, VGG)
+    return [_with_linear_head(result, head, classes, backbone)] if classes else [wired]
+
+
+def _with_linear_head(network: dict, head: dict, classes: int, backbone: ZooBackbone) -> Candidate:
+    """Return the candidate with a linear classifier on the last feature map, and the loss of ``head``."""
+    last = len(backbone.stages) - 1
+    linear = dict(type='LinearClsHead', num_classes=classes, in_channels=backbone.stages[last].channels)
+    linear.update({key: head[key] for key in ('loss', 'topk', 'cal_acc') if key in head})
+    parts = dict(backbone=backbone.with_outputs([last]), neck=_POOL, head=linear)
+    return Candidate({**network, **parts}, f'LinearClsHead on the last map replaces {head.get("type")}')

@@ -15,6 +15,7 @@ Size = tuple[int, int]
 
 
 def _images(size: Size, count: int = 2, channels: int = 3) -> list[torch.Tensor]:
+    """Return ``count`` random images (channels, height, width) of ``size`` (height, width), uint8."""
     return [torch.randint(0, 255, (channels, *size), dtype=torch.uint8) for _ in range(count)]
 
 
@@ -23,14 +24,17 @@ def _metainfo(size: Size) -> dict:
 
 
 def detection_batch(size: Size, masks: bool = True, proposals: bool = False) -> Batch:
-    """Return two images with two objects each, of class 0, a semantic map, and optionally masks and proposals."""
+    """Return two images of ``size`` (height, width) with two objects of class 0 each, and a segmentation mask.
+
+    Boxes are (left, top, right, bottom) in pixels.
+    """
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
 
     height, width = size
     meta = dict(_metainfo(size), batch_input_shape=size, flip=False, flip_direction=None)
-    meta.update(border=np.array([0, height, 0, width], np.float32))  # CenterNet's padding: none
-    meta.update(text='thing .', custom_entities=False)  # of detectors with a language model
+    meta.update(border=np.array([0, height, 0, width], np.float32))  # CenterNet's: no padding
+    meta.update(text='thing .', custom_entities=False)  # for detectors with a language model
     boxes = torch.tensor([(0.1, 0.1, 0.6, 0.7), (0.4, 0.3, 0.9, 0.95)]) * torch.tensor([width, height] * 2)
     samples = []
     for number in range(2):
@@ -70,7 +74,7 @@ def _reid_batch(size: Size) -> Batch:
 
 
 def segmentation_batch(size: Size) -> Batch:
-    """Return images with one class in each half, the edge between them, and depths."""
+    """Return two images with one class in each half, the edge between them, and depths."""
     from mmseg.structures import SegDataSample
 
     middle, samples = size[1] // 2, []
@@ -86,7 +90,7 @@ def segmentation_batch(size: Size) -> Batch:
 
 
 def classification_batch(size: Size, num_classes: int, channels: int = 3) -> Batch:
-    """Return images with labels 0 and 1, as numbers and as multi-label scores."""
+    """Return two images with the labels 0 and 1, as numbers and as multi-label scores."""
     from mmpretrain.structures import DataSample
 
     samples = []
@@ -97,14 +101,14 @@ def classification_batch(size: Size, num_classes: int, channels: int = 3) -> Bat
 
 
 def batch_for(model: nn.Module, source: Upstream, network: dict, size: Size) -> Batch:
-    """Return a batch of images ``size`` for a built network and its config; ``source`` describes the data."""
+    """Return a batch of images of ``size`` (height, width) for a built network and its config."""
     if source.task == 'mmdet':
         kind = type(model.data_preprocessor).__name__
         if kind == 'TrackDataPreprocessor':
             return _video_batch(size, source.has_masks)
         if kind == 'ReIDDataPreprocessor':
             return _reid_batch(size)
-        # of detectors in two stages, those without the first read proposals from the data set
+        # two-stage detectors without an RPN read proposals from the data set
         return detection_batch(size, source.has_masks, 'roi_head' in network and not network.get('rpn_head'))
     if source.task == 'mmseg':
         return segmentation_batch(size)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Settings of a swapped config beside the network: hooks, imports, optimizer, schedules, normalisation of images."""
+"""Settings of a swapped config beside its model: hooks, imports, optimizer, schedules, normalisation of images."""
 
 from typing import Any
 
@@ -14,6 +14,8 @@ from .zoo import ZooBackbone, recipe
 
 # ImageNet's mean and standard deviation of the released weights, RGB
 MEAN, STD = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
+# type of detector or head: the recipe of the paper that trained one
+_RECIPES = (('FPNHead', 'fpn_80k'), ('RetinaNet', 'retinanet_1x'))
 
 
 def normalise(model: dict, task: str) -> None:
@@ -30,14 +32,14 @@ def normalise(model: dict, task: str) -> None:
             continue  # grey images
         flag = next((name for name in ('to_rgb', 'bgr_to_rgb') if name in value), None)
         flag = flag or ('to_rgb' if task == 'mmpretrain' else 'bgr_to_rgb')
-        # falling means are in the order RGB: images come so if nothing turns them
+        # means in descending order are RGB: the order of the images, if nothing converts it
         is_rgb = mean == sorted(mean, reverse=True) and len(set(mean)) == 3
         is_rgb ^= bool(value.pop('rgb_to_bgr', False))
         value.update({'mean': MEAN, 'std': STD, flag: bool(value.get(flag)) or not is_rgb})
 
 
 def check_pipelines(cfg: Config) -> None:
-    """Refuse pipelines that normalise images: the preprocessor of the weights would normalise them again.
+    """Check that no pipeline normalises images, as the data preprocessor would normalise them again.
 
     Raises:
         RunError: A data set of ``cfg`` has ``Normalize`` in its pipeline.
@@ -51,8 +53,31 @@ def check_pipelines(cfg: Config) -> None:
 
 
 def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tuple[dict, list[str]]:
-    """Return hooks, imports and optimizer of the file, and remarks on them."""
-    cfg, remarks = source.cfg.to_dict(), list[str]()
+    """Return the settings of the written config beside its model, and notes for the user.
+
+    The settings are hooks, imports, and unless ``keep_optimizer``: optimizer, batch size of its rate, and schedules.
+    """
+    cfg = source.cfg.to_dict()
+    settings = _runtime(cfg)
+    if keep_optimizer or not (cfg.get('optim_wrapper') or {}).get('optimizer'):
+        return settings, []
+    kinds = [source.model.get('type'), *(head.get('type') for head in listed(source.model.get('decode_head'))[:1])]
+    preferred = next((recipe for kind, recipe in _RECIPES if kind in kinds), '')
+    paper = recipe(new.name, source.task, preferred)
+    upstream, wrapper = cfg['optim_wrapper'], _optim_wrapper(cfg['optim_wrapper'], paper.optim_wrapper.to_dict())
+    batch = (paper.get('auto_scale_lr') or {}).get('base_batch_size', 16)
+    settings.update(optim_wrapper=wrapper, auto_scale_lr=dict(base_batch_size=batch))
+    schedulers = _schedulers(cfg, wrapper['optimizer']['lr'] / upstream['optimizer'].get('lr', 1.0))
+    if schedulers:
+        settings['param_scheduler'] = schedulers
+    remarks = [f'the learning rate is for {batch} images per step (--auto-scale-lr scales it)']
+    if bare_name(upstream.get('type')) == 'AmpOptimWrapper':
+        remarks.insert(0, 'mixed precision is an option of the tools (--amp), so that the file also trains on a CPU')
+    return settings, remarks
+
+
+def _runtime(cfg: dict) -> dict[str, Any]:
+    """Return imports, hooks and runner: this project's beside those of a config."""
     runtime = Config.fromfile(str(project_files('configs') / '_base_' / 'default_runtime.py')).to_dict()
     imports = (cfg.get('custom_imports') or {}).get('imports', [])
     imports = [name for name in ([imports] if isinstance(imports, str) else imports) if name != 'mmlinattn']
@@ -61,22 +86,19 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
     settings: dict[str, Any] = dict(
         custom_imports=dict(imports=[*imports, 'mmlinattn'], allow_failed_imports=False),
         custom_hooks=hooks + [hook for hook in runtime['custom_hooks'] if hook['type'] not in present],
-        runner_type=cfg.get('runner_type', runtime['runner_type']),
+        runner_type=cfg.get('runner_type') or runtime['runner_type'],
     )
     if cfg.get('load_from') is not None:
-        settings['load_from'] = None
-    upstream = cfg.get('optim_wrapper') or {}
-    if keep_optimizer or not upstream.get('optimizer'):
-        return settings, remarks
-    kinds = [source.model.get('type'), *(head.get('type') for head in listed(source.model.get('decode_head'))[:1])]
-    preferred = 'fpn_80k' if 'FPNHead' in kinds else 'retinanet_1x' if 'RetinaNet' in kinds else ''
-    paper = recipe(new.name, source.task, preferred)
-    ours = paper.optim_wrapper.to_dict()
+        settings['load_from'] = None  # weights of the whole upstream model
+    return settings
+
+
+def _optim_wrapper(upstream: dict, ours: dict) -> dict[str, Any]:
+    """Return the paper's optimizer with upstream's settings of its own heads.
+
+    The backbone trains at the full rate, as in the paper.
+    """
     ours['optimizer'].pop('_scope_', None)
-    wrapper: dict[str, Any] = dict(
-        type='OptimWrapper', constructor='MergedOptimWrapperConstructor', optimizer=ours['optimizer']
-    )
-    # upstream's settings of its own heads stay; the backbone trains at the full rate, as in the paper
     theirs, paramwise = upstream.get('paramwise_cfg') or {}, dict(ours.get('paramwise_cfg') or {})
     keys = {key: value for key, value in theirs.get('custom_keys', {}).items() if not key.startswith('backbone')}
     keys.update(paramwise.get('custom_keys') or {})
@@ -85,19 +107,17 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
     if theirs.get('bypass_duplicate'):
         paramwise['bypass_duplicate'] = True  # its neck or head shares modules
     merged = {key: upstream.get(key) or ours.get(key) for key in ('clip_grad', 'accumulative_counts')}
-    wrapper.update({key: value for key, value in dict(paramwise_cfg=paramwise, **merged).items() if value})
-    settings['optim_wrapper'] = wrapper
-    if bare_name(upstream.get('type')) == 'AmpOptimWrapper':
-        remarks.append('mixed precision is a switch of the tools here (--amp), so that the file also trains on a CPU')
-    batch = (paper.get('auto_scale_lr') or {}).get('base_batch_size', 16)
-    settings['auto_scale_lr'] = dict(base_batch_size=batch)
-    remarks.append(f'the learning rate is for {batch} images a step (--auto-scale-lr scales it)')
-    # schedules that end at a rate of their own follow the new rate
-    factor = wrapper['optimizer']['lr'] / upstream['optimizer'].get('lr', 1.0)
+    optional = {key: value for key, value in dict(paramwise_cfg=paramwise, **merged).items() if value}
+    constructor = 'MergedOptimWrapperConstructor'
+    return dict(type='OptimWrapper', constructor=constructor, optimizer=ours['optimizer'], **optional)
+
+
+def _schedulers(cfg: dict, factor: float) -> list[dict]:
+    """Scale the absolute rates of schedules by ``factor``; an empty list if none has to change."""
     schedulers = listed(cfg.get('param_scheduler'))
     ends = [(each, key) for each in schedulers for key in ('eta_min', 'eta_max') if each.get(key)]
-    if ends and factor != 1:
-        for each, key in ends:
-            each[key] = float(f'{each[key] * factor:.3g}')
-        settings['param_scheduler'] = [{key: each[key] for key in each if key != '_scope_'} for each in schedulers]
-    return settings, remarks
+    if not ends or factor == 1:
+        return []
+    for each, key in ends:
+        each[key] = float(f'{each[key] * factor:.3g}')
+    return [{key: each[key] for key in each if key != '_scope_'} for each in schedulers]

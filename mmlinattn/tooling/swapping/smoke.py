@@ -24,7 +24,7 @@ class SmokeResult(NamedTuple):
     """Result of a smoke test.
 
     Attributes:
-        failure: The step that failed and its error; '' if none failed.
+        failure: The failed step and its error, or ''.
         loss: Loss of the training step; None if the step failed.
         without_gradient: Names of backbone parameters that got no gradient.
         seconds: Duration of a second training step, measured on given batches only.
@@ -45,16 +45,20 @@ def smoke_test(
     optim_wrapper: Optional[dict] = None,
     batches: Optional[tuple[dict, dict]] = None,
 ) -> SmokeResult:
-    """Build a network without the weights that it names, train it for a step on images ``size``, let it predict.
+    """Build a network without its pretrained weights, train it for one step, and predict.
 
     Args:
-        optim_wrapper: None takes plain SGD. It gets ``bypass_duplicate`` if modules of the network share parameters.
+        network: Config of the network.
+        source: Upstream config with its task and data sets.
+        size: Height and width of the dummy images.
+        optim_wrapper: Config of the optimizer wrapper; SGD by default. It gets ``bypass_duplicate`` if modules of the
+            network share parameters.
         batches: Batches of a training and of a test loader in place of dummy inputs.
     """
     init_default_scope(source.task)
     run = MessageHub.get_current_instance()
     for unit in ('epoch', 'iter'):
-        if run.get_info(unit) is None:  # heads that change in the course of a run ask for it (TOOD, BoxInst)
+        if run.get_info(unit) is None:  # heads that change during a run read it (TOOD, BoxInst)
             run.update_info(unit, 0)
     step, result = 'it cannot be built', SmokeResult()
     with quiet():
@@ -81,7 +85,7 @@ def smoke_test(
 
 
 def _fit(network: dict, source: Upstream, size: tuple[int, int]) -> dict:
-    """Fit a network to one process and dummy inputs: a model of its own, with an absolute path of its teacher."""
+    """Change a config for one process and dummy inputs, with the absolute path of a teacher's config."""
     if source.inner and not isinstance(network.get('data_preprocessor'), dict):
         network['data_preprocessor'] = dict(type='DetDataPreprocessor', pad_mask=True, pad_size_divisor=32)
     teacher = network.get('teacher_config')
@@ -91,7 +95,7 @@ def _fit(network: dict, source: Upstream, size: tuple[int, int]) -> dict:
 
 
 def _small(node: Any, size: tuple[int, int]) -> Any:
-    """Take PyTorch's synchronised batch norm, images without padding and fewer regions (a hundred take seconds)."""
+    """Select PyTorch's synchronised batch norm, images without padding and fewer regions (a hundred take seconds)."""
     if isinstance(node, (list, tuple)):
         return type(node)(_small(item, size) for item in node)
     if not isinstance(node, dict):
@@ -111,11 +115,11 @@ def _small(node: Any, size: tuple[int, int]) -> Any:
 
 
 def _optimizer(model: Any, optim_wrapper: Optional[dict]) -> Any:
-    """Build an optimizer in single precision; mixed precision needs an accelerator."""
+    """Build the optimizer wrapper in single precision, as mixed precision needs an accelerator."""
     if optim_wrapper is None:
         optim_wrapper = dict(optimizer=dict(type='SGD', lr=1e-4))
     if len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False))):
-        optim_wrapper.setdefault('paramwise_cfg', {})['bypass_duplicate'] = True
+        optim_wrapper['paramwise_cfg'] = dict(optim_wrapper.get('paramwise_cfg') or {}, bypass_duplicate=True)
     kept = ('optimizer', 'constructor', 'paramwise_cfg', 'clip_grad', 'accumulative_counts')
     cfg = {key: optim_wrapper[key] for key in kept if key in optim_wrapper}
     return build_optim_wrapper(model, ConfigDict(cfg, type='OptimWrapper'))

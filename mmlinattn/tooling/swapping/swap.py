@@ -1,4 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Write upstream configs with another backbone."""
+
 from pathlib import Path
 from typing import NamedTuple, Optional, Union
 
@@ -19,8 +21,8 @@ class Swapped(NamedTuple):
     """An upstream config with another backbone.
 
     Attributes:
-        changes: Differences of the written config from the upstream one, a line each.
-        remarks: Other notes on it for the user.
+        changes: Differences from the upstream config, one line per value.
+        remarks: Other notes for the user.
         result: Result of its smoke test.
     """
 
@@ -34,13 +36,14 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
 
     Args:
         upstream: ``mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py`` or a path.
-        backbone: Stem of our configs: ``ravlt_t``, ``inline_swin_s``, ``flatten_pvt_v2_b1``.
+        backbone: Beginning of its config names: ``ravlt_t``, ``inline_swin_s``, ``flatten_pvt_v2_b1``.
         out: File to write.
-        keep_optimizer: Leave upstream's optimizer in place of the one the paper trained the backbone with.
+        keep_optimizer: Keep upstream's optimizer in place of the paper's for the backbone.
 
     Raises:
         Unsupported: The network cannot use the backbone.
-        RunError: The arguments name nothing, the upstream model does not train here either, or its pipelines normalise.
+        RunError: An argument is unknown, the upstream model does not train here either, or its pipelines normalise
+            images.
     """
     source = read_upstream(upstream)
     new = find_backbone(backbone, source.task)
@@ -69,7 +72,8 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
         model = _without_weights({**source.model, source.inner: model})
     if new.checkpoint:
         normalise(model, source.task)
-    remarks += filter(None, [candidate.remark])
+    if candidate.remark:
+        remarks.append(candidate.remark)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     Path(out).write_text(_text(source, backbone, model, settings), encoding='utf-8')
     wrong = changes(model, source._replace(cfg=Config.fromfile(str(out))).model)
@@ -104,17 +108,16 @@ def _first_that_trains(
 
 
 def _without_weights(model: dict) -> dict:
-    """Return a model without weights for the whole of it.
+    """Return a model config without weights of the whole model, as they have another backbone.
 
-    They are of another backbone, and MMEngine would not load the backbone's own after them. MMSegmentation hands
-    ``pretrained`` to the backbone.
+    MMEngine would load them in place of the backbone's own. MMSegmentation passes ``pretrained`` to the backbone.
     """
     out = {key: None if key == 'pretrained' and isinstance(value, str) else value for key, value in model.items()}
     return {**out, 'init_cfg': None} if is_pretrained(out.get('init_cfg')) else out
 
 
 def _text(source: Upstream, backbone: str, model: dict, settings: dict) -> str:
-    """Return the file: settings, then the model's differences."""
+    """Return the text of the written config: settings, then the differences of the model."""
     text, values = f'# {source.base} with {backbone}, by tools/swap_backbone.py of mmlinattn\n', dict(settings)
     if source.is_whole:
         values, model = {**source.cfg.to_dict(), **settings}, dict(model)
@@ -130,7 +133,7 @@ def _text(source: Upstream, backbone: str, model: dict, settings: dict) -> str:
 
 
 def _changed_settings(settings: dict, upstream: Config) -> list[str]:
-    """Return the changes of the settings, a line each."""
+    """Return the changed settings, one line per value."""
     old = upstream.to_dict()
     old['optim_wrapper'] = dict(dict(type='OptimWrapper'), **(old.get('optim_wrapper') or {}))
     old['param_scheduler'] = listed(old.get('param_scheduler'))

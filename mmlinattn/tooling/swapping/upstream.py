@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Upstream configs: the network around the backbone, and the images."""
+"""Read upstream configs: the network around the backbone, and the images."""
 
 import difflib
 import re
@@ -15,7 +15,7 @@ from ...utils.registering import bare_name
 from ..configs import PIP_NAMES, read_config
 from ..images import image_channels, test_size
 
-# Backbones that only their own heads understand, by the beginning of their names
+# beginnings of the names of backbones that only their own heads can read
 _OWN_HEADS = dict(
     HourglassNet='an hourglass gives equal maps of one stride, each supervised by a head of its own',
     TridentResNet='its head reads three branches of shared weights, which only TridentResNet has',
@@ -62,13 +62,13 @@ class Upstream(NamedTuple):
 
     @property
     def network(self) -> dict:
-        """The part of the model that holds ``backbone`` and ``neck``, as :func:`split_encoder` gives it."""
+        """Part of the model with ``backbone`` and ``neck``, as :func:`split_encoder` returns it."""
         return split_encoder(self.model[self.inner] if self.inner else self.model)
 
     @property
     def has_masks(self) -> bool:
         """True if the training data has masks."""
-        loading = (dict(with_mask=True), dict(type='LoadPanopticAnnotations'))  # loads them by default
+        loading = (dict(with_mask=True), dict(type='LoadPanopticAnnotations'))  # the latter loads them by default
         return any(find_dict(self.cfg.get('train_dataloader'), wanted) is not None for wanted in loading)
 
     @property
@@ -84,16 +84,19 @@ class Upstream(NamedTuple):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Image sizes (height, width) to run the model at: a small size, then the config's own size if the model has a
-        fixed one."""
+        """Image sizes (height, width) to try: a small size, then the config's own size if it has a fixed one."""
         fixed = self.image_size
-        side = 320 if self.task == 'mmdet' else 256  # the coarsest map of a detector has stride 128
-        return [fixed] if fixed and max(fixed) <= 320 else [(side, side), *([fixed] if fixed else [])]
+        if fixed and max(fixed) <= 320:
+            return [fixed]
+        side = 320 if self.task == 'mmdet' else 256  # the coarsest feature map of a detector has stride 128
+        return [(side, side), fixed] if fixed else [(side, side)]
 
 
 def listed(part: Any) -> list:
-    """Return necks, heads or hooks as a list: a part of a config is a dict, a list of dicts or None."""
-    return list(part) if isinstance(part, (list, tuple)) else [part] if part else []
+    """Return necks, heads or hooks of a config as a list; they may be a dict, a list of dicts or None."""
+    if isinstance(part, (list, tuple)):
+        return list(part)
+    return [part] if part else []
 
 
 def split_encoder(network: dict) -> dict:
@@ -114,15 +117,15 @@ def join_encoder(network: dict) -> dict:
 
 
 def find_dict(node: Any, wanted: dict) -> Optional[dict]:
-    """Return the first dict inside ``node`` with the values ``wanted``, ignoring scopes of ``type``; None if there is
-    none."""
+    """Return the first dict inside ``node`` with the values ``wanted``, or None. Scopes of ``type`` are ignored."""
     if isinstance(node, dict):
         values = {**node, 'type': bare_name(node.get('type'))}
         if all(key in node and values[key] == value for key, value in wanted.items()):
             return node
         node = list(node.values())
     if isinstance(node, (list, tuple)):
-        return next(filter(None, (find_dict(item, wanted) for item in node)), None)
+        found = (find_dict(item, wanted) for item in node)
+        return next((each for each in found if each is not None), None)
     return None
 
 
@@ -158,7 +161,7 @@ def read_upstream(spec: str) -> Upstream:
 
 
 def _find_config(spec: str) -> tuple[str, Path]:
-    """Return the name by which a config inherits it, and the file."""
+    """Return the name of a config for ``_base_``, and its file."""
     if '::' not in spec:
         path = Path(spec).expanduser()
         if not path.is_file():
@@ -176,5 +179,5 @@ def _find_config(spec: str) -> tuple[str, Path]:
         close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         hint = f'; did you mean {" or ".join(f"{scope}::{other}" for other in close)}?' if close else ''
         raise RunError(f'UPSTREAM={spec!r}: {scope} has no such config{hint}')
-    # MMEngine takes folders of plain letters only: gn+ws and legacy_1.x by way of one that is
+    # MMEngine accepts folders of plain letters only; gn+ws and legacy_1.x are reached through `_base_`
     return spec if re.match(r'\w+::\w+/', spec) else f'{scope}::_base_/../{name}', root / name

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Rewrite channels, strides and indices in the configs of necks and heads for the maps of the new backbone.
+"""Rewrite channels, strides and indices in the configs of necks and heads for the feature maps of the new backbone.
 
-A value under a key such as ``in_channels`` is rewritten if it equals the channels of an upstream map, or a list of
-them.
+A value under a key such as ``in_channels`` is rewritten if it equals the channels of an upstream feature map, or a list
+of them.
 """
 
 import itertools
@@ -15,20 +15,21 @@ from .zoo import FeatureMap
 
 _CHANNELS = ('_in_channels', '_in_planes', '_inplanes')
 _STRIDES = ('strides', 'feature_strides', 'featmap_strides', 'in_strides')
-# keys whose values do not read the maps; teachers of distillation have backbones of their own
+# keys of parts that do not read the feature maps; teachers of distillation have their own backbones
 _TEACHERS = ('teacher_backbone', 'teacher_neck', 'teacher_bbox_head', 'teacher')
 _NO_READERS = ('backbone', 'neck', 'train_cfg', 'test_cfg', 'data_preprocessor', *_TEACHERS)
 
 
 def assign_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap], deepest_last: bool) -> Optional[list[int]]:
-    """Return the stages, ascending, that replace upstream's maps; None if these are too many or not fine to coarse.
+    """Return the stages, ascending, that replace upstream's feature maps.
 
-    Stages match by stride; the last maps of dilated networks share a stride and match by order. Of equal matches the
-    deepest is taken.
+    They match by stride. The last feature maps of dilated networks share a stride and match by order. Of equal matches
+    the deepest is taken. The result is None for too many feature maps, or strides that do not ascend.
 
     Args:
-        deepest_last: Replace the last map by the deepest stage, as in segmentors and classifiers. Detectors tie their
-            anchors to strides.
+        old: The upstream feature maps.
+        stages: Feature maps of the new stages.
+        deepest_last: Replace the last one by the deepest stage; not in detectors, as anchors depend on strides.
     """
     if any(a.stride is None or b.stride is None or a.stride > b.stride for a, b in zip(old, old[1:])):
         return None
@@ -38,16 +39,17 @@ def assign_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap], deepe
 
 
 def _distance(old: Sequence[FeatureMap], new: Sequence[FeatureMap]) -> float:
+    """Return the summed differences of the strides in octaves."""
     return sum(abs(math.log2((a.stride or 32) / (b.stride or 32))) for a, b in zip(old, new))
 
 
 def nearest_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap]) -> list[int]:
-    """Return, for each upstream map, the index of the new stage with the nearest stride."""
+    """Return the index of the new stage with the nearest stride for each upstream feature map."""
     return [min(range(len(stages)), key=lambda i: _distance([out], [stages[i]])) for out in old]
 
 
 def positions_read(network: dict, count: int) -> list[int]:
-    """Return the positions of the ``count`` backbone maps that a network reads.
+    """Return the indices of the feature maps that a network reads, of ``count`` that its backbone returns.
 
     They follow from ``start_level`` of its first neck, or ``in_index`` of its heads.
     """
@@ -64,25 +66,27 @@ def positions_read(network: dict, count: int) -> list[int]:
 
 def _indices(node: Any) -> Iterator[int]:
     """Yield ``in_index`` of a head and the heads inside."""
+    if isinstance(node, dict):
+        index = node.get('in_index')
+        if index is not None:
+            yield from [index] if isinstance(index, int) else index
+        if 'c1_in_channels' in node:  # DeepLabV3+ reads the first feature map, too
+            yield 0
+        node = list(node.values())
     if isinstance(node, (list, tuple)):
         for item in node:
             yield from _indices(item)
-    elif isinstance(node, dict):
-        index = node.get('in_index')
-        yield from [index] if isinstance(index, int) else index or []
-        yield from [0] if 'c1_in_channels' in node else []  # DeepLabV3+ reads the first map, too
-        yield from _indices(list(node.values()))
 
 
 class Wiring:
-    """Rewrite the parts of a config that read maps.
+    """Rewrite the parts of a config that read feature maps.
 
     Args:
-        old: The upstream maps, by position.
+        old: The upstream feature maps.
         new: The replacement of each.
-        keep: Ascending positions that the new backbone returns. None for all.
-        deep: Rewrite single numbers without ``in_index`` below the first level, too. Inside heads, decoders often have
-            the width of one of several maps.
+        keep: Ascending indices of the feature maps that the new backbone returns; None for all.
+        deep: Rewrite single numbers without ``in_index`` below the first level, too. They may be unrelated: decoders
+            inside heads often have as many channels as one of several feature maps.
     """
 
     def __init__(
@@ -124,9 +128,14 @@ class Wiring:
         return out
 
     def _position(self, index: int) -> int:
+        """Return the index of upstream's feature map ``index`` among those that the new backbone returns."""
         return self.keep.index(index % self.count)
 
     def _channels(self, value: Any, index: Any, is_read: bool) -> Any:
+        """Return the new channels for upstream's ``value``, a number or a list; ``value`` itself if none match.
+
+        ``index`` is the ``in_index`` beside it, or None. If ``is_read``, numbers without ``index`` match, too.
+        """
         if isinstance(value, (list, tuple)):
             runs = [range(first, first + len(value)) for first in range(self.count - len(value), -1, -1)]
             runs.append(range(self.count)[::-1])
@@ -134,5 +143,9 @@ class Wiring:
                 if list(value) == [self.old.get(i) for i in positions]:
                     return type(value)(self.new[i] for i in positions if i % self.count in self.keep)
             return value
-        positions = [index] if isinstance(index, int) else self.keep[::-1] if is_read else []
+        positions = []
+        if isinstance(index, int):
+            positions = [index]
+        elif is_read:
+            positions = self.keep[::-1]
         return next((self.new[i] for i in positions if self.old.get(i) == value), value)

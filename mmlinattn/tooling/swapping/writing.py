@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Write configs as text, leaving out settings that the inherited config has."""
+"""Format configs as text, without the settings of the inherited config."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _STYLE = dict(
 
 
 def difference(old: dict, new: dict) -> dict:
-    """Return the settings that turn an inherited ``old`` into ``new``, with ``_delete_`` for removed keys."""
+    """Return the settings of a config that inherits ``old`` and equals ``new``, with ``_delete_`` for removed keys."""
     out = {}
     for key, value in new.items():
         before = old.get(key)
@@ -33,7 +33,10 @@ def difference(old: dict, new: dict) -> dict:
 
 
 def changes(old: Any, new: Any, path: str = '') -> list[str]:
-    """Return a line for each changed value, such as ``neck.in_channels: [256, 512] -> [64, 128]``."""
+    """Return one line per changed value, such as ``neck.in_channels: [256, 512] -> [64, 128]``.
+
+    ``Config.diff`` prints lines of both files without the keys around them.
+    """
     if isinstance(old, dict) and isinstance(new, dict) and old.get('type') == new.get('type'):
         keys = [key for key in dict.fromkeys([*new, *old]) if key != '_scope_']
         return [line for key in keys for line in changes(old.get(key), new.get(key), f'{path}.{key}'.lstrip('.'))]
@@ -44,11 +47,13 @@ def changes(old: Any, new: Any, path: str = '') -> list[str]:
 
 
 def _short(value: Any) -> str:
+    """Format a value in at most 60 characters; of a dict, its class and a few settings."""
     if isinstance(value, dict):
         words = [bare_name(value['type'])] if 'type' in value else []
         words += [str(value['arch'])] if 'arch' in value else []
         words += [f'{key}={value[key]}' for key in ('lr', 'weight_decay') if key in value]
-        words += [_short(value['optimizer'])] if isinstance(value.get('optimizer'), dict) else []
+        if isinstance(value.get('optimizer'), dict):
+            words.append(_short(value['optimizer']))
         return ' '.join(words) or 'dict'
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + '...'
@@ -60,11 +65,14 @@ def statement(name: str, value: Any) -> str:
 
 
 def _flat(value: Any) -> str:
+    """Format a value as a Python expression in one line."""
     if isinstance(value, dict) and all(str(key).isidentifier() for key in value):
         return 'dict(' + ', '.join(f'{key}={_flat(item)}' for key, item in value.items()) + ')'
     if isinstance(value, dict):
         return '{' + ', '.join(f'{key!r}: {_flat(item)}' for key, item in value.items()) + '}'
     if isinstance(value, (list, tuple)):
         inside = ', '.join(map(_flat, value))
-        return f'[{inside}]' if isinstance(value, list) else f'({inside}{"," * (len(value) == 1)})'
+        if isinstance(value, list):
+            return f'[{inside}]'
+        return f'({inside},)' if len(value) == 1 else f'({inside})'
     return repr(value)

@@ -15,14 +15,14 @@ from ...checkpoints.released import released_checkpoints
 from ...utils.errors import RunError
 from ...utils.files import project_files
 
-# how names of configs end; the usual one of each task first
+# endings of config names; the usual one of each task first
 _RECIPES = ('maskrcnn_1x', 'cascade_3x', 'retinanet_1x', 'maskrcnn_3x', 'upernet_160k', 'fpn_80k', 'in1k')
 # settings of a config's backbone that belong to its task
 _OF_THE_TASK = ('out_indices', 'out_norm', 'out_type', 'frozen_stages', 'init_cfg', 'deploy', '_scope_')
 
 
 class FeatureMap(NamedTuple):
-    """An output of a backbone: channels, and pixels of the image a position. Tokens (B, C) have ``stride`` None."""
+    """Number of channels and stride of a backbone's output. Vectors (B, C) have ``stride`` None."""
 
     channels: int
     stride: Optional[int]
@@ -32,10 +32,10 @@ class ZooBackbone(NamedTuple):
     """A backbone of our configs.
 
     Attributes:
-        name: Stem of its configs, e.g. ``inline_swin_s``.
+        name: Beginning of its config names, such as ``inline_swin_s``.
         cfg: ``dict(type=..., arch=..., ...)``, without settings of the task.
         checkpoint: ``mmlinattn://NAME`` of the released ImageNet weights, or None.
-        stages: The maps it can return, by stage.
+        stages: Feature map of each stage.
         plain: True for one stage of blocks at stride 16.
     """
 
@@ -46,7 +46,7 @@ class ZooBackbone(NamedTuple):
     plain: bool
 
     def with_outputs(self, stages: Sequence[int]) -> dict:
-        """Return its config with these outputs; a plain one gives several maps as the outputs of several blocks."""
+        """Return its config with these outputs. Several outputs of a plain backbone are those of several blocks."""
         cfg = copy.deepcopy(self.cfg)
         if self.plain:
             cfg['out_type'] = 'featmap'
@@ -69,20 +69,22 @@ def recipes() -> dict[tuple[str, str], dict[str, str]]:
 
 
 def backbone_names() -> list[str]:
+    """Return the names for :func:`find_backbone`, sorted."""
     return sorted({name for name, _ in recipes()})
 
 
 def find_backbone(name: str, task: str) -> ZooBackbone:
-    """Return a backbone by the stem of its configs, as the task builds it (detectors synchronise batch norms).
+    """Return a backbone by the beginning of its config names, as the task builds it.
+
+    Detectors synchronise batch norms.
 
     Raises:
         RunError: There is no such backbone; the message lists the names.
     """
-    of_tasks = (recipes().get((name, other)) for other in (task, 'mmdet', 'mmseg', 'mmpretrain'))
-    paths = next(filter(None, of_tasks), None)
-    if paths is None:
+    tasks = [other for other in (task, 'mmdet', 'mmseg', 'mmpretrain') if (name, other) in recipes()]
+    if not tasks:
         raise RunError(f'BACKBONE={name!r}: expected one of ({", ".join(backbone_names())})')
-    given = Config.fromfile(next(iter(paths.values()))).model.backbone.to_dict()
+    given = Config.fromfile(next(iter(recipes()[name, tasks[0]].values()))).model.backbone.to_dict()
     cfg = {key: value for key, value in given.items() if key not in _OF_THE_TASK}
     # a size for larger images starts from the weights of the smaller one; its config names them
     init_cfg = given.get('init_cfg') or {}
@@ -94,10 +96,10 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
 
 
 def recipe(name: str, task: str, preferred: str = '') -> Config:
-    """Return the config with the paper's optimizer for a backbone and task; ``preferred`` (``fpn_80k``) if there are
-    several.
+    """Return the config with the paper's optimizer for a backbone and task.
 
-    If there is none, take another size of the same backbone, or else RAVLT.
+    Without one, return that of another size of the same backbone, or else of RAVLT. ``preferred`` is the recipe to take
+    if there are several, such as ``fpn_80k``.
     """
     family = [name.rsplit('_', count)[0] for count in range(name.count('_') + 1)]
     fitting = (

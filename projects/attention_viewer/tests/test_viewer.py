@@ -32,8 +32,11 @@ def test_maps_of_a_click(viewer):
     first, other = viewer.maps(forward, 20, 20), viewer.maps(forward, 120, 80)
     assert first.dtype == np.uint8 and first.shape == other.shape and (first != other).any()
     assert (viewer.maps(forward, 20, 20, local=True) != first).any()
+    seen = []
+    image = SimpleNamespace(to_shown=lambda *pixel: seen.append(pixel) or pixel)
     with pytest.raises(RunError, match='keys of this model have no grid'):
-        viewer.maps(forward._replace(blocks=[]), 20, 20)
+        viewer.maps(forward._replace(picture=image, scale=(0.5, 0.25), blocks=[]), 20, 80)
+    assert seen == [(10, 20)]
 
 
 def test_large_pictures_are_made_smaller_and_clicks_follow(viewer):

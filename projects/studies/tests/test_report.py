@@ -19,9 +19,9 @@ def block(state, output, projected, confused, local, uniform):
     )
 
 
-def run(arm, seed, score, attention=()):
+def run(variant, seed, score, attention=()):
     curve = [[2, score / 2], [4, score]]
-    return dict(arm=arm, seed=seed, params=12_600, curve=curve, attention=list(attention), accuracy=score)
+    return dict(variant=variant, seed=seed, params=12_600, curve=curve, attention=list(attention), accuracy=score)
 
 
 def of(study, runs):
@@ -44,10 +44,10 @@ INLINE = of(
 )
 TABLE = """\
 Study `inline` (InLine Tab. 1, 3 and 4); task: name the form of the largest of three to five shapes in clutter. 300 \
-steps of 32 images of 64 x 64 for every arm, 512 images to test on, chance 16.7 %. In percent, mean and standard \
+steps of 32 images of 64 x 64 for every variant, 512 images to test on, chance 16.7 %. In percent, mean and standard \
 deviation over seeds.
 
-| arm | seeds | parameters | accuracy | paper | effective rank of the state | effective rank of the output | \
+| variant | seeds | parameters | accuracy | paper | effective rank of the state | effective rank of the output | \
 as projected | confused pairs | weight in 3x3 (if uniform) |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 | softmax | 2 | 13 k | 42.0 ± 2.8 | 72.2 ImageNet | 4.0 of 16 | 5.0 of 20 | 7.0 of 24 | 25.00% | 0.438 (0.219) |

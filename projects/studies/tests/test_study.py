@@ -6,22 +6,22 @@ import json
 import pytest
 import torch
 from filelock import FileLock
-from test_arms import RESULTS
+from test_variants import RESULTS
 from torch import nn
 
 from mmlinattn.utils.errors import RunError
 from projects.studies import study, training
-from projects.studies.arms import STUDIES, Arm
 from projects.studies.main import main
 from projects.studies.report import table
 from projects.studies.study import run_study
 from projects.studies.task import Settings, draw
+from projects.studies.variants import STUDIES, Variant
 
 SMALL = Settings(iterations=4, batch=4, num_train=8, num_val=8)
 
 
 class Toy(nn.Linear):
-    """Classifier of two forms that records its images."""
+    """Classifier of two classes that records its images."""
 
     weights: list
     images: list
@@ -48,11 +48,11 @@ def train(seed=3, width=2):
     settings = Settings(iterations=10, batch=4, num_train=10, num_val=6, lr=0.01)
     images = torch.arange(120.0).view(10, 3, 2, 2)  # image i begins with 12 i, mirrored with 12 i + 1
     labels = torch.arange(10) % 2
-    return training.train_arm(Arm(dict(width=width)), seed, settings, (images, labels), (images, labels))
+    return training.train_variant(Variant(dict(width=width)), seed, settings, (images, labels), (images, labels))
 
 
-def test_every_arm_sees_the_same_pictures(toy):
-    """Each image once an epoch, apart from a partial batch; half of them mirrored; determined by the seed."""
+def test_every_variant_sees_the_same_pictures(toy):
+    """An epoch has each image once, without a partial batch; half of them are mirrored; the seed determines all."""
     train()
     steps, toy.images = toy.images, []
     torch.rand(7)
@@ -74,8 +74,8 @@ def test_every_arm_sees_the_same_pictures(toy):
 def test_pictures_are_learned_by_heart_and_runs_repeat():
     torch.set_num_threads(1)
     settings = Settings(iterations=60, batch=4, num_train=4, num_val=4, lr=2e-3)
-    data, arm = draw(4, settings, 1), STUDIES['inline']().arms['identity, injective']
-    found = [training.train_arm(arm, 0, settings, data, data) for _ in range(2)]
+    data, variant = draw(4, settings, 1), STUDIES['inline']().variants['identity, injective']
+    found = [training.train_variant(variant, 0, settings, data, data) for _ in range(2)]
     assert found[0]['accuracy'] > 60 and found[0]['loss'] == found[1]['loss']
     assert len(found[0]['attention']) == 5
 
@@ -88,27 +88,27 @@ def trained(monkeypatch):
     """Record runs instead of training, with a clock of their own."""
     runs = []
 
-    def stand_in(arm, seed, *rest):
-        runs.append((arm, seed))
+    def stand_in(variant, seed, *rest):
+        runs.append((variant, seed))
         stand_in.now += stand_in.seconds
         return dict(accuracy=stand_in.accuracy, curve=[[1, 50.0]], loss=1.0, params=1, attention=[], seconds=0.0)
 
     runs_and_clock = stand_in
     stand_in.runs, stand_in.now, stand_in.seconds, stand_in.accuracy = runs, 0.0, 0.0, 50.0
-    monkeypatch.setattr(study, 'train_arm', stand_in)
+    monkeypatch.setattr(study, 'train_variant', stand_in)
     monkeypatch.setattr(study.time, 'monotonic', lambda: stand_in.now)
     return runs_and_clock
 
 
 def test_a_study_goes_seed_by_seed_and_on_where_it_was(trained, tmp_path):
-    arms, known = ['without CPE', 'full'], STUDIES['rala']().arms
-    results = run_study('rala', tmp_path, 2, SMALL, arms=arms, device='cuda:1')
-    assert trained.runs == [(known[arm], seed) for seed in (0, 1) for arm in arms]
+    variants, known = ['without CPE', 'full'], STUDIES['rala']().variants
+    results = run_study('rala', tmp_path, 2, SMALL, variants=variants, device='cuda:1')
+    assert trained.runs == [(known[variant], seed) for seed in (0, 1) for variant in variants]
     assert json.loads((tmp_path / 'results.json').read_text()) == results
     assert (results['study'], results['settings']) == ('rala', SMALL._asdict())
     assert results['runs'][0]['device'] == 'cuda:1'
-    results = run_study('rala', tmp_path, 1, SMALL)  # later, of all arms
-    assert [run['arm'] for run in results['runs'][4:]] == [arm for arm in known if arm not in arms]
+    results = run_study('rala', tmp_path, 1, SMALL)  # later, of all variants
+    assert [run['variant'] for run in results['runs'][4:]] == [variant for variant in known if variant not in variants]
     assert run_study('rala', tmp_path, 1, SMALL) == results and len(trained.runs) == 10
 
 
@@ -132,7 +132,7 @@ def test_runs_of_the_page_are_continued(trained, tmp_path):
         (tmp_path / 'results.json').write_text(path.read_text())
         kept = json.loads(path.read_text())
         results = run_study(kept['study'], tmp_path, 1, Settings())
-        assert f'| {results["runs"][0]["arm"]} |' in table(results)
+        assert f'| {results["runs"][0]["variant"]} |' in table(results)
     assert not trained.runs
 
 

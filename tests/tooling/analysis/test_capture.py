@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Captured tokens and features of every arrangement, and hooks that are removed."""
+"""Captured tokens and features of every arrangement, and removal of hooks."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def capture_block(attention, x):
 
 
 class Doubled(GlobalAttention):
-    """A user's arrangement that calls the mixer and writes over its output."""
+    """User's arrangement that changes the output of the mixer in place."""
 
     def mix(self, q, k, v, grid, **_):
         return self.mixer(q, k, v, grid, grid).mul_(2)
@@ -59,8 +59,8 @@ def test_features_are_the_input_of_the_output_projection(make):
     assert (block.name, block.size) == ('block', (5, 6)) and len(features) == len(block.branches)
     for branch, (mixed, whole) in zip(block.branches, features):  # the mixer's own, without convolution and gate
         for window in branch:
-            real = window.queries >= 0
-            assert torch.equal(mixed.transpose(0, 1).flatten(1)[window.queries[real]], window.out[real])
+            valid = window.queries >= 0
+            assert torch.equal(mixed.transpose(0, 1).flatten(1)[window.queries[valid]], window.out[valid])
         if not branch[0].convolutions() and not getattr(attention, 'gate', 'gate'):
             torch.testing.assert_close(mixed, whole)
     merged = torch.cat([whole.transpose(0, 1).flatten(1) for _, whole in features], dim=-1)
@@ -105,7 +105,7 @@ class Halves(Attention):
 
 
 class Strided(WindowAttention):
-    """Windows of tokens that are not neighbours, as MaxViT's grid."""
+    """Windows of distant tokens, as in MaxViT."""
 
     def forward(self, x, stage):
         return super().forward(x.flip(1), stage).flip(1)
@@ -113,21 +113,23 @@ class Strided(WindowAttention):
 
 def test_unsupported_arrangements_are_named():
     for attention in (Strided(8, 2, 'softmax', (2, 2)), Halves(8, 2, 'softmax')):
-        with pytest.raises(NotImplementedError, match=f'{type(attention).__name__} lays its tokens in a way'):
+        with pytest.raises(
+            NotImplementedError, match=f'{type(attention).__name__} arranges its tokens in an order unknown'
+        ):
             block_of(attention, torch.randn(1, 4, 4, 8))
     with pytest.raises(ValueError, match='Linear has no attention'), watched(nn.Linear(2, 2), print):
         pass
 
 
-def test_states_are_of_the_real_tokens_of_a_window():
-    """A map of 5 rows in stripes of 2: the last one has a row of tokens that are none."""
+def test_states_are_of_the_valid_tokens_of_a_window():
+    """A feature map of 5 rows in stripes of 2; the last stripe has one row of padding."""
     block, _ = capture_block(
         StripeAttention(8, 2, dict(type='inline', local_residual=False), 2), torch.randn(1, 5, 6, 8)
     )
     last = block.branches[1][-1]
-    real = last.queries >= 0
-    assert real.sum() == 6 and len(real) == 12
-    k, v = last.inputs['k'][0, real], last.inputs['v'][0, real]
+    valid = last.queries >= 0
+    assert valid.sum() == 6 and len(valid) == 12
+    k, v = last.inputs['k'][0, valid], last.inputs['v'][0, valid]
     expected = (k - k.mean(dim=0)).mT @ v
     state = last.state()[0]
     torch.testing.assert_close(state / state.norm(), expected / expected.norm(), rtol=1e-4, atol=1e-5)

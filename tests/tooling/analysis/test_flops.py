@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Costs of the model of a config, against numbers worked out by hand and those of the released models."""
+"""Costs of the model of a config, against numbers calculated by hand and those of the released models."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_two_stage_parts_by_hand():
 
 
 class Segmentor(nn.Module):
-    def __init__(self, data_preprocessor=None, auxiliary=True, teacher_ckpt=None, fails=False):
+    def __init__(self, data_preprocessor=None, auxiliary=True, teacher_ckpt=None, fails=False, reads=False):
         super().__init__()
         assert data_preprocessor == dict(a=1) and teacher_ckpt is None
         self.backbone, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.SyncBatchNorm(4)
@@ -46,6 +46,8 @@ class Segmentor(nn.Module):
         self.semantic_head = nn.Linear(4, 4) if auxiliary else None
         self.norm.requires_grad_(False)  # frozen ones are parameters too
         self.fails = fails
+        if reads:  # as adapters initialise real tensors
+            float(self.norm.weight[0])
 
     def train(self, mode=True):  # as of MMDetection's students: gives nothing back
         super().train(mode)
@@ -69,6 +71,7 @@ def test_a_model_is_counted_without_memory_and_reads_no_file(monkeypatch, auxili
     assert cost.peak_bytes >= 2 * 4 * 4 * pixels
     assert cost.params == dict(backbone=112, norm=8, **(dict(auxiliary_head=20, semantic_head=20) if auxiliary else {}))
     assert cost.total_params == sum(cost.params.values())
+    assert count_model(Config(dict(model=dict(model, reads=True), data_preprocessor=dict(a=1))), (32, 40)) == cost
     assert [note for note in cost.notes if 'did not run' in note or 'does not run' in note] == [
         'the auxiliary head has parameters but does not run at test time',
         'semantic_head did not run; its operations are missing',

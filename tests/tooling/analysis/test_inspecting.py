@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The measures of blocks: of a map that is known, in every arrangement, and of queries that are sampled."""
+"""Measures of blocks for known attention maps, in every arrangement, and for sampled queries."""
 
 import math
 
@@ -46,7 +46,7 @@ def known(monkeypatch, weights, with_local=None):
 
 
 def test_every_number_of_a_block(monkeypatch):
-    """Four tokens in a row, worked out by hand: two have equal weights, one weight of the last is negative."""
+    """Four tokens, calculated by hand: two have equal weights, and one weight of the last is negative."""
     weights = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1.2, -1.6]])
     known(monkeypatch, weights, torch.eye(4))
     monkeypatch.setattr(Window, 'error', lambda self, rows, weights: float(weights[0, 3, 3]))
@@ -73,6 +73,12 @@ def test_every_number_of_a_block(monkeypatch):
     assert set(some) & set(EVERYTHING) == {'ccs'}
 
 
+def test_queries_are_sampled_evenly_from_at_most_eight_windows():
+    block = block_of(WindowAttention(8, 2, 'softmax', (2, 2)), torch.randn(1, 6, 6, 8))
+    for limit, sampled in ((2, 2), (7, 6), (17, 16), (31, 24), (1000, 32)):
+        assert measure_block(block, (), limit)['sampled_queries'] == sampled
+
+
 def test_the_negative_share_is_a_mean_over_the_sampled_queries(monkeypatch):
     known(monkeypatch, torch.tensor([[0.5, 0.5, 1.0, -2.0]] * 4))
     entry = measured(GlobalAttention(8, 1, 'softmax'), torch.randn(1, 1, 4, 8), ['sharpness'], num_queries=2)
@@ -81,7 +87,7 @@ def test_the_negative_share_is_a_mean_over_the_sampled_queries(monkeypatch):
 
 SEQUENTIAL = [spec for spec in ATTENTIONS.values() if Attention(16, 2, spec).mixer.sequential]
 IN_A_ROW = [*SEQUENTIAL, *small_hosts.every_attention()]
-HOSTS = {
+BACKBONES = {
     **{
         f'windows, {attns}': lambda attns=attns: LinearSwin(dict(SMALL, stage_attns=attns, window=4))
         for attns in small_hosts.mixes('LinearSwin')
@@ -100,8 +106,8 @@ HOSTS = {
 }
 
 
-def literal_row(block, token):
-    """Return the weights of a token, (heads, keys), key by key."""
+def row_by_keys(block, token):
+    """Return the attention weights of a token, (heads, keys), by a loop over keys."""
     rows = []
     for branch in block.branches:
         ((window, index),) = ((w, int(at)) for w in branch for at in (w.queries == token).nonzero())
@@ -113,10 +119,10 @@ def literal_row(block, token):
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize('host', HOSTS.values(), ids=HOSTS)
-def test_weights_in_hosts_are_those_of_the_forward_pass(host):
-    """100 x 130 pixels: nothing divides, so windows pad, are cut at the border and are shifted."""
-    model = host().eval()
+@pytest.mark.parametrize('backbone', BACKBONES.values(), ids=BACKBONES)
+def test_weights_in_backbones_are_those_of_the_forward_pass(backbone):
+    """No window divides 100 x 130 pixels, so windows are padded, cropped at the border, and shifted."""
+    model = backbone().eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     x = torch.randn(1, 3, 100, 130)
@@ -129,12 +135,12 @@ def test_weights_in_hosts_are_those_of_the_forward_pass(host):
         maps, classes = query_map(block, row, column)
         token = row * block.size[1] + column
         for weights in (maps.flatten(1), full_map(block, side=10**6)[:, token]):
-            torch.testing.assert_close(weights, literal_row(block, token), equal_nan=True)
+            torch.testing.assert_close(weights, row_by_keys(block, token), equal_nan=True)
         found.append((measure_block(block, num_queries=32), maps, classes))
 
     with watched(model, look):
         out = model(x)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)  # looking changes nothing but roundings
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)  # equal but for rounding
     assert len(found) == len({entry['block'] for entry, *_ in found}) == len(arrangements(model)) == sum(model.depths)
     for entry, weights, classes in found:
         assert entry['forward_error'] < 1e-5, entry
@@ -152,7 +158,7 @@ def uniform(attention):
 
 @pytest.mark.parametrize(('size', 'sizes'), [((5, 6), (16, 8, 4, 2)), ((5, 5), (16, 4, 4)), ((4, 5), (16, 4))])
 def test_windows_of_several_sizes(size, sizes):
-    """Padding is no key. Windows of one token have no pairs and are left out beside larger ones."""
+    """Padding is no key. Windows of one token have no pairs, and are left out beside larger ones."""
     entry = measured(uniform(WindowAttention(8, 2, 'softmax', (4, 4))), torch.randn(1, *size, 8), num_queries=1000)
     total = sum(sizes)
     assert entry['sampled_queries'] == total and entry['confusion']['share'] == [1, 1]
@@ -180,25 +186,27 @@ class Pooled(ReducedKeysAttention):
 
 
 @pytest.mark.parametrize(('kind', 'more'), [(AveragedKeysAttention, (2, 'sequence', dict(type='BN'))), (Pooled, ())])
-def test_keys_without_a_known_map_have_no_neighbourhood(kind, more):
+def test_keys_on_no_grid_have_no_neighbourhood(kind, more):
     block = block_of(kind(8, 2, 'softmax', *more), torch.randn(1, 6, 8, 8))
     entry = measure_block(block)
     assert entry['keys_a_window'] == 12 and 'locality' not in entry and entry['forward_error'] < 1e-5
-    with pytest.raises(ValueError, match='lie on no map'):
+    with pytest.raises(ValueError, match='lie on no grid'):
         query_map(block, 0, 0)
 
 
-def test_tokens_outside_of_a_map_and_fewer_of_a_full_one(monkeypatch):
+def test_tokens_outside_of_the_feature_map_and_subsampled_attention_maps(monkeypatch):
     block = block_of(GlobalAttention(8, 2, 'softmax', local_kernel=3), torch.randn(1, 6, 7, 8))
     for row, column in ((6, 0), (0, 7), (-1, 0), (0, -1)):
-        with pytest.raises(ValueError, match=rf'row={row}, column={column} is outside of the map of 0, \(6, 7\)'):
+        with pytest.raises(
+            ValueError, match=rf'row={row}, column={column} is outside of the feature map of 0, \(6, 7\)'
+        ):
             query_map(block, row, column)
     whole, some = full_map(block, 42), full_map(block, 20)
-    assert whole.shape == (2, 42, 42) and some.shape == (2, 14, 14)  # every third: the fewest that are no more
+    assert whole.shape == (2, 42, 42) and some.shape == (2, 14, 14)  # every third token
     torch.testing.assert_close(some, whole[:, ::3, ::3])
     torch.testing.assert_close(whole[:, 9], query_map(block, 1, 2)[0].flatten(1))
     assert not torch.allclose(whole[:, 9], query_map(block, 1, 2, local=True)[0].flatten(1))
-    monkeypatch.setattr(inspecting, 'NUMEL', 3 * 2 * 42)  # however few weights fit at a time
+    monkeypatch.setattr(inspecting, 'NUMEL', 3 * 2 * 42)  # three rows at a time
     torch.testing.assert_close(full_map(block, 42), whole)
     assert measure_block(block)['sampled_queries'] == 3
     # windows without a shown token hide none of the others

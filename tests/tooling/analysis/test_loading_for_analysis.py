@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Weights and pixels of models and images under analysis, and refused inputs."""
+"""Weights of models and pixels of images under analysis, and unsupported inputs."""
 
 import copy
 from types import SimpleNamespace
@@ -43,7 +43,13 @@ def config(*steps, **pack):
 
 def model(**options):
     options = {**dict(mean=[10, 20, 30], std=[2, 4, 8], bgr_to_rgb=True, pad_size_divisor=32), **options}
-    return SimpleNamespace(data_preprocessor=ImgDataPreprocessor(**options))
+    preprocess = ImgDataPreprocessor(**options)
+
+    def data_preprocessor(data, training):
+        assert training is False  # no batch augmentation
+        return preprocess(data, training)
+
+    return SimpleNamespace(data_preprocessor=data_preprocessor)
 
 
 def photo(height, width):
@@ -115,6 +121,7 @@ class SmallModel(nn.Module):
 
     def init_weights(self):
         self.backbone.init_weights()
+        nn.init.constant_(self.head.weight, 7)
 
 
 @pytest.fixture
@@ -131,6 +138,7 @@ def test_a_model_without_a_checkpoint_fetches_nothing(cfg):
     for nothing in ('none', 'None'):
         model = loading.load_model(cfg, nothing)
         assert not model.training and not isinstance(model.norm, nn.SyncBatchNorm)
+        assert (model.head.weight == 7).all()  # of init_weights
     assert model.dataset_meta == dict(classes=['x', 'y', 'z']) and cfg.model.to_dict() == before
     assert loading.load_model(cfg, 'none', 'meta').head.weight.is_meta
 

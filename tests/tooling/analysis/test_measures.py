@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Measures of the papers on maps with known answers; whole blocks: test_inspecting.py."""
+"""Measures of attention maps with known results; for whole blocks see test_inspecting.py."""
 
 import pytest
 import torch

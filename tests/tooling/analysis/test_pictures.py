@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Positions of weights over pixels, and plots of all measures."""
+"""Pixels of tokens, and plots of all measures."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from mmlinattn.tooling.analysis.loading import Picture, token_at
 
 
 def of_size(shown, inputs=None):
-    """A grey image as shown, and the padded input of the network."""
+    """Return a grey image of ``shown`` (height, width), with network inputs of the padded size ``inputs``."""
     inputs = torch.zeros(1, 3, *(inputs or shown))
     return Picture('photo', np.full((*shown, 3), 100, np.uint8), inputs, None, np.asarray, shown[::-1])
 
@@ -24,7 +24,7 @@ def of_size(shown, inputs=None):
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.integers(8, 140), st.integers(8, 140), st.sampled_from([4, 8, 16, 32]), st.data())
 def test_weights_lie_over_the_pixels_of_their_tokens(height, width, stride, data):
-    """Mark the token of a pixel. Padding is cropped; the last token may reach over the border."""
+    """One token has all the weight. Padding is cropped; the last token may extend beyond the border."""
     size = -(-height // stride), -(-width // stride)
     shown = data.draw(st.integers(1, height)), data.draw(st.integers(1, width))
     picture = of_size(shown, (height, width))
@@ -47,16 +47,21 @@ def test_plots_of_the_measures_of_a_block(tmp_path):
     entry = measure_block(block)
     made = pictures.plot_measures([entry], ['maps', *pictures.PLOTS], tmp_path / 'new', 'mine')
     assert made == [tmp_path / 'new' / f'{name}.png' for name in pictures.PLOTS] and all(map(Path.is_file, made))
-    for _, places in pictures.PLOTS.values():
-        assert all(np.isfinite(pictures.numbers_at(entry, place)).all() for place in places)
+    assert all(np.isfinite(line.values(entry)).all() for _, lines in pictures.PLOTS.values() for line in lines)
     assert pictures.plot_measures([dict(block='a', mixer='rala', ccs=None)], ['ccs'], tmp_path, 'mine') == []
 
 
 def test_numbers_of_lines():
     maps = pictures.QueryMaps('a', 'softmax', np.array([[[0.5, np.nan, np.nan]], [[0.25, 0.5, np.nan]]]), (1, 3))
     np.testing.assert_array_equal(maps.mean, [[0.375, 0.25, np.nan]])
-    entry = dict(sharpness=dict(entropy=[1, 3], log=4, zero=0), rank=dict(state=None), ccs=0.5)
-    places = {'sharpness.entropy / log': [0.25, 0.75], 'sharpness.entropy / zero': [np.nan], 'ccs': [0.5]}
-    for place, expected in {**places, 'rank.state.effective / at_most': [np.nan]}.items():
-        np.testing.assert_array_equal(pictures.numbers_at(entry, place), expected)
+    entry = dict(sharpness=dict(entropy=[1, 3], log=4, zero=0), rank=dict(state=None), ccs=0.0)
+    for keys, divisor, label, expected in (
+        (('sharpness', 'entropy'), 'log', 'sharpness.entropy / log', [0.25, 0.75]),
+        (('sharpness', 'entropy'), 'zero', 'sharpness.entropy / zero', [np.nan]),
+        (('ccs',), '', 'ccs', [0.0]),
+        (('rank', 'state', 'effective'), 'at_most', 'rank.state.effective / at_most', [np.nan]),
+    ):
+        line = pictures.Line(keys, divisor)
+        np.testing.assert_array_equal(line.values(entry), expected)
+        assert line.label == label
     assert pictures.evenly_spaced(3, 8) == [0, 1, 2] and pictures.evenly_spaced(9, 3) == [0, 4, 8]

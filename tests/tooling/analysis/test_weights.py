@@ -16,7 +16,7 @@ from mmlinattn.tooling.analysis.weights import has_unit_output, local_weights, m
 
 DIM, HEADS, GRID = 16, 2, Grid(3, 5)
 OPTIONS = {
-    # of a power of 32 the 1e-6 of the normaliser shows in the sums
+    # for a power of 32, the epsilon of the normaliser (1e-6) shows in the sums
     **{name: spec for name, spec in ATTENTIONS.items() if name != 'focused, power 32'},
     'focused, p = 4.5': dict(type='focused', power=4.5),
 }
@@ -43,14 +43,14 @@ def by_head(mixer, weights, v):
 
 
 def attend(mixer, q, k, v, mask=None, **terms):
-    """Output without the convolution of the values."""
+    """Return the output without the convolution of the values."""
     if isinstance(mixer, LocalMixer):
         return mixer.attend(q, k, v, GRID, mask)
     return mixer(q, k, v, GRID, GRID, mask, **terms)
 
 
 def terms(mixer, dtype=torch.float64):
-    """Rotary encoding and bias, for mixers that take them."""
+    """Return rotary encoding and bias for mixers with these arguments."""
     found = dict(rotary=rotary_table(3, 5, mixer.head_dim, dtype=dtype)) if mixer.rotary else {}
     return {**found, 'bias': torch.randn(2, mixer.num_heads, 15, 15, dtype=dtype)} if mixer.bias else found
 
@@ -91,7 +91,7 @@ def test_weights_times_values_are_the_output(options, dtype, masked):
     heads=st.sampled_from([1, 2, 4]),
 )
 def test_a_convolution_as_a_matrix(height, width, prefix, size, heads):
-    """Average the channels of each head, over the map or the whole sequence, with kernels of each item."""
+    """The matrix is averaged over the channels of each head, for 2-D kernels and for kernels along the sequence."""
     grid, v = Grid(height, width, prefix), torch.randn(2, prefix + height * width, heads, dtype=torch.float64)
     v = v.repeat_interleave(4 // heads, dim=-1)
     conv = nn.Conv2d(4, 4, size, padding=(size[0] // 2, size[1] // 2), groups=4).double()
@@ -109,7 +109,7 @@ def test_a_convolution_as_a_matrix(height, width, prefix, size, heads):
 
 
 class Squared(TokenMixer):
-    """A mixer that says nothing about its weights, and overwrites its queries."""
+    """User's mixer that overwrites its queries."""
 
     def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, bias=None, context=None):
         q, k = split_heads(q.square_(), self.num_heads) + 1, split_heads(k, self.num_heads) ** 2
@@ -144,7 +144,7 @@ def test_a_mixer_of_the_user(masked):
 
 
 @pytest.mark.parametrize('rows', [[15], [-1], [0.5], [True, False], [[0]]], ids=str)
-def test_rows_that_are_no_indices_are_refused(rows):
+def test_rows_have_to_be_indices(rows):
     mixer = build(dict(type='efficient'))
     q, k, _ = tokens(mixer)
     with pytest.raises(ValueError, match='expected a sequence of indices of queries in .0, 14.'):
@@ -152,7 +152,7 @@ def test_rows_that_are_no_indices_are_refused(rows):
 
 
 @pytest.mark.parametrize('kind', [WithNeighbours, NotANumber, OfContext])
-def test_mixers_without_a_map_are_refused(kind):
+def test_mixers_without_an_attention_map(kind):
     mixer = kind(DIM, HEADS)
     q, k, _ = tokens(mixer)
     with pytest.raises(NotImplementedError, match=f'^{kind.__name__} has no weights'):
@@ -165,7 +165,7 @@ def test_mixers_without_a_map_are_refused(kind):
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
 @pytest.mark.parametrize('name', OPTIONS)
 def test_weights_of_linear_attentions_are_combinations_of_the_keys_of_their_states(name, masked):
-    """Find the keys as the states of values with one token each."""
+    """Keys are the states of values with a single token."""
     mixer, count = build(OPTIONS[name]), 12 if masked else 15
     q, k, _ = tokens(mixer)
     shared = dict(mask=torch.arange(15).expand(2, 15) < count if masked else None, **terms(mixer))

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Files of each layout: read by hand and by upstream's data sets."""
+"""Files of each layout."""
 
 import json
 
@@ -39,29 +39,35 @@ def test_coco_layout(tmp_path):
             assert (entry['area'], entry['iscrowd']) == (len(xs), 0)
 
 
-def ade_maps(root, folder):
+def segmentation_masks(root, folder):
+    """Return the segmentation masks of a split by the names of the images."""
     paths = sorted((root / 'annotations' / folder).iterdir())
     return {path.stem: cv2.imread(str(path), cv2.IMREAD_UNCHANGED) for path in paths}
 
 
 def test_ade_layout(tmp_path):
     write_dataset(tmp_path, DatasetSpec('ade', 40, 8, 1, (160, 160), 0.3))
-    maps = {part: ade_maps(tmp_path, part) for part in ('training', 'validation')}
-    for (part, found), split, count in zip(maps.items(), ('train', 'val'), (40, 8)):
+    masks = {part: segmentation_masks(tmp_path, part) for part in ('training', 'validation')}
+    for (part, found), split, count in zip(masks.items(), ('train', 'val'), (40, 8)):
         assert list(found) == [f'ADE_{split}_{i:08d}' for i in range(1, count + 1)]
         assert listed(tmp_path / 'images' / part) == [f'{name}.jpg' for name in found]
         assert all(labels.dtype == np.uint8 and labels.ndim == 2 for labels in found.values())
     title, *info = (line.split('\t') for line in (tmp_path / 'objectInfo150.txt').read_text().splitlines())
     assert title == ['Idx', 'Ratio', 'Train', 'Val', 'Stuff', 'Name']
     assert info[0][4:] == ['1', 'wall, gradient'] and info[7][4:] == ['0', 'bed, star']
-    trained = np.concatenate([labels.ravel() for labels in maps['training'].values()])
-    for value, (number, ratio, *pictures, _, _) in enumerate(info, 1):  # of the pixels in training; images of both
-        assert number == str(value) and float(ratio) == pytest.approx(np.mean(trained == value), abs=6e-5)
-        assert pictures == [str(sum((labels == value).any() for labels in part.values())) for part in maps.values()]
+    _check_object_info(info, masks)
     scenes = [line.split() for line in (tmp_path / 'sceneCategories.txt').read_text().splitlines()]
-    assert [name for name, _ in scenes] == [name for part in maps.values() for name in part]
-    name, scene = scenes[3]  # a picture of a background alone
-    assert np.unique(maps['training'][name]).tolist() == [ADE_CLASSES.index(scene) + 1]
+    assert [name for name, _ in scenes] == [name for part in masks.values() for name in part]
+    name, scene = scenes[3]  # an image of a background alone
+    assert np.unique(masks['training'][name]).tolist() == [ADE_CLASSES.index(scene) + 1]
+
+
+def _check_object_info(info, masks):
+    """Check the fractions of training pixels, and the numbers of images of both splits."""
+    trained = np.concatenate([labels.ravel() for labels in masks['training'].values()])
+    for value, (number, ratio, *pictures, _, _) in enumerate(info, 1):
+        assert number == str(value) and float(ratio) == pytest.approx(np.mean(trained == value), abs=6e-5)
+        assert pictures == [str(sum((labels == value).any() for labels in part.values())) for part in masks.values()]
 
 
 def test_imagenet_layout(tmp_path):

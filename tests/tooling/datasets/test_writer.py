@@ -1,9 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Writing of data sets, whole or not at all. tests/tools runs the command line."""
+"""Data sets are written as a whole or not at all."""
 
 import hashlib
 from pathlib import Path
 
+import cv2
 import pytest
 from helpers.tool_runs import in_this_process
 
@@ -30,6 +31,13 @@ def test_an_image_depends_on_its_number_split_and_seed_alone(tmp_path):
     assert all(other[name] != one[name] for name in images)
 
 
+def test_sides_of_images(tmp_path):
+    write_dataset(tmp_path, DatasetSpec('coco', 12, 1, size=(64, 120), size_jitter=0.25))
+    sizes = [cv2.imread(str(path)).shape[:2] for path in sorted((tmp_path / 'train2017').iterdir())]
+    assert {width for _, width in sizes} == {64}  # the least
+    assert all(90 <= height <= 120 for height, _ in sizes) and len(set(sizes)) > 6
+
+
 @pytest.mark.parametrize('content', ['train2017/mine.jpg', 'somebody.txt', NOTE])
 def test_existing_files_stay(tmp_path, content):
     (tmp_path / content).parent.mkdir(exist_ok=True)
@@ -53,6 +61,22 @@ def test_a_run_that_fails_leaves_nothing(tmp_path, is_there):
     with pytest.raises(KeyError):
         write_dataset(out, SMALL, fail)
     assert seen == [STAGING] and out.exists() == is_there and not digest(tmp_path)
+
+
+def test_a_data_set_that_is_partly_moved_is_none(tmp_path, monkeypatch):
+    rename = Path.rename
+
+    def fail(path, target):
+        if path.name == 'val2017':
+            raise OSError('full')
+        rename(path, target)
+
+    monkeypatch.setattr(Path, 'rename', fail)
+    with pytest.raises(OSError, match='full'):
+        write_dataset(tmp_path, SMALL)
+    monkeypatch.undo()
+    with pytest.raises(FileExistsError, match='it holds annotations'):
+        write_dataset(tmp_path, SMALL)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Hooks, imports, optimizers, schedules and preprocessors of a swapped config."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -26,8 +27,11 @@ RGB = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
         (dict(RGB), dict(RGB, bgr_to_rgb=False)),
         (dict(mean=[0, 0, 0], std=[255, 255, 255]), dict(RGB, bgr_to_rgb=True)),
         (dict(pad_size_divisor=32), dict(RGB, bgr_to_rgb=True, pad_size_divisor=32)),
-        (dict(RGB, bgr_to_rgb=False, rgb_to_bgr=True), dict(RGB, bgr_to_rgb=True)),  # it turns them all the same
-        (dict(mean=RGB['mean'][::-1], std=[1, 1, 1], rgb_to_bgr=True), dict(RGB, bgr_to_rgb=False)),  # they come as RGB
+        (dict(RGB, bgr_to_rgb=False, rgb_to_bgr=True), dict(RGB, bgr_to_rgb=True)),  # either flag reverses
+        (
+            dict(mean=RGB['mean'][::-1], std=[1, 1, 1], rgb_to_bgr=True),
+            dict(RGB, bgr_to_rgb=False),
+        ),  # the images are RGB
         (dict(mean=[33.46], std=[78.87]), dict(mean=[33.46], std=[78.87])),
     ],
 )
@@ -62,7 +66,7 @@ def settings_of(task, model, cfg, keep=False, name='ravlt_t'):
 
 
 def test_imports_and_hooks_of_upstream_stay():
-    """A config that was swapped before gets no hook twice."""
+    """Hooks of a config that was swapped before are not repeated."""
     cfg = dict(custom_imports=dict(imports=['mmlinattn', 'mine']), custom_hooks=[dict(type='EMAHook')])
     found, remarks = settings_of('mmdet', {}, cfg)
     assert found['custom_imports'] == dict(imports=['mine', 'mmlinattn'], allow_failed_imports=False)
@@ -74,6 +78,31 @@ def test_imports_and_hooks_of_upstream_stay():
     assert [hook['type'] for hook in found['custom_hooks']] == [f'mmengine.{ours[0]}', *ours[1:]]
     found, _ = settings_of('mmdet', {}, dict(custom_imports=dict(imports='mine'), load_from='whole.pth'))
     assert found['custom_imports']['imports'] == ['mine', 'mmlinattn'] and found['load_from'] is None
+
+
+SGD = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02), paramwise_cfg=dict(bypass_duplicate=True))
+GIVEN = dict(
+    custom_imports=dict(imports='mine'),
+    custom_hooks=[dict(type='EMAHook')],
+    runner_type='Mine',
+    load_from='whole.pth',
+    optim_wrapper=dict(SGD, clip_grad=dict(max_norm=1.0), accumulative_counts=2),
+    param_scheduler=[dict(type='CosineAnnealingLR', eta_min=0.002)],
+)
+
+
+@pytest.mark.parametrize('key', [*GIVEN, *(f'optim_wrapper.{key}' for key in GIVEN['optim_wrapper'] if key != 'type')])
+def test_a_setting_of_none_is_as_no_setting(key):
+    found = []
+    for is_given in (True, False):
+        cfg = copy.deepcopy(GIVEN)
+        *parents, name = key.split('.')
+        node = cfg[parents[0]] if parents else cfg
+        del node[name]
+        if is_given:
+            node[name] = None
+        found.append(settings_of('mmdet', {}, cfg))
+    assert found[0] == found[1] != settings_of('mmdet', {}, GIVEN)
 
 
 @pytest.mark.parametrize(
@@ -95,11 +124,11 @@ def test_the_papers_recipe_for_such_a_network(task, model, rate, decay, batch):
     assert made['accumulative_counts'] == 4 and made['paramwise_cfg']['bypass_duplicate'] is True
     assert '_scope_' not in made['optimizer'] and made['paramwise_cfg'].get('norm_decay_mult') != 0.5
     assert found['auto_scale_lr'] == dict(base_batch_size=batch)
-    assert remarks == [f'the learning rate is for {batch} images a step (--auto-scale-lr scales it)']
+    assert remarks == [f'the learning rate is for {batch} images per step (--auto-scale-lr scales it)']
 
 
 def test_recipes_are_merged():
-    """The paper's settings replace upstream's; heads of upstream keep theirs; gradients are clipped by either."""
+    """The paper's settings replace upstream's, except for settings of heads; either may clip gradients."""
     keys = dict(norm=dict(decay_mult=0.5), query=dict(lr_mult=10.0), backbone=dict(lr_mult=0.1))
     theirs = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02), paramwise_cfg=dict(custom_keys=keys))
 
@@ -118,14 +147,16 @@ def test_recipes_are_merged():
 
 
 def test_schedules_end_in_proportion_and_precision_is_a_switch_of_the_tools():
-    steps = [dict(type='LinearLR', start_factor=0.1), dict(type='CosineAnnealingLR', eta_min=0.002)]
+    steps = [dict(type='LinearLR', start_factor=0.1), dict(type='CosineAnnealingLR', eta_min=0.002, _scope_='mmdet')]
     wrapper = dict(type='mmengine.AmpOptimWrapper', optimizer=dict(type='SGD', lr=0.02))
     cfg = dict(optim_wrapper=wrapper, param_scheduler=[*steps, dict(type='OneCycleLR', eta_max=0.02)])
     found, remarks = settings_of('mmdet', {}, cfg)
     assert found['optim_wrapper']['type'] == 'OptimWrapper' and any('--amp' in remark for remark in remarks)
+    assert not any('_scope_' in each for each in found['param_scheduler'])
     ends = [(each.get('eta_min'), each.get('eta_max')) for each in found['param_scheduler']]
     assert ends == [(None, None), (1e-5, None), (None, 1e-4)]
-    found, remarks = settings_of('mmdet', {}, dict(cfg, param_scheduler=dict(type='LinearLR')))
-    assert 'param_scheduler' not in found
+    for unchanged in (dict(type='LinearLR'), [dict(type='CosineAnnealingLR', eta_min=0.0)]):
+        found, remarks = settings_of('mmdet', {}, dict(cfg, param_scheduler=unchanged))
+        assert 'param_scheduler' not in found
     kept, remarks = settings_of('mmdet', {}, cfg, keep=True)
     assert not {'optim_wrapper', 'param_scheduler', 'auto_scale_lr'} & set(kept) and remarks == []

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Upstream configs: backbone, images, maps, smoke tests, and refusals."""
+"""Upstream configs: backbone, images, feature maps, smoke tests, and unsupported ones."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_names_of_upstream_configs(upstream, message):
         ('mmseg::dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py', 'a class token beside each map'),
     ],
 )
-def test_refusals_have_one_line(upstream, reason):
+def test_unsupported_networks_have_one_line(upstream, reason):
     with pytest.raises(Unsupported) as error:
         swap_backbone(upstream, 'ravlt_t', 'never_written.py')
     assert reason in str(error.value) and '\n' not in str(error.value)
@@ -94,8 +94,9 @@ def test_sizes_of_images(task, transform, size):
     loader = dict(dataset=dict(pipeline=[dict(type='Load'), transform]))
     source = upstream_of(dict(type='B'), task, test_dataloader=loader)
     assert source.image_size == size and source.sizes[0] == (size or ((320, 320) if task == 'mmdet' else (256, 256)))
-    source = upstream_of(dict(type='B'), network=dict(data_preprocessor=dict(size=(512, 1024))))
-    assert source.sizes == [(256, 256), (512, 1024)]
+    for fixed in ((512, 1024), (320, 321)):
+        source = upstream_of(dict(type='B'), network=dict(data_preprocessor=dict(size=fixed)))
+        assert source.sizes == [(256, 256), fixed]
 
 
 def test_masks_and_channels_of_images():
@@ -115,7 +116,7 @@ def test_encoders_of_retrievers():
 
 @MODELS.register_module()
 class Measurable(nn.Module):
-    """Backbone of these maps (channels, stride); in inference only the one at position ``alone``."""
+    """Backbone with feature maps of (channels, stride); inference returns only the one of index ``alone``."""
 
     def __init__(self, maps=(), alone=None, fails=False, img_size=None):
         super().__init__()
@@ -143,22 +144,22 @@ def test_backbones_without_maps():
         measure(upstream_of(dict(type='Measurable')))
     with pytest.raises(RunError, match='its own backbone does not run here: LookupError: of two lines$'):
         measure(upstream_of(dict(type='Measurable', fails=True)))
-    missing = dict(type='Measurable', other=1)
     with pytest.raises(RunError, match='its own backbone does not run here: TypeError'):
-        measure(upstream_of(missing))
-    # the neck names the maps of a backbone that is not installed
-    measured = measure(upstream_of(missing, network=dict(neck=dict(in_channels=[24, 40, 96]))))
-    assert measured.maps == [(24, 8), (40, 16), (96, 32)]
+        measure(upstream_of(dict(type='Measurable', other=1)))
 
 
 @MODELS.register_module()
 class Timed(BaseModel):
-    """Skips the first map; its loss changes in the course of a run (TOOD by epochs, BoxInst by iterations)."""
+    """Network that skips the first feature map; its loss changes by epochs (TOOD) and iterations (BoxInst)."""
 
-    def __init__(self, backbone, data_preprocessor=None, predicts=True):
-        super().__init__(data_preprocessor)
+    given: dict
+
+    def __init__(self, backbone, data_preprocessor=None, predicts=True, shares=False, **given):
+        Timed.given = dict(given, data_preprocessor=data_preprocessor)
+        super().__init__()
         self.predicts, self.backbone = predicts, nn.Module()
         self.backbone.norms = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.neck = self.backbone.norms[1] if shares else None
         self.backbone.forward = lambda x: [norm(x) for norm in self.backbone.norms]
 
     def forward(self, inputs, mode):
@@ -178,6 +179,30 @@ def test_smoke_tests():
     result = smoke.smoke_test(network, source, (32, 32), batches=(dict(inputs='x'), batch))
     assert result.failure.startswith('training stops: TypeError') and result.loss is None
     assert smoke.smoke_test(dict(type='NoSuch'), source, (32, 32)).failure.startswith('it cannot be built: KeyError')
+    for paramwise in (dict(bias_decay_mult=0.0), None):
+        wrapper = dict(optimizer=dict(type='SGD', lr=0.1, weight_decay=0.1), paramwise_cfg=paramwise)
+        assert not smoke.smoke_test(dict(network, shares=True), source, (32, 32), wrapper, (batch, batch)).failure
+
+
+@pytest.mark.parametrize(
+    ('given', 'built'),
+    [
+        (dict(norm_cfg=[dict(type='mmdet.MMSyncBN')]), dict(norm_cfg=[dict(type='SyncBN')])),
+        (dict(test_cfg=dict(mode='slide', stride=(4, 4))), dict(test_cfg=dict(mode='whole'))),
+        (dict(test_cfg=dict(rpn=dict(max_per_img=1000))), dict(test_cfg=dict(rpn=dict(max_per_img=50)))),
+        (dict(sampler=dict(type='S', num=512), x=dict(num=512)), dict(sampler=dict(type='S', num=32), x=dict(num=512))),
+        (
+            dict(data_preprocessor=dict(type='SegDataPreProcessor', size=(64, 64), batch_augments=[], test_cfg={})),
+            dict(data_preprocessor=dict(type='SegDataPreProcessor', size=(32, 32), test_cfg=None)),
+        ),
+    ],
+)
+def test_settings_for_one_process_and_dummy_inputs(given, built):
+    batch = dict(inputs=torch.ones(1, 2))
+    smoke.smoke_test(
+        dict(type='Timed', backbone=1, **given), upstream_of(dict(type='B')), (32, 32), None, (batch, batch)
+    )
+    assert Timed.given == dict(dict(data_preprocessor=None), **built)
 
 
 def test_maps_behind_necks():

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Values of configs for other maps, and whole networks, without building a detector."""
+"""Values of configs for other feature maps, and whole networks, without building a detector."""
 
 import pytest
 from mmengine.registry import init_default_scope
@@ -73,7 +73,7 @@ def test_values_of_a_config(node, keep, expected):
 
 
 def test_single_numbers_deep_inside():
-    """They stay if several maps are read: decoders often have the width of one of them."""
+    """They stay if several feature maps are read, as decoders often have the channels of one of them."""
     node = dict(in_channels=512, decoder=dict(in_channels=512), indexed=dict(in_channels=2048, in_index=3))
     wired = Wiring(RESNET, OURS, deep=False)(node)
     assert wired == dict(in_channels=128, decoder=dict(in_channels=512), indexed=dict(in_channels=512, in_index=3))
@@ -84,7 +84,7 @@ def test_single_numbers_deep_inside():
 
 
 def made(network, old, backbone, task, number=0, alone=None):
-    """The network of one of the candidates."""
+    """Return the config of a candidate."""
     init_default_scope(task)
     network = dict(network, backbone=dict(type='ResNet'))
     return candidates(network, Measured(list(old), (256, 256), alone), backbone, task)[number].network
@@ -120,7 +120,7 @@ def test_unread_maps_are_not_returned():
 
 
 def test_heads_behind_a_neck_are_followed():
-    """FPN makes a width of its own; a pooling neck hands on the backbone's."""
+    """FPN sets the number of channels; a pooling neck keeps the backbone's."""
     head = dict(type='FCNHead', in_channels=256, in_index=0)
     assert made(dict(neck=FPN, decode_head=head), RESNET, PYRAMID, 'mmseg')['decode_head'] == head
     pool = dict(type='GlobalAveragePooling')
@@ -145,9 +145,9 @@ def test_a_neck_that_made_a_pyramid_of_plain_maps_goes():
 @pytest.mark.parametrize(
     ('old', 'task', 'alone', 'scales', 'sources'),
     [
-        (RESNET[:2] + [FeatureMap(100, 64)], 'mmdet', None, [1, 1, 0.5], [0, 1, 2]),  # anchors count on their strides
-        ([FeatureMap(128, 8), FeatureMap(16, 4)], 'mmseg', None, [1, 8], [0, 1]),  # a decoder came up again
-        ([FeatureMap(64, 8), FeatureMap(128, 8)], 'mmseg', 1, [1, 4], [0, 1]),  # one map alone in inference
+        (RESNET[:2] + [FeatureMap(100, 64)], 'mmdet', None, [1, 1, 0.5], [0, 1, 2]),  # anchors depend on strides
+        ([FeatureMap(128, 8), FeatureMap(16, 4)], 'mmseg', None, [1, 8], [0, 1]),  # a decoder
+        ([FeatureMap(64, 8), FeatureMap(128, 8)], 'mmseg', 1, [1, 4], [0, 1]),  # inference returns one feature map
     ],
 )
 def test_adapters_make_maps_like_upstreams(old, task, alone, scales, sources):

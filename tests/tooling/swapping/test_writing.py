@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Differences between two configs, as text of a config that inherits the first and equals the second."""
+"""Text of a config that inherits one config and equals another."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Backbones by the stems of our configs, and the recipes they were trained with."""
+"""Backbones by their names, and their recipes."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_unknown_backbones():
 
 
 def test_recipes_without_a_row_of_their_own():
-    """Another size of the same host, and failing that RAVLT's; a preferred one of several: ``test_settings.py``."""
+    """Return that of another size of the backbone, or else RAVLT's; for preferred ones see ``test_settings.py``."""
     several = zoo.recipe('ravlt_b', 'mmdet')  # the schedule of 12 epochs comes first
     assert (several.model.type, several.train_cfg.max_epochs) == ('MaskRCNN', 12)
     assert zoo.recipe('inline_swin_b', 'mmpretrain').model.backbone.arch == 'inline-base'  # not that of 384 pixels

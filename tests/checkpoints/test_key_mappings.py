@@ -5,21 +5,21 @@ from helpers import goldens
 from helpers.checkpoint_helpers import ARCH
 
 from mmlinattn.backbones import RAVLT
-from mmlinattn.checkpoints.layouts import LAYOUTS, find_layout
+from mmlinattn.checkpoints.key_mappings import KEY_MAPPINGS, find_key_mapping
 from mmlinattn.checkpoints.states import backbone_state
 
 
-def test_every_released_file_matches_one_layout():
+def test_every_released_file_matches_one_key_mapping():
     found = set()
     for case in goldens.cases():
         keys = frozenset(goldens.info(case)['state'])
-        (layout,) = [layout for layout in LAYOUTS if layout.matches(keys)]
-        found.add(layout)
-    assert found == set(LAYOUTS)
+        (mapping,) = [mapping for mapping in KEY_MAPPINGS if mapping.matches(keys)]
+        found.add(mapping)
+    assert found == set(KEY_MAPPINGS)
     deit = [key for key in goldens.info('inline_deit_t')['state'] if key != 'blocks.0.attn.qkv.weight']
-    assert find_layout(deit).__name__.endswith('.deit')
-    assert find_layout(RAVLT(ARCH).state_dict()) is None
-    assert find_layout(['patch_embed.proj.weight', 'norm.weight']) is None
+    assert find_key_mapping(deit).__name__.endswith('.deit')
+    assert find_key_mapping(RAVLT(ARCH).state_dict()) is None
+    assert find_key_mapping(['patch_embed.proj.weight', 'norm.weight']) is None
 
 
 # Released keys under our names, None if dropped, of files that are no golden cases: dense backbones, older files,
@@ -51,11 +51,11 @@ RELEASED = {
 }
 
 
-@pytest.mark.parametrize('layout', RELEASED)
-def test_names_of_released_files(layout):
-    names = RELEASED[layout]
+@pytest.mark.parametrize('family', RELEASED)
+def test_names_of_released_files(family):
+    names = RELEASED[family]
     state = {key: torch.rand(4, 3 if key == 'block2.1.attn.q.weight' else 2) for key in names}
-    assert find_layout(state).__name__.endswith(f'.{layout}')
+    assert find_key_mapping(state).__name__.endswith(f'.{family}')
     backbone, head, dropped = backbone_state(state, 'x')
     assert dropped == [key for key, name in names.items() if name is None]
     found, expected = {**backbone, **head}, {name: state[key] for key, name in names.items() if name}

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,11 @@ def down(match: 're.Match') -> int:
 
 
 def convert(state: Mapping[str, Tensor], rules: Sequence[tuple]) -> tuple[dict, dict, list]:
-    """Rename every key by all ``rules`` in order; a rule is a (pattern, replacement) pair for :func:`re.sub`.
+    """Rename the keys of a state dict, drop derived buffers, and flatten the scales of mixers.
+
+    Args:
+        state (dict): Weights by key.
+        rules (Sequence[tuple]): Pairs (pattern, replacement) for :func:`re.sub`, all applied to each key in order.
 
     Returns:
         tuple[dict, dict, list]: Backbone weights, head weights (``neck.`` and ``head.``), and dropped keys.
@@ -53,17 +58,21 @@ def convert(state: Mapping[str, Tensor], rules: Sequence[tuple]) -> tuple[dict, 
 def joined(state: Mapping[str, Tensor], parts: Sequence[str]) -> dict[str, Tensor]:
     """Concatenate separate projections, such as ``attn.q`` and ``attn.kv``, to one ``attn.qkv``.
 
+    A layer keeps its projections if one is missing or if they have different numbers of input channels.
+
     Args:
         state (dict): Weights by key.
-        parts (Sequence[str]): Names of the projections. A layer keeps separate projections if one is missing or their
-            input widths differ.
+        parts (Sequence[str]): Names of the projections.
     """
     whole: dict[str, Tensor] = {}
     for key, value in state.items():
         part = re.search(r'\.attn\.(\w+)\.', key)
-        keys = [key.replace(part[0], f'.attn.{name}.') for name in parts] if part and part[1] in parts else []
-        if not keys or len({state[name].shape[1:] if name in state else None for name in keys}) > 1:
+        if not part or part[1] not in parts:
+            whole[key] = value
+            continue
+        weights: list[Any] = [state.get(key.replace(part[0], f'.attn.{name}.')) for name in parts]
+        if any(weight is None or weight.shape[1:] != value.shape[1:] for weight in weights):
             whole[key] = value  # reported as unexpected
-        elif part and part[1] == parts[0]:
-            whole[key.replace(part[0], '.attn.qkv.')] = torch.cat([state[name] for name in keys])
+        elif part[1] == parts[0]:
+            whole[key.replace(part[0], '.attn.qkv.')] = torch.cat(weights)
     return whole

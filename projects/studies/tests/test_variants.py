@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Arms are the papers' ablations and the models of the committed results."""
+"""Variants are the papers' ablations and the models of the committed results."""
 
 import json
 from pathlib import Path
@@ -12,31 +12,31 @@ from mmengine.registry import MODELS
 
 from mmlinattn.attention import Grid
 from mmlinattn.tooling.analysis.weights import mixer_weights
-from projects.studies.arms import STUDIES
 from projects.studies.task import Classifier
 from projects.studies.training import attention_measures, num_parameters
+from projects.studies.variants import STUDIES
 
 RESULTS = sorted((Path(__file__).resolve().parents[1] / 'results').glob('*/results.json'))
 
 
 @pytest.mark.parametrize('name', STUDIES)
-def test_arms_build_in_the_order_of_the_papers(name):
+def test_variants_build_in_the_order_of_the_papers(name):
     study = STUDIES[name]()
-    for arm in study.arms.values():
-        model = MODELS.build(dict(arm.backbone)).train()
+    for variant in study.variants.values():
+        model = MODELS.build(dict(variant.backbone)).train()
         images = torch.rand(2, 3, 64, 64)
         with torch.no_grad():
             one, other = (model(images)[-1] for _ in range(2))
         assert one.isfinite().all() and torch.equal(one, other)  # no path is dropped
     for better, worse, metric in study.pairs:
-        assert better in study.arms and worse in study.arms
+        assert better in study.variants and worse in study.variants
         if isinstance(metric, str):  # the paper's own order
-            assert study.arms[better].paper[metric] > study.arms[worse].paper[metric]
+            assert study.variants[better].paper[metric] > study.variants[worse].paper[metric]
 
 
 def test_confused_softmax():
-    """InLine Tab. 1: by head, queries of the same direction are equal, and negative ones are zero."""
-    kind = STUDIES['inline']().arms['softmax, confused'].backbone['stage_attns'][0]['type']
+    """In each head, queries of the same direction are equal, and negative ones are zero (InLine Tab. 1)."""
+    kind = STUDIES['inline']().variants['softmax, confused'].backbone['stage_attns'][0]['type']
     mixer, grid = kind(8, 2), Grid(1, 5)
     q, k, v = torch.randn(3, 1, 5, 8)
     q[0, 1] = torch.cat((3 * q[0, 0, :4], 0.5 * q[0, 0, 4:]))
@@ -53,15 +53,15 @@ def test_confused_softmax():
 
 @pytest.mark.parametrize('path', RESULTS, ids=[path.parent.name for path in RESULTS])
 def test_models_are_those_of_the_results(path, monkeypatch):
-    """Compare the parameters of every arm, with merged branches, and the blocks, heads and maps of one."""
+    """Parameters of every variant are equal with merged branches, and blocks, heads and feature maps of one variant."""
     monkeypatch.setattr(BaseModule, 'init_weights', lambda self: None)  # slow, without effect on sizes
     kept = json.loads(path.read_text())
-    arms = STUDIES[kept['study']]().arms
+    variants = STUDIES[kept['study']]().variants
     for run in kept['runs']:
         if run['seed'] == 0:
             with torch.device('meta'):
-                assert num_parameters(Classifier(arms[run['arm']].backbone)) == run['params'], run['arm']
-    model = Classifier(arms[run['arm']].backbone).eval()
+                assert num_parameters(Classifier(variants[run['variant']].backbone)) == run['params'], run['variant']
+    model = Classifier(variants[run['variant']].backbone).eval()
     before = model.state_dict().keys()
     num_parameters(model)
     assert model.state_dict().keys() == before  # the branches are still there

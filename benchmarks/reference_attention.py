@@ -1,14 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""InLine and focused linear attention as the equations are written: the yardstick of the benchmarks.
+"""Reference implementations of InLine and focused linear attention for benchmarks.
 
-Each factor is a tensor of its own, each term a pass over the tokens.
+Each factor of an equation is one tensor, and each term is one pass over the tokens.
 """
 
 import torch.nn.functional as F
 
 
 def inline(q, k, v, scale):
-    """InLine Eq. 3-5 in three passes over the queries: (B, heads, N, d) each."""
+    """Compute InLine Eq. 3-5 in three passes over the queries; all tensors are (B, heads, N, d)."""
     tokens = k.shape[2]
     state = (k.transpose(-1, -2) * (scale / tokens) ** 0.5) @ (v * (scale / tokens) ** 0.5)
     rest = 1 - q @ k.mean(dim=2, keepdim=True).transpose(-1, -2) * scale
@@ -16,7 +16,7 @@ def inline(q, k, v, scale):
 
 
 def focused_map(x, scale, power):
-    """FLatten Eq. 7-8 on (B, N, C)."""
+    """Map queries or keys (B, N, C) by FLatten Eq. 7-8."""
     x = (F.relu(x) + 1e-6) / scale
     norm = x.norm(dim=-1, keepdim=True)
     x = x**power
@@ -24,7 +24,7 @@ def focused_map(x, scale, power):
 
 
 def linear(q, k, v):
-    """FLatten Eq. 4 on (B, heads, N, d)."""
+    """Compute FLatten Eq. 4; all tensors are (B, heads, N, d)."""
     tokens = k.shape[2]
     normaliser = 1 / (q @ k.mean(dim=2, keepdim=True).transpose(-1, -2) + 1e-6)
     state = (k.transpose(-1, -2) * tokens**-0.5) @ (v * tokens**-0.5)

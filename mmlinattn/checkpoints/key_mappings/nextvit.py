@@ -36,15 +36,14 @@ def convert(state) -> tuple:
 
 
 def _by_stage(state) -> dict:
-    """Rename ``stem`` and ``features.N`` to our stages. A stage begins at each block that increases the number of
-    channels."""
-    names, stage, index, width = {}, -1, 0, 0
+    """Rename ``stem`` and ``features.N`` to our stages. A block with more channels than before starts a stage."""
+    names, stage, index, channels = {}, -1, 0, 0
     blocks = {int(key.split('.')[1]) for key in state if key.startswith('features.')}
     for block in sorted(blocks):
         entry = state.get(f'features.{block}.patch_embed.conv.weight')
-        begins = entry is not None and len(entry) > width
+        begins = entry is not None and len(entry) > channels
         if begins:
-            stage, index, width = stage + 1, 0, len(entry)
+            stage, index, channels = stage + 1, 0, len(entry)
         embed = f'patch_embeds.{stage}' + ('.1' if stage == 0 else '') if begins else f'stages.{stage}.{index}.embed'
         names[f'features.{block}.patch_embed.'] = f'{embed}.'
         names[f'features.{block}.'] = f'stages.{stage}.{index}.'

@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""RAVLT as the equations are written: the yardstick of the benchmarks, and a twin in the tests.
+"""Reference implementation of RAVLT for benchmarks and tests.
 
-Plain NCHW maps with permutes around each LayerNorm and attention, 1x1 convolutions, an explicit N x N softmax map, each
-factor of RALA Eq. 2-6 a tensor of its own. It reads the weights of a :class:`mmlinattn.backbones.RAVLT`, so both
-compute the same function.
+It has NCHW feature maps with permutes around each LayerNorm and attention, 1x1 convolutions, N x N softmax maps, and
+one tensor for each factor of RALA Eq. 2-6. It computes the same function as the :class:`mmlinattn.backbones.RAVLT`
+with its weights.
 """
 
 import torch
@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 
 def pointwise(x, linear):
-    """A 1x1 convolution with the weights of a linear layer."""
+    """Apply a linear layer to an NCHW feature map as a 1x1 convolution."""
     return F.conv2d(x, linear.weight[:, :, None, None], linear.bias)
 
 
 def layer_norm(x, norm):
-    """LayerNorm over the channels of an NCHW map."""
+    """Normalise the channels of an NCHW feature map."""
     return norm(x.permute(0, 2, 3, 1).contiguous()).permute(0, 3, 1, 2).contiguous()
 
 
@@ -56,7 +56,7 @@ def attention(x, attn, softmax, sin, cos):
 
 
 def forward(model, x):
-    """Stage outputs of ``model``, computed literally. Shapes as the model's."""
+    """Return the stage outputs of ``model``, in the shapes of its own."""
     outs = []
     for i in range(model.num_stages):
         x = model.patch_embeds[i].layers(x)

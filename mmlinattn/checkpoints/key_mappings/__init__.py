@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Layouts of released state dicts, one module per family.
+"""Key mappings of released state dicts, one module per family.
 
 Each module has two functions:
 
@@ -9,7 +9,8 @@ Each module has two functions:
   of the MMPretrain model in the family's config (``head.*``, ``neck.*``); released keys dropped on purpose (derived
   buffers, unused norms). Unknown keys stay in the first part, and are reported as unexpected.
 
-All entries of :data:`LAYOUTS` load in ``init_cfg``, through ``mmlinattn://`` and in ``tools/convert_checkpoint.py``.
+All entries of :data:`KEY_MAPPINGS` load in ``init_cfg``, through ``mmlinattn://`` and in
+``tools/convert_checkpoint.py``.
 """
 
 from collections.abc import Iterable
@@ -18,11 +19,10 @@ from typing import Optional
 
 from . import cswin, deit, nextvit, pvt, ravlt, swin
 
-LAYOUTS = (cswin, deit, nextvit, pvt, ravlt, swin)
+KEY_MAPPINGS = (cswin, deit, nextvit, pvt, ravlt, swin)
 
 
-def find_layout(keys: Iterable[str]) -> Optional[ModuleType]:
-    """Return the layout module for the keys of a released file, or None for keys of this project or of an unknown
-    layout."""
+def find_key_mapping(keys: Iterable[str]) -> Optional[ModuleType]:
+    """Return the key mapping for a released file; None for keys of this project or of an unknown family."""
     keys = frozenset(keys)
-    return next((layout for layout in LAYOUTS if layout.matches(keys)), None)
+    return next((mapping for mapping in KEY_MAPPINGS if mapping.matches(keys)), None)
