@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     import mmengine.model  # noqa: F401
 
 from . import backbones, engine, necks, registry
+from .backbones import forward_pass as inference  # former name, which tools import
 from .checkpoints import schemes
 from .utils.files import link_checkout
 from .version import __version__
@@ -32,4 +33,4 @@ except PackageNotFoundError:
     MODULE2PACKAGE['mmseg'] = 'mmseg'
 schemes.register()
 
-__all__ = ['__version__', 'backbones', 'engine', 'necks', 'registry']
+__all__ = ['__version__', 'backbones', 'engine', 'inference', 'necks', 'registry']

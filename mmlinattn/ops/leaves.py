@@ -29,6 +29,20 @@ class Leaf:
     """Mixin of modules that look up their parameters by :func:`halves`, so that a backbone casts them together."""
 
 
+class EqualClass(type):
+    """Metaclass of leaves that equal the class of PyTorch in their attribute ``equals``.
+
+    Tools that quantise or count look layers up by their exact class (``torch.ao``, ptflops, thop). In a dictionary or
+    list of classes, they find a leaf as the layer that it computes. Subclasses equal nothing else.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or other is cls.__dict__.get('equals', cls)
+
+    def __hash__(cls) -> int:
+        return type.__hash__(cls.__dict__.get('equals', cls))
+
+
 # --- weights in half precision ----------------------------------------------------------------------------------------
 
 
@@ -92,8 +106,10 @@ def takes_onednn(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> bool:
     return not dispatch.needs_reference(x, weight, bias)
 
 
-class Linear(Leaf, nn.Linear):
+class Linear(Leaf, nn.Linear, metaclass=EqualClass):
     """``nn.Linear`` by :func:`linear`."""
+
+    equals = nn.Linear
 
     def forward(self, x: Tensor) -> Tensor:
         if nn.Linear.forward is not _LINEAR_FORWARD:
@@ -106,12 +122,14 @@ class Linear(Leaf, nn.Linear):
 # --- norms and residual connections -----------------------------------------------------------------------------------
 
 
-class LayerNorm(Leaf, nn.LayerNorm):
+class LayerNorm(Leaf, nn.LayerNorm, metaclass=EqualClass):
     """``nn.LayerNorm`` at the start of a residual branch. Under autocast, an input in half precision keeps its type.
 
     PyTorch's kernel computes statistics in float32. Autocast would cast the map to float32, and the next linear layer
     would cast it back.
     """
+
+    equals = nn.LayerNorm
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype not in HALF or x.is_meta or nn.LayerNorm.forward is not _NORM_FORWARD:
@@ -174,8 +192,10 @@ class _AddScaled(AnalyticGradient):
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
 
-class Conv2d(Leaf, nn.Conv2d):
+class Conv2d(Leaf, nn.Conv2d, metaclass=EqualClass):
     """``nn.Conv2d`` that looks up its cast weights."""
+
+    equals = nn.Conv2d
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
         return super()._conv_forward(input, *halves(weight, bias, input))

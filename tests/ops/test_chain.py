@@ -258,6 +258,26 @@ def test_a_mixer_of_another_package_keeps_the_fast_layers_around_it(kernels, mon
     assert len(products) == (4 if private_apis.HAS_ONEDNN else 0)
 
 
+@pytest.mark.parametrize('kind', ['Linear', 'Conv2d', 'LayerNorm'])
+def test_tools_find_leaves_by_their_class(kind):
+    ours, theirs = getattr(leaves, kind), getattr(nn, kind)
+    own = type('Own', (ours,), {})
+    assert {theirs: 1}.get(ours) == {ours: 1}.get(theirs) == 1 and ours == theirs and theirs == ours
+    assert {theirs: 1, ours: 1}.get(own) is None and own != theirs and own != ours and own == own
+    assert ours != nn.Identity and ours is not theirs
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+def test_dynamic_quantisation_finds_linear_layers():
+    quantisation = pytest.importorskip('torch.ao.quantization')
+    model, x = filled(small_hosts.build('LinearDeiT', 'inline')).float().eval(), torch.rand(1, 3, 64, 64)
+    count = sum(isinstance(module, nn.Linear) for module in model.modules())
+    quantised = quantisation.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert sum(type(m).__module__.startswith('torch.ao') and hasattr(m, 'weight') for m in quantised.modules()) == count
+    out, expected = without_gradients(quantised, x)[0], without_gradients(model, x)[0]
+    assert 0 < (out - expected).norm() < 0.1 * expected.norm()
+
+
 def test_copies_and_pickles(tmp_path):
     model, x = small_hosts.build('RAVLT', 'rala').eval(), torch.rand(1, 3, 64, 64)
     expected = without_gradients(model, x)
