@@ -2,6 +2,7 @@
 from ..ops import rotary_table
 from .block import MLP, Block, ConvFFN, DWConvFFN, ResidualDWConv, SourceBlock, TokenBlock
 from .compact import FactorisedLinear, build_ffn, compact
+from .initial_weights import GroupedFanOutInit
 from .norms import MapLayerNorm, build_map_norm, build_token_norm, fold_batch_norm, is_batch_norm, is_foldable
 from .patch_embed import (
     ConvDownsample,
@@ -22,6 +23,7 @@ __all__ = [
     'ConvStem',
     'DWConvFFN',
     'FactorisedLinear',
+    'GroupedFanOutInit',
     'MapLayerNorm',
     'PatchConv2d',
     'PatchEmbed',

@@ -17,14 +17,16 @@ class PositionTable(nn.Module):
         dim (int): Width C.
         grid (tuple[int, int]): Height and width of the stored table.
         prefix (int): Leading class tokens; their vectors are never resized.
+        std (float): Standard deviation of the initial table; 0 starts at zeros.
     """
 
-    def __init__(self, dim: int, grid: tuple[int, int], prefix: int = 0) -> None:
+    def __init__(self, dim: int, grid: tuple[int, int], prefix: int = 0, std: float = 0.02) -> None:
         super().__init__()
         self.grid: tuple[int, int] = (grid[0], grid[1])
         self.prefix = prefix
         self.weight = nn.Parameter(torch.zeros(1, prefix + self.grid[0] * self.grid[1], dim))
-        nn.init.trunc_normal_(self.weight, std=0.02)
+        if std > 0:
+            nn.init.trunc_normal_(self.weight, std=std)
 
     def adapt_state(self, state: dict, prefix: str) -> None:
         """Resize the table in a checkpoint's ``state`` dict to the grid of this module, in place."""
