@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from helpers.config_helpers import CONFIGS, ROOT, build, load
+from helpers.config_helpers import CONFIGS, ROOT, build, load, one_size
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import TRANSFORMS, init_default_scope
 
