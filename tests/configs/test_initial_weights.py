@@ -70,6 +70,28 @@ def test_classifiers_start_and_decay_as_released(name):
     assert found == set(rules) or '_b_384' in name  # other stages have linear attention at that size
 
 
+# stochastic depth of the last block, by size (t s m b l, b0 to b4)
+RATES = dict(
+    ravlt=dict(t=0.1, s=0.15, b=0.4, l=0.55),
+    swin=dict(t=0.2, s=0.3, b=0.5),
+    cswin=dict(t=0.2, s=0.4, b=0.5),
+    pvt=dict(t=0.1, s=0.1, m=0.3, l=0.3),
+    v2=dict(b0=0.1, b1=0.1, b2=0.1, b3=0.3, b4=0.3),
+    deit=dict(t=0.1, s=0.1, b=0.1),
+)
+
+
+@pytest.mark.parametrize('name', one_size(RELEASED))
+def test_stochastic_depth_grows_from_block_to_block(name):
+    backbone = build(name, random_init=False)[0].backbone
+    blocks = list(backbone.blocks) if hasattr(backbone, 'blocks') else [b for stage in backbone.stages for b in stage]
+    rates = [getattr(block.drop_path, 'drop_prob', 0.0) for block in blocks]
+    release, size = re.search(
+        r'(ravlt|cswin|swin|pvt|v2|deit)_(\w+?)(_384)?_in1k', name.replace('pvt_v2', 'v2')
+    ).groups()[:2]
+    assert rates == pytest.approx(torch.linspace(0, RATES[release][size], len(blocks)).tolist())
+
+
 CONVOLUTIONS = dict(LinearPVTv2='fan_out', LinearNextViT='normal', RAVLT='normal')  # PyTorch's in other backbones
 
 

@@ -24,8 +24,9 @@ class BackboneLayerDecayOptimWrapperConstructor(MergedOptimWrapperConstructor):
     - i)``; i comes from :meth:`~mmlinattn.backbones.base.Backbone.get_layer_depth`. Heads and necks keep the full rate.
     Classifiers of these backbones can also use MMPretrain's ``LearningRateDecayOptimWrapperConstructor``.
 
-    Norms, biases and other vectors get no weight decay, unless ``paramwise_cfg`` sets their factors. Without ``weight_decay`` in the config, the optimizer's default is used. As in MMEngine,
-    ``decay_mult`` of a matching custom key (1 if absent) replaces all other decay factors of a parameter.
+    Norms, biases and other vectors get no weight decay, unless ``paramwise_cfg`` sets their factors. Without
+    ``weight_decay`` in the config, the optimizer's default is used. As in MMEngine, ``decay_mult`` of a matching custom
+    key (1 if absent) replaces these factors.
 
     Args:
         optim_wrapper_cfg (dict): Same as MMEngine's; the optimizer needs a learning rate.
