@@ -53,7 +53,7 @@ def assert_starts(value: torch.Tensor, start: str, layer: nn.Module, scales: set
 @pytest.mark.parametrize('name', one_size(RELEASED))
 def test_classifiers_start_and_decay_as_released(name):
     torch.manual_seed(0)
-    model, cfg = build(name)
+    model, cfg = build(name, model__head__init_cfg=None)  # that of the fine-tuned ones is a checkpoint
     model.init_weights()
     rules = RULES[release_of(name)]
     groups = build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
