@@ -46,10 +46,11 @@ def can_be_fused(optimizer: dict, model: nn.Module) -> bool:
 def undecayed(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that the ``no_weight_decay`` methods of a model and its parts name."""
     found: set[nn.Parameter] = set()
+    module: Any
     for module in model.modules():
         # asked of the class, because adapters forward attributes of the backbone that they wrap
         if hasattr(type(module), 'no_weight_decay'):
-            names: Any = module.no_weight_decay()
+            names = module.no_weight_decay()
             found.update(parameter for name, parameter in module.named_parameters() if name in names)
     return found
 
@@ -107,6 +108,7 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     """
 
     optimizer_cfg: Any
+    paramwise_cfg: dict
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
         inner: Any = model.module if hasattr(model, 'module') else model
@@ -114,7 +116,8 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         if can_be_fused(given, inner):
             self.optimizer_cfg = {**given, 'fused': True}
         if self.base_wd and not self.paramwise_cfg and undecayed(inner):
-            self.paramwise_cfg = dict(custom_keys={})  # MMEngine calls `add_params` only if paramwise_cfg is not empty
+            # MMEngine calls `add_params` only if paramwise_cfg is not empty
+            self.paramwise_cfg = dict(bypass_duplicate=True)
         try:
             with _without_options():
                 wrapper = super().__call__(model)
