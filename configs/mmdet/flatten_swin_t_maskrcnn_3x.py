@@ -2,7 +2,7 @@
 _base_ = [
     'mmdet::_base_/models/mask-rcnn_r50_fpn.py',
     '../_base_/datasets/coco_instance_ms_crop.py',
-    '../_base_/schedules/adamw_swin_3x.py',
+    '../_base_/schedules/adamw_3x.py',
     'mmdet::_base_/default_runtime.py',
     '../_base_/default_runtime.py',
 ]

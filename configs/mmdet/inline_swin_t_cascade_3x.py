@@ -3,7 +3,7 @@
 _base_ = [
     '../_base_/models/cascade_mask_rcnn_4conv1fc_giou.py',
     '../_base_/datasets/coco_instance_ms_crop.py',
-    '../_base_/schedules/adamw_swin_3x.py',
+    '../_base_/schedules/adamw_3x.py',
     'mmdet::_base_/default_runtime.py',
     '../_base_/default_runtime.py',
 ]

@@ -4,7 +4,7 @@
 _base_ = [
     'mmdet::_base_/models/mask-rcnn_r50_fpn.py',
     'mmdet::_base_/datasets/coco_instance.py',
-    '../_base_/schedules/adamw_swin_1x.py',
+    '../_base_/schedules/adamw_1x.py',
     'mmdet::_base_/default_runtime.py',
     '../_base_/default_runtime.py',
 ]

@@ -2,7 +2,7 @@
 _base_ = [
     '../_base_/models/upernet_ade20k.py',
     '../_base_/datasets/ade20k_8xb2.py',
-    '../_base_/schedules/adamw_swin_upernet_160k.py',
+    '../_base_/schedules/adamw_upernet_160k.py',
     'mmseg::_base_/default_runtime.py',
     '../_base_/default_runtime.py',
 ]

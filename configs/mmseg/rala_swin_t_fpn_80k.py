@@ -4,7 +4,7 @@
 _base_ = [
     '../_base_/models/fpn_ade20k.py',
     '../_base_/datasets/ade20k_8xb2.py',
-    '../_base_/schedules/adamw_swin_fpn_80k.py',
+    '../_base_/schedules/adamw_fpn_80k.py',
     'mmseg::_base_/default_runtime.py',
     '../_base_/default_runtime.py',
 ]

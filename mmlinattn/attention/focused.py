@@ -38,7 +38,7 @@ class FocusedMixer(LocalMixer):
             raise ValueError(f'power={power} (focusing factor): expected a value in [1, 32]')
         self.power = power
         self.focus = focus
-        self.position = PositionTable(dim, grid) if grid is not None else None
+        self.position = PositionTable(dim, grid, std=0.0) if grid is not None else None
         self.scale = nn.Parameter(torch.zeros(dim)) if focus else None
         self.local: Any = None
         if check_local_kernel(local_kernel):

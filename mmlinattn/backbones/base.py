@@ -21,9 +21,6 @@ from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
 from .forward_pass import forget_weights, prepare, recompute
 
-# parts of the names of learned tables and scales, exempt from weight decay in every recipe
-UNDECAYED = ('relative_bias.table', 'position_table', 'cls_token', 'mixer.position', 'mixer.scale')
-
 
 def describe_output(stage: int, channels: int, stride: int, module: str) -> dict:
     """Return an entry of ``feature_info``: this package's keys and timm's (``num_chs``, ``reduction``, ``module``)."""
@@ -66,6 +63,7 @@ class Backbone(Arch, BaseModule):
     """
 
     out_norm_cfg = dict(type='LN', eps=1e-6)
+    undecayed: tuple[str, ...] = ()  # ends of the names of weights without weight decay, besides norms and biases
     init_cfg: Any
     default_init_cfg = [
         dict(type='TruncNormal', layer='Linear', std=0.02, bias=0.0),
@@ -217,8 +215,11 @@ class Backbone(Arch, BaseModule):
         self.with_cp = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of tables and scales without weight decay; timm exempts biases and norms itself."""
-        return {name for name, _ in self.named_parameters() if any(part in name for part in UNDECAYED)}
+        """Return the names of tables and tokens that the release exempts from weight decay, besides norms and biases.
+
+        timm and :class:`~mmlinattn.engine.optimizers.MergedOptimWrapperConstructor` read this method.
+        """
+        return {name for name, _ in self.named_parameters() if name.endswith(self.undecayed)}
 
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
         """Return the function from a parameter's name to its layer number, for timm's layer-wise learning rate decay.

@@ -52,6 +52,7 @@ class LinearDeiT(Backbone):
 
     num_extra_tokens = 1  # as MMPretrain's ViT
     out_norm_cfg = NORM
+    undecayed = ('position_table.weight', 'cls_token')
     arch_counts = ('grid',)
     arch_defaults = dict(mlp_ratios=4, grid=14, qkv_bias=True, absolute_position=True, drop_path_rate=0.1)
     sizes = {

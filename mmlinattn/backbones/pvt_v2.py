@@ -24,6 +24,7 @@ class LinearPVTv2(PyramidBackbone):
             init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
     """
 
+    default_init_cfg = [*PyramidBackbone.default_init_cfg, dict(type='GroupedFanOutInit')]
     norms_feed_on = True
     arch_counts = ('sr_ratios', 'grids')
     arch_defaults = dict(

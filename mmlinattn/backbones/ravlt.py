@@ -60,6 +60,10 @@ class RAVLT(PyramidBackbone):
         [(1, 64, 16, 24), (1, 128, 8, 12), (1, 256, 4, 6), (1, 512, 2, 3)]
     """
 
+    default_init_cfg = [
+        *PyramidBackbone.default_init_cfg,
+        dict(type='TruncNormal', layer='Conv2d', std=0.02, bias=0.0),
+    ]
     arch_defaults = dict(mlp_ratios=3.5, layer_scales=1.0, drop_path_rate=0.1, stage_attns=HYBRID)
     arch_zoo = {
         'tiny': dict(

@@ -43,6 +43,7 @@ class LinearSwin(PyramidBackbone):
     """
 
     out_norm_cfg = NORM
+    undecayed = ('relative_bias.table',)
     arch_counts = ('window', 'linear_windows')
     arch_defaults = dict(
         mlp_ratios=4,

@@ -4,6 +4,7 @@ from ..ops.batch_norms import fold_batch_norm, is_batch_norm, is_foldable
 from ..ops.leaves import Conv2d, ConvOfGELU, LayerNorm, Linear, ResidualDWConv
 from .block import MLP, Block, ConvFFN, DWConvFFN, SourceBlock, TokenBlock
 from .compact import FactorisedLinear, build_ffn, compact
+from .initial_weights import GroupedFanOutInit
 from .norms import MapLayerNorm, build_map_norm, build_token_norm
 from .patch_embed import (
     ConvDownsample,
@@ -24,6 +25,7 @@ __all__ = [
     'ConvStem',
     'DWConvFFN',
     'FactorisedLinear',
+    'GroupedFanOutInit',
     'LayerNorm',
     'Linear',
     'MapLayerNorm',

@@ -10,35 +10,53 @@ from ..ops.positions import relative_index, resize_table, table_on
 from ..ops.sizes import unflatten
 
 
-class PositionTable(nn.Module):
+class Table(nn.Module):
+    """Base class of learned tables that fit those of other grids and windows when they are loaded."""
+
+    table_name: str
+
+    def fit(self, table: Tensor) -> Tensor:
+        """Resize a checkpoint's table to the size of this module. A table of another shape is returned unchanged, so
+        that loading reports it."""
+        raise NotImplementedError
+
+    def adapt_state(self, state: dict, prefix: str) -> None:
+        """Resize the table in a checkpoint's ``state`` dict, in place."""
+        key = f'{prefix}{self.table_name}'
+        if key in state:
+            state[key] = self.fit(state[key])
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        self.adapt_state(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class PositionTable(Table):
     """A learned vector for every token of a grid, resized bilinearly for other grids.
 
     Args:
         dim (int): Width C.
         grid (tuple[int, int]): Height and width of the stored table.
         prefix (int): Leading class tokens; their vectors are never resized.
+        std (float): Standard deviation of the initial table; 0 starts at zeros.
     """
 
-    def __init__(self, dim: int, grid: tuple[int, int], prefix: int = 0) -> None:
+    table_name = 'weight'
+
+    def __init__(self, dim: int, grid: tuple[int, int], prefix: int = 0, std: float = 0.02) -> None:
         super().__init__()
         self.grid: tuple[int, int] = (grid[0], grid[1])
         self.prefix = prefix
         self.weight = nn.Parameter(torch.zeros(1, prefix + self.grid[0] * self.grid[1], dim))
-        nn.init.trunc_normal_(self.weight, std=0.02)
+        if std > 0:
+            nn.init.trunc_normal_(self.weight, std=std)
 
-    def adapt_state(self, state: dict, prefix: str) -> None:
-        """Resize the table in a checkpoint's ``state`` dict to the grid of this module, in place."""
-        key = f'{prefix}weight'
-        if key in state:
-            state[key] = self.fit(state[key])
-
-    def fit(self, weight: Tensor) -> Tensor:
-        """Resize a checkpoint's table of a square grid, (1, prefix + n * n, C), to the grid of this module. A table of
-        another shape is returned unchanged, so that the loading report names it."""
-        side = round(max(weight.shape[1] - self.prefix, 0) ** 0.5) if weight.dim() == 3 else 0
-        if weight.shape == self.weight.shape or not side or side**2 + self.prefix != weight.shape[1]:
-            return weight
-        return resize_table(weight, (side, side), self.grid, self.prefix)
+    def fit(self, table: Tensor) -> Tensor:
+        """Resize a table of a square grid, (1, prefix + n * n, C)."""
+        side = round(max(table.shape[1] - self.prefix, 0) ** 0.5) if table.dim() == 3 else 0
+        if table.shape == self.weight.shape or not side or side**2 + self.prefix != table.shape[1]:
+            return table
+        return resize_table(table, (side, side), self.grid, self.prefix)
 
     def forward(self, grid: Grid) -> Tensor:
         """Return the vectors for the tokens of ``grid``, (1, grid.num_tokens, C); zero for class tokens without a
@@ -46,7 +64,7 @@ class PositionTable(nn.Module):
         return table_on(self.weight, self.grid, grid, self.prefix)
 
 
-class RelativePositionBias(nn.Module):
+class RelativePositionBias(Table):
     """Swin's bias of the attention map: a learned value for each head and offset within a window.
 
     Args:
@@ -57,6 +75,7 @@ class RelativePositionBias(nn.Module):
         ValueError: For a window of more than :attr:`max_tokens` tokens.
     """
 
+    table_name = 'table'
     # N tokens have N^2 pairs: at 8192, each block has 512 MiB of index, and 256 MiB of bias for each head
     max_tokens = 8192
 
@@ -71,15 +90,8 @@ class RelativePositionBias(nn.Module):
         self.table = nn.Parameter(torch.zeros((2 * rows - 1) * (2 * columns - 1), num_heads))
         nn.init.trunc_normal_(self.table, std=0.02)
 
-    def adapt_state(self, state: dict, prefix: str) -> None:
-        """Resize the table in a checkpoint's ``state`` dict to the window of this module, in place."""
-        key = f'{prefix}table'
-        if key in state:
-            state[key] = self.fit(state[key])
-
     def fit(self, table: Tensor) -> Tensor:
-        """Resize a checkpoint's table of a square window, ((2n - 1)^2, heads), bicubically as Swin's fine-tuning does.
-        A table of another shape is returned unchanged, so that the loading report names it."""
+        """Resize a table of a square window, ((2n - 1)^2, heads), bicubically as Swin's fine-tuning does."""
         side = round(table.shape[0] ** 0.5) if table.dim() == 2 else 0
         if table.shape == self.table.shape or not side or side**2 != table.shape[0]:
             return table

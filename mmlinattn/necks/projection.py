@@ -18,7 +18,8 @@ class ConvProjectionNeck(BaseModule):
         in_channels (int): Width of the map of the backbone's last stage.
         out_channels (int): Width of the vector (RAVLT: 1024).
         norm_cfg (dict, optional): Norm after the convolution. None takes ``dict(type='BN')``.
-        init_cfg (dict, optional): MMEngine's initialisation.
+        init_cfg (dict, optional): MMEngine's initialisation. None takes a truncated normal of deviation 0.02 for the
+            convolution (release).
 
     Raises:
         ValueError: For a map of another width.
@@ -39,7 +40,7 @@ class ConvProjectionNeck(BaseModule):
         norm_cfg: Optional[dict] = None,
         init_cfg: Optional[dict] = None,
     ) -> None:
-        super().__init__(init_cfg)
+        super().__init__(init_cfg or dict(type='TruncNormal', layer='Conv2d', std=0.02, bias=0.0))
         self.proj = nn.Conv2d(in_channels, out_channels, 1)
         self.norm = build_norm_layer(norm_cfg or dict(type='BN'), out_channels)[1]
         self.act = nn.SiLU()

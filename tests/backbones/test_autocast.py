@@ -61,14 +61,19 @@ def error(found, exact):
 
 @pytest.mark.parametrize(('host', 'attns'), [(host, attns) for host in ARCHS for attns in mixes(host)], ids=str)
 def test_outputs_are_as_near_float64_as_those_of_autocast(host, attns, casts):
-    model, x = build(host, stage_attns=attns, drop_path_rate=0.0).train(), image()
-    exact = copy.deepcopy(model).double()(x.double())
-    with torch.autocast('cpu', HALF):
-        theirs = plain(model)(x)
-        del casts[:]
-        ours = model(x)
-    assert casts and [out.dtype for out in ours] == [out.dtype for out in theirs]
-    assert error(ours, exact) < 1.25 * error(theirs, exact) + 1e-3
+    """The median of a few images: the ratio of two rounding errors varies."""
+    model, excess = build(host, stage_attns=attns, drop_path_rate=0.0).train(), []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = image()
+        exact = copy.deepcopy(model).double()(x.double())
+        with torch.autocast('cpu', HALF):
+            theirs = plain(model)(x)
+            casts.clear()
+            ours = model(x)
+        assert casts and [out.dtype for out in ours] == [out.dtype for out in theirs]
+        excess.append(error(ours, exact) - 1.25 * error(theirs, exact))
+    assert sorted(excess)[1] < 1e-3
 
 
 @pytest.mark.parametrize('host', ARCHS)

@@ -2,11 +2,10 @@
 """Recipes of the configs beside the published ones, weight decay of parameters, and pipelines."""
 
 import json
-import re
 
 import pytest
 import torch
-from helpers.config_helpers import CONFIGS, ROOT, build, load
+from helpers.config_helpers import CONFIGS, ROOT, build, load, one_size
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import TRANSFORMS, init_default_scope
 
@@ -77,57 +76,41 @@ def test_a_config_is_its_published_recipe(name):
 
 # ---- weight decay, as the Runner would build the optimizer
 
-TABLES = r'(relative_bias\.table|position_tables?\.(\d\.)?weight|cls_token|mixer\.position\.weight|mixer\.scale)$'
 KINDS = dict(
     norms=lambda key, norms: key in norms,
-    # MMDetection's configs match the name, absent in norms of box heads and of RAVLT's stem
+    # dense recipes match the name, absent in norms of heads and of RAVLT's stem
     named=lambda key, norms: key in norms and 'norm' in key,
-    tables=lambda key, norms: re.search(TABLES, key),
+    tables=lambda key, norms: key.endswith(('relative_bias.table', '.position_table.weight', 'cls_token')),
     biases=lambda key, norms: key.endswith('.bias'),
 )
 
 
-@pytest.mark.parametrize(
-    ('names', 'undecayed'),
-    [
-        ('mmdet/ravlt_t_maskrcnn_1x mmdet/ravlt_s_cascade_3x', 'named'),
-        (
-            'mmdet/flatten_swin_t_maskrcnn_1x mmdet/inline_swin_t_cascade_3x mmdet/flatten_cswin_t_maskrcnn_1x',
-            'named tables',
-        ),
-        ('mmdet/inline_deit_t_maskrcnn_1x', 'named tables'),
-        ('mmdet/flatten_pvt_t_maskrcnn_1x mmdet/flatten_pvt_v2_b1_retinanet_1x mmseg/inline_pvt_t_fpn_80k', ''),
-        ('mmseg/ravlt_t_fpn_80k', ''),
-        ('mmseg/rala_swin_t_fpn_80k', 'tables'),  # RAVLT's recipe, with decay of norms
-        ('mmseg/ravlt_t_upernet_160k', 'norms'),
-        ('mmseg/flatten_swin_t_upernet_160k mmseg/flatten_cswin_t_upernet_160k', 'norms tables'),
-        ('mmpretrain/ravlt_t_in1k', 'norms biases'),
-        ('mmpretrain/flatten_swin_b_384_in1k mmpretrain/flatten_cswin_t_in1k', 'norms biases tables'),
-        ('mmpretrain/inline_pvt_t_in1k mmpretrain/inline_deit_t_in1k', 'norms biases tables'),
-    ],
-)
-def test_parameters_without_weight_decay(names, undecayed):
-    for name in names.split():
-        model, cfg = build(name, random_init=False)
-        optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
-        groups = optimizer.param_groups
-        assert len(groups) == len({(group['lr'], group['weight_decay']) for group in groups})
-        assert all(group['fused'] for group in groups)
-        decay = {id(p): group['weight_decay'] for group in groups for p in group['params']}
-        found = {key for key, p in model.named_parameters() if decay[id(p)] == 0}
-        norms = {
-            f'{prefix}.{leaf}'
-            for prefix, module in model.named_modules()
-            if isinstance(module, (torch.nn.LayerNorm, torch.nn.modules.batchnorm._BatchNorm))
-            for leaf in ('weight', 'bias')
-        }
-        expected = set()
-        for kind in undecayed.split():
-            these = {key for key, _ in model.named_parameters() if KINDS[kind](key, norms)}
-            assert these, f'{name} has {kind}'
-            expected |= these
-        assert found == expected
-        assert set(decay.values()) - {0} == {cfg.optim_wrapper.optimizer.weight_decay}
+def undecayed_kinds(name: str) -> str:
+    if name.endswith('in1k'):
+        return 'norms biases tables'
+    if 'fpn_80k' in name or (name.startswith('mmdet') and 'pvt' in name):
+        return 'tables'
+    return 'named tables'
+
+
+@pytest.mark.parametrize('name', one_size(CONFIGS))
+def test_parameters_without_weight_decay(name):
+    model, cfg = build(name, random_init=False)
+    optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
+    groups = optimizer.param_groups
+    assert len(groups) == len({(group['lr'], group['weight_decay']) for group in groups})
+    assert all(group['fused'] for group in groups)
+    decay = {id(p): group['weight_decay'] for group in groups for p in group['params']}
+    found = {key for key, p in model.named_parameters() if decay[id(p)] == 0}
+    norms = {
+        f'{prefix}.{leaf}'
+        for prefix, module in model.named_modules()
+        if isinstance(module, (torch.nn.LayerNorm, torch.nn.modules.batchnorm._BatchNorm))
+        for leaf in ('weight', 'bias')
+    }
+    kinds = undecayed_kinds(name).split()
+    assert found == {key for key, _ in model.named_parameters() if any(KINDS[kind](key, norms) for kind in kinds)}
+    assert set(decay.values()) - {0} == {cfg.optim_wrapper.optimizer.weight_decay}
 
 
 @pytest.mark.parametrize('name', CONFIGS)

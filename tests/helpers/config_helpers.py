@@ -3,9 +3,11 @@
 
 import copy
 import functools
+import re
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
@@ -25,6 +27,15 @@ _INITIALISERS = 'kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
 def configs_of(prefix: str) -> list[str]:
     """Return the published configs as ``task/name`` that start with ``prefix``."""
     return [name for name in CONFIGS if name.startswith(prefix)]
+
+
+def one_size(names: list[str]) -> list:
+    """Return parameters of a test: the first size of each backbone and recipe, and the others marked slow."""
+    first: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: '_t_' not in name):
+        first.setdefault(re.sub(r'(_[tsmbl]|_b\d)(_384)?_', '_', name), name)
+    fast = set(first.values())
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mmlinattn.attention import Grid
-from mmlinattn.layers import PositionTable
+from mmlinattn.layers import PositionTable, RelativePositionBias
 from mmlinattn.ops.positions import resize_table_in_graph
 
 DIM = 6
@@ -56,3 +56,27 @@ def test_a_checkpoints_table_of_another_square_fits(prefix):
     odd = [(), (9,), (10, DIM), (1, 1, 9, DIM), (1, prefix + 15, DIM), (1, prefix, DIM)]
     for other in (table.weight.data, *(torch.randn(shape) for shape in odd)):
         assert table.fit(other) is other
+
+
+class Tables(nn.Module):
+    def __init__(self, side):
+        super().__init__()
+        self.table, self.tokens = PositionTable(DIM, (side, side)), PositionTable(DIM, (side, side), prefix=1)
+        self.bias = RelativePositionBias((side, side), 2)
+
+
+def test_state_dicts_of_other_grids_and_windows_load():
+    """``load_state_dict`` resizes every kind of table, leaves the given dict alone, and reports other shapes."""
+    given, model = Tables(4).state_dict(), Tables(6)
+    shapes = {key: value.shape for key, value in given.items()}
+    model.load_state_dict(given)
+    assert {key: value.shape for key, value in given.items()} == shapes
+    for name, module in model.named_children():
+        key = f'{name}.{module.table_name}'
+        assert torch.equal(module.state_dict()[module.table_name], module.fit(given[key]))
+    with pytest.raises(RuntimeError, match='size mismatch for bias.table'):
+        model.load_state_dict({**given, 'bias.table': torch.zeros(50, 2)})
+
+
+def test_tables_without_deviation_start_at_zero():
+    assert not PositionTable(DIM, (2, 3), std=0.0).weight.any()

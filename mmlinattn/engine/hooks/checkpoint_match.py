@@ -154,6 +154,12 @@ class CheckpointMatchHook(Hook):
             if is_training:
                 remedy = 'load_from=CHECKPOINT instead of --resume trains other parts from scratch.'
             raise RunError(f'{fit}{used}Use the config of the checkpoint, with its number of classes. {remedy}')
+        resized = [key for key, weight in whole.weights.items() if key in state and state[key].shape != weight.shape]
+        if resized and is_training and runner._resume:
+            raise RunError(
+                f'the checkpoint to resume from has position tables of other sizes: {some(resized)}. Its optimizer '
+                'cannot continue. Set load_from=CHECKPOINT instead of --resume.'
+            )
 
     def _check_start(self, model: nn.Module, whole: Fit, fit: Fit, checkpoint: dict) -> None:
         """Refuse a ``load_from`` checkpoint without any usable weight, or without frozen weights of the backbone."""

@@ -6,7 +6,6 @@ from mmengine.logging import print_log
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from torch import nn
 
-from ...backbones.base import UNDECAYED
 from .merged_groups import MergedOptimWrapperConstructor
 
 
@@ -25,9 +24,9 @@ class BackboneLayerDecayOptimWrapperConstructor(MergedOptimWrapperConstructor):
     - i)``; i comes from :meth:`~mmlinattn.backbones.base.Backbone.get_layer_depth`. Heads and necks keep the full rate.
     Classifiers of these backbones can also use MMPretrain's ``LearningRateDecayOptimWrapperConstructor``.
 
-    Norms, biases, other vectors, position tables and class tokens get no weight decay, unless ``paramwise_cfg`` sets
-    their factors. Without ``weight_decay`` in the config, the optimizer's default is used. As in MMEngine,
-    ``decay_mult`` of a matching custom key (1 if absent) replaces all other decay factors of a parameter.
+    Norms, biases and other vectors get no weight decay, unless ``paramwise_cfg`` sets their factors. Without
+    ``weight_decay`` in the config, the optimizer's default is used. As in MMEngine, ``decay_mult`` of a matching custom
+    key (1 if absent) replaces these factors.
 
     Args:
         optim_wrapper_cfg (dict): Same as MMEngine's; the optimizer needs a learning rate.
@@ -67,12 +66,7 @@ class BackboneLayerDecayOptimWrapperConstructor(MergedOptimWrapperConstructor):
         self.layer_decay_rate = float(rate)
 
     def adjust(self, params: list, model: nn.Module) -> None:
-        """Scale learning rates by depth, and set the weight decay of position tables and class tokens to 0."""
-        names, keys = {p: name for name, p in model.named_parameters()}, self.paramwise_cfg['custom_keys']
-        for group in params if self.base_wd is not None else ():
-            name = names[group['params'][0]]
-            if any(table in name for table in UNDECAYED) and not any(key in name for key in keys):
-                group['weight_decay'] = 0.0
+        """Scale learning rates by depth."""
         found = [
             (f'{name}.', module)
             for name, module in model.named_modules()

@@ -43,6 +43,18 @@ def can_be_fused(optimizer: dict, model: nn.Module) -> bool:
     )
 
 
+def undecayed(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that the ``no_weight_decay`` methods of a model and its parts name."""
+    found: set[nn.Parameter] = set()
+    module: Any
+    for module in model.modules():
+        # asked of the class, because adapters forward attributes of the backbone that they wrap
+        if hasattr(type(module), 'no_weight_decay'):
+            names = module.no_weight_decay()
+            found.update(parameter for name, parameter in module.named_parameters() if name in names)
+    return found
+
+
 def _is_dense(x: torch.Tensor) -> bool:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return x.is_contiguous() or x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
@@ -74,6 +86,9 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     (:func:`can_be_fused`) and the config sets neither ``fused`` nor ``foreach``. With MMEngine's
     ``ZeroRedundancyOptimizer``, groups are not merged.
 
+    As in timm, weights named by a ``no_weight_decay`` method of the model or of its parts do not decay: position tables
+    and class tokens of this package's backbones. A custom key with a ``decay_mult`` overrides this.
+
     Optimizer states of checkpoints with other groups are matched by parameter name
     (:func:`~mmlinattn.engine.optimizers.saved_groups.fit_groups`).
 
@@ -93,12 +108,16 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     """
 
     optimizer_cfg: Any
+    paramwise_cfg: dict
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
         inner: Any = model.module if hasattr(model, 'module') else model
         given = self.optimizer_cfg
         if can_be_fused(given, inner):
             self.optimizer_cfg = {**given, 'fused': True}
+        if self.base_wd and not self.paramwise_cfg and undecayed(inner):
+            # MMEngine calls `add_params` only if paramwise_cfg is not empty
+            self.paramwise_cfg = dict(bypass_duplicate=True)
         try:
             with _without_options():
                 wrapper = super().__call__(model)
@@ -114,6 +133,11 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         """Let MMEngine make a group for each parameter, then merge groups with equal settings."""
         super().add_params(params, module, prefix=prefix, **kwargs)
         if prefix == '':
+            if self.base_wd:
+                exempt = undecayed(module)
+                for group in params:
+                    if group['params'][0] in exempt and 'decay_mult' not in group:
+                        group['weight_decay'] = 0.0
             self.adjust(params, module)
             if optimizer_class(self.optimizer_cfg['type']) is not ZeroRedundancyOptimizer:
                 params[:] = self._merged(params, module)

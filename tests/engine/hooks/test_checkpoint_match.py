@@ -13,6 +13,7 @@ from torch import nn
 from mmlinattn.backbones import RAVLT
 from mmlinattn.checkpoints.loading import check_trained
 from mmlinattn.engine import CPUDistributedDataParallel, RunError
+from mmlinattn.layers import PositionTable
 
 
 @MODELS.register_module(force=True)
@@ -105,6 +106,19 @@ def test_refused_differences(tmp_path, mode, state, expected, option):
     message = str(found.value)
     assert expected in message and message.endswith(option) and '\n' not in message
     assert ('auxiliary_head' in message) == (mode == 'resume' and expected == SHAPES)  # they train on
+
+
+def test_position_tables_of_another_size(tmp_path):
+    """They are resized, but the state of the optimizer is not."""
+
+    def widened(model):
+        model.norm.table = PositionTable(2, (3, 3))
+        return model
+
+    state = {**state_of(), 'norm.table.weight': torch.ones(1, 4, 2)}
+    assert load(tmp_path, 'train', state, widened) == load(tmp_path, 'test', state, widened) == []
+    with pytest.raises(RunError, match='norm.table.weight. Its optimizer cannot continue'):
+        load(tmp_path, 'resume', dict(state_dict=state, meta={}), widened)
 
 
 def test_training_from_a_checkpoint_without_a_fitting_weight(tmp_path):

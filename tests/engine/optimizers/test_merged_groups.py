@@ -97,6 +97,32 @@ def test_settings_without_effect_make_no_group():
     assert len(wrap(Net(), paramwise=dict(custom_keys=keys)).optimizer.param_groups) == 1
 
 
+class Exempt(Net):
+    def no_weight_decay(self):
+        return {'token', 'no parameter'}
+
+
+@pytest.mark.parametrize(
+    ('paramwise', 'decay'),
+    [
+        (None, 0.0),
+        (dict(norm_decay_mult=0.0), 0.0),
+        (dict(custom_keys=dict(token=dict(lr_mult=0.1))), 0.0),
+        (dict(custom_keys=dict(token=dict(decay_mult=0.5))), 0.05),
+    ],
+)
+def test_weights_that_a_part_of_the_model_exempts_do_not_decay(paramwise, decay):
+    model = nn.ModuleDict(dict(backbone=Exempt(), shared=nn.Linear(2, 2)))
+    model['again'] = model['shared'] if paramwise is None else nn.Linear(2, 2)
+    groups = wrap(model, paramwise=paramwise).optimizer.param_groups
+    decays = {p: group['weight_decay'] for group in groups for p in group['params']}
+    assert decays.pop(model['backbone'].token) == pytest.approx(decay)
+    assert decays[model['backbone'].odd] == 0.1
+    assert len(decays) == len([p for p in model.parameters() if p.requires_grad]) - 1
+    kept = wrap(model, paramwise=paramwise and {}, optimizer=dict(weight_decay=0.0)).optimizer.param_groups
+    assert {group['weight_decay'] for group in kept} == {0.0}
+
+
 def test_shared_parameters_and_modules_around_the_model():
     net = Net()
     net.again = nn.Sequential(net.conv)

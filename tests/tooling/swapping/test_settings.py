@@ -140,7 +140,7 @@ def test_recipes_are_merged():
     assert list(detector) == ['type', 'constructor', 'optimizer', 'paramwise_cfg'] and detector['optimizer'][
         'betas'
     ] == (0.9, 0.999)
-    assert made('mmseg', paramwise_cfg={})['paramwise_cfg'] == dict(norm_decay_mult=0.0)
+    assert made('mmseg', paramwise_cfg={})['paramwise_cfg'] == dict(custom_keys=dict(norm=dict(decay_mult=0.0)))
     assert 'clip_grad' not in made('mmpretrain')
     assert made('mmpretrain', 'inline_deit_t')['clip_grad'] == dict(max_norm=5.0)
     assert made('mmpretrain', 'inline_deit_t', clip_grad=dict(max_norm=1.0))['clip_grad'] == dict(max_norm=1.0)

@@ -1,0 +1,119 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Classifiers start and decay as their releases: ``tests/data/initial_weights.csv``, read off the released code."""
+
+import csv
+import math
+import re
+
+import pytest
+import torch
+from helpers.config_helpers import CONFIGS, ROOT, build, one_size
+from mmengine.optim import build_optim_wrapper
+from torch import nn
+
+import mmlinattn.backbones as backbones
+
+pytest.importorskip('mmpretrain')
+
+RULES: dict[str, dict] = {}  # release -> (weights without indices, dimensions) -> start, decay
+with open(ROOT / 'tests' / 'data' / 'initial_weights.csv', newline='') as file:
+    for row in csv.DictReader(file):
+        key = row['weights'], int(row['dimensions'])
+        RULES.setdefault(row['release'], {})[key] = row['start'], row['decay'] == 'yes'
+
+
+def release_of(name: str) -> str:
+    return re.sub(r'mmpretrain/(\w+?)_(t|s|m|b|l|b\d)(_384)?_in1k', r'\1', name)
+
+
+RELEASED = [name for name in CONFIGS if release_of(name) in RULES]
+
+
+def assert_starts(value: torch.Tensor, start: str, layer: nn.Module, scales: set) -> None:
+    """Check that ``value``, a weight or bias of ``layer``, starts as the release says."""
+    constant = dict(zero=0.0, one=1.0).get(start)
+    if start == 'layer_scale':
+        constant = next(scale for scale in scales if math.isclose(scale, value.flatten()[0].item(), rel_tol=1e-6))
+    if constant is not None:
+        assert torch.equal(value, torch.full_like(value, constant))
+        return
+    if start == 'default':  # of PyTorch: uniform
+        bound = layer.weight[0].numel() ** -0.5
+        assert value.abs().max() <= bound
+        median = bound / 2
+    else:
+        size = math.prod(getattr(layer, 'kernel_size', ())) * len(value) // getattr(layer, 'groups', 1)
+        median = 0.6745 * dict(normal=0.02, fan_out=(2 / size) ** 0.5)[start]
+    # medians: PyTorch's truncated normal gives -2 once in some 2^24 numbers, and so do the releases
+    deviations = 6 / value.numel() ** 0.5
+    assert value.abs().median().item() == pytest.approx(median, rel=deviations)
+    assert abs(value.median().item()) < 2 * deviations * median
+
+
+@pytest.mark.parametrize('name', one_size(RELEASED))
+def test_classifiers_start_and_decay_as_released(name):
+    torch.manual_seed(0)
+    model, cfg = build(name, model__head__init_cfg=None)  # that of the fine-tuned ones is a checkpoint
+    model.init_weights()
+    rules = RULES[release_of(name)]
+    groups = build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
+    decays = {p: group['weight_decay'] > 0 for group in groups for p in group['params']}
+    scales = model.backbone.arch.get('layer_scales')
+    scales = set(scales) if isinstance(scales, tuple) else {scales}
+    modules, found = dict(model.named_modules()), set()
+    for weight, parameter in model.named_parameters():
+        kind = re.sub(r'\.\d+\b', '', weight), parameter.dim()
+        start, decay = rules[kind]
+        found.add(kind)
+        assert decays[parameter] == decay, weight
+        assert_starts(parameter.detach(), start, modules[weight.rpartition('.')[0]], scales)
+    assert found == set(rules) or '_b_384' in name  # other stages have linear attention at that size
+
+
+# stochastic depth of the last block, by size (t s m b l, b0 to b4)
+RATES = dict(
+    ravlt=dict(t=0.1, s=0.15, b=0.4, l=0.55),
+    swin=dict(t=0.2, s=0.3, b=0.5),
+    cswin=dict(t=0.2, s=0.4, b=0.5),
+    pvt=dict(t=0.1, s=0.1, m=0.3, l=0.3),
+    v2=dict(b0=0.1, b1=0.1, b2=0.1, b3=0.3, b4=0.3),
+    deit=dict(t=0.1, s=0.1, b=0.1),
+)
+
+
+@pytest.mark.parametrize('name', one_size(RELEASED))
+def test_stochastic_depth_grows_from_block_to_block(name):
+    backbone = build(name, random_init=False)[0].backbone
+    blocks = list(backbone.blocks) if hasattr(backbone, 'blocks') else [b for stage in backbone.stages for b in stage]
+    rates = [getattr(block.drop_path, 'drop_prob', 0.0) for block in blocks]
+    release, size = re.search(
+        r'(ravlt|cswin|swin|pvt|v2|deit)_(\w+?)(_384)?_in1k', name.replace('pvt_v2', 'v2')
+    ).groups()[:2]
+    assert rates == pytest.approx(torch.linspace(0, RATES[release][size], len(blocks)).tolist())
+
+
+CONVOLUTIONS = dict(LinearPVTv2='fan_out', LinearNextViT='normal', RAVLT='normal')  # PyTorch's in other backbones
+
+
+@pytest.mark.parametrize('host', backbones.__all__)
+def test_convolutions_of_any_attention_start_as_those_of_the_backbone(host):
+    kind = getattr(backbones, host)
+    arch = dict(embed_dims=(128,) * 4, depths=(1,) * 4, num_heads=(2,) * 4)
+    arch = {key: value[:1] for key, value in arch.items()} if host == 'LinearDeiT' else arch
+    arch['stage_attns'] = (dict(type='hallucinated'),) * len(arch['depths'])
+    torch.manual_seed(0)
+    model = kind(dict(arch, ffn='dwconv'))
+    model.init_weights()
+    convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.weight.numel() > 500]
+    assert convolutions
+    for layer in convolutions:
+        start = CONVOLUTIONS.get(host, 'default')
+        assert_starts(layer.weight.detach(), start, layer, set())
+        if layer.bias is not None:
+            assert_starts(layer.bias.detach(), 'default' if start == 'default' else 'zero', layer, set())
+
+
+def test_a_user_can_start_otherwise():
+    model = backbones.RAVLT('tiny', init_cfg=dict(type='Constant', layer='Conv2d', val=0.5))
+    model.init_weights()
+    assert model.stages[0][0].position.weight.eq(0.5).all()
