@@ -53,7 +53,11 @@ def read_coco_files(sources: list[Source], data: Data) -> Claim:
         groups.update(str(group) for group, name in parents if group not in (None, name))
         objects: dict[Any, list[Object]] = {}
         for item in coco['annotations']:
-            objects.setdefault(item.get('image_id'), []).append(_object(item, categories[item['category_id']], path))
+            try:
+                read = _object(item, categories[item['category_id']], path)
+            except ValueError as error:
+                raise RunError(f'{path}: annotation {item.get("id")}: {error}.') from error
+            objects.setdefault(item.get('image_id'), []).append(read)
         pictures = data.pictures.find(path, list(map(_name_of, coco['images'])))
         of_file = data.splits.of(data.rel(path), is_file=True)
         for image, picture in zip(coco['images'], pictures):

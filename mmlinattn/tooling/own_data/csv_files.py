@@ -156,7 +156,15 @@ def read_box_tables(sources: list['Source'], data: Data) -> Claim:
         unused = table.unused(table.label, *table.box, *table.size)
         unused = [name for name in unused if table.column(name) not in _MARKS]
         notes += [f'not used of {path.name}: {", ".join(unused)}'] if unused else []
-        notes += [] if table.label else [f'{path.name} has no column of classes: all boxes are of one, "object"']
+        name = data.options.classes[0] if data.options.classes else 'object'
+        if not table.label:
+            text = next((each for each in unused if _has_several_words(table, each)), None)
+            if text and not data.options.classes:
+                raise RunError(
+                    f'{path}: no column of classes among {", ".join(table.names)}. Is it {text}? Name it class, or '
+                    'give --classes NAME for boxes of one class.'
+                )
+            notes.append(f'{path.name} has no column of classes: all boxes are of one, {name!r}')
         pictures = data.pictures.find(path, [row[table.image] for row in table.rows])
         for row, picture in zip(table.rows, pictures):
             split = table.split_of(row, data)
@@ -164,16 +172,24 @@ def read_box_tables(sources: list['Source'], data: Data) -> Claim:
                 size = checked_size(path, picture, *(row.get(key) for key in table.size))
                 group = group_of(picture, row.get(table.group, ''))
                 photos[picture, split] = Photo(picture, size, [], split, path, group)
-            numbers, label = table.numbers(row), row.get(table.label, 'object')
+            numbers, label = table.numbers(row), row.get(table.label, name)
             if not numbers:
                 continue  # an image without object
             certain = {key for key in ('confidence', 'score') if re.fullmatch(r'1(\.0*)?', row.get(key, ''))}
-            marks = marks_of({key: row[key] for key in _MARKS if key in row and key not in certain})
+            try:
+                marks = marks_of({key: row[key] for key in _MARKS if key in row and key not in certain})
+            except ValueError as error:
+                raise RunError(f'{path}: {list(row.values())}: {error}.') from error
             if not label:
                 raise RunError(f'{path}: {list(row.values())} has no class.')
             photos[picture, split].objects.append(Object(label, tuple(numbers), None, marks, is_raw=True))
     photos_, classes = in_names(list(photos.values()), names or data.names('classes.txt'), data)
     return Claim('CSV of boxes', photos_, classes, notes, meanings.pop())
+
+
+def _has_several_words(table: Table, name: str) -> bool:
+    words = {row[table.column(name)] for row in table.rows}
+    return len(words) > 1 and not any(re.fullmatch(r'-?[\d.]*', word) for word in words)
 
 
 class Item(NamedTuple):

@@ -128,13 +128,19 @@ class Data:
     def name(self, path: Path) -> str:
         return relative(path, self.root)
 
+    @property
+    def unread(self) -> str:
+        """Numbers of images by suffix that is not read, and the first, as text."""
+        counts = Counter(path.suffix.lower() for path in self.no_images)
+        first = f', as {self.name(self.no_images[0])}' if self.no_images else ''
+        return some(f'{count} of {suffix}' for suffix, count in counts.items()) + first
+
     def need_images(self) -> None:
         """Raise an error without images: it names the files that are there."""
         if self.images:
             return
         there = [f'{container(path)} ({self.name(path)})' for path in self.containers[:1]]
-        suffixes = Counter(path.suffix.lower() for path in self.no_images)
-        there += [f'{count} files of {suffix}' for suffix, count in suffixes.items()]
+        there += [self.unread] if self.unread else []
         found = f', but {some(there)}: unpack or convert them to PNG or JPEG' if there else ''
         raise RunError(f'DATA {str(self.root)!r}: no image in it{found}.')
 
@@ -170,10 +176,7 @@ class Data:
         """Return notes on the files that were not read."""
         files = [path for path in self.files + self.containers if path not in self.used]
         notes = [f'files not used: {some(map(self.name, files), 6)}'] if files else []
-        suffixes = Counter(path.suffix.lower() for path in self.no_images)
-        listed = some(f'{count} of {suffix}' for suffix, count in suffixes.items())
-        first = f', as {self.name(self.no_images[0])}' if self.no_images else ''
-        return notes + ([f'images of a kind that is not read are left out: {listed}{first}'] if first else [])
+        return notes + ([f'images of a kind that is not read are left out: {self.unread}'] if self.unread else [])
 
 
 def _is_loop(path: Path) -> bool:

@@ -206,4 +206,5 @@ def refusal(data: Data, kinds: dict[str, list[Source]], readers: dict[str, Calla
         )
     listed = some((data.name(source.path) for source in unknown), 8)
     there = f' ({listed}: {UNKNOWN})' if unknown else ''
+    there += f'; images of a kind that is not read: {data.unread}' if data.unread else ''
     return RunError(f'DATA {str(data.root)!r}: no annotations in it{there}. It takes {read}.')

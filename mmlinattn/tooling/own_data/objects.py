@@ -60,12 +60,19 @@ class Photo(NamedTuple):
 
 
 def marks_of(attributes: dict[str, Any]) -> frozenset:
-    """Return the names of attributes with a value other than empty, 0, false or 'Unspecified'."""
-    names = [str(key) for key, value in attributes.items() if _is_set(value)]
-    return frozenset(_ATTRIBUTES.get(key.lower(), key if key in _KNOWN else key.lower()) for key in names)
+    """Return the names of attributes with a value other than empty, 0, false or 'Unspecified'.
 
-
-_KNOWN = IGNORED | {'rotated', 'truncated', 'occluded', 'score', 'keypoints', 'parts'}
+    Raises:
+        ValueError: The value of an attribute that ignores an object is neither yes nor no.
+    """
+    found = set()
+    for key, value in attributes.items():
+        mark = _ATTRIBUTES.get(str(key).lower(), str(key).lower())
+        if _is_set(value):
+            if mark in IGNORED and str(value).strip().lower() not in ('1', '1.0', 'true', 'yes'):
+                raise ValueError(f'{key}={value!r}: expected 0 or 1')
+            found.add(mark)
+    return frozenset(found)
 
 
 def _is_set(value: Any) -> bool:
