@@ -144,7 +144,8 @@ def _all_pairs(data: Data, notes: list[str]) -> list[_Pair]:
         alone = [[folder for folder in inner if folder.name.lower() in known] for known in (_IMAGES, _MASKS)]
         claims = [(alone[0][0], alone[1][0])] if list(map(len, alone)) == [1, 1] else []
     claims = [(images, masks) for images, masks in claims if given.labels in (None, masks)]
-    _refuse_others(data, inner, claims)
+    if given.labels is None:
+        _refuse_others(data, inner, claims)
     pairs = [pair for images, masks in claims for pair in _pairs(data, images, masks, notes)]
     for folder in inner if not claims else ():
         here = [path for path in data.images if path.parent == folder]
@@ -179,12 +180,8 @@ def _refuse_others(data: Data, folders: dict, claims: list[tuple[Path, Path]]) -
             is_inside = any(each in (folder, *folder.parents) for each in (images, masks))
             if is_inside or _OTHERS.search(data.name(folder)) or images.parent not in folder.parents:
                 continue
-            if (
-                data.options.labels is None
-                and (images, folder) in claims
-                or _has_masks(data, folder)
-                and not any(folder in (claimed, *claimed.parents) or claimed in folder.parents for _, claimed in claims)
-            ):
+            known = any(folder in (claimed, *claimed.parents) or claimed in folder.parents for _, claimed in claims)
+            if (images, folder) in claims or not known and _has_masks(data, folder):
                 raise RunError(
                     f'{data.name(masks)} and {data.name(folder)} both have masks of {data.name(images)}: give --labels '
                     'DIR, one of them.'

@@ -3,7 +3,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -161,12 +161,13 @@ READINGS = {
 _SLACK = 0.01  # of shares beyond the image, by rounding
 
 
-def edges(box: Sequence[float], reading: str) -> tuple[float, float, float, float]:
-    """Return left, top, right, bottom of four numbers in one of the readings."""
-    a, b, c, d = map(float, box)
+def _edges(numbers: np.ndarray, reading: str) -> np.ndarray:
+    """Return left, top, right, bottom ``(N, 4)`` of four numbers ``(N, 4)`` in one of the readings."""
+    first, second = numbers[:, :2], numbers[:, 2:]
     if reading == 'corners':
-        return a, b, c, d
-    return (a, b, a + c, b + d) if reading == 'sides' else (a - c / 2, b - d / 2, a + c / 2, b + d / 2)
+        return numbers
+    start = first if reading == 'sides' else first - second / 2
+    return np.hstack([start, start + second])
 
 
 def settle(claim: Claim, data: Data) -> Claim:
@@ -182,37 +183,44 @@ def settle(claim: Claim, data: Data) -> Claim:
     if not raw:
         return claim
     units, unit_note = _units(claim, raw, data.options.units)
-    scaled = [(np.array(photo.size) if units == 'shares' else np.ones(2), photo, item) for photo, item in raw]
-
-    def is_bad(reading: str, scale: np.ndarray, photo: Photo, item: Object) -> bool:
-        left, top, right, bottom = np.array(edges(item.box, reading)) * np.tile(scale, 2)
-        width, height = photo.size
-        slack = max(2.0, _SLACK * max(width, height)) if units == 'shares' else 2.0
-        beyond = min(left, top) < -slack or right > width + slack or bottom > height + slack
-        return bool(right < left or bottom < top or beyond)
-
-    bad = {reading: [each for each in scaled if is_bad(reading, *each)] for reading in READINGS}
+    sizes = np.array([photo.size for photo, _ in raw], float)
+    scale = np.tile(sizes, 2) if units == 'shares' else np.ones((len(raw), 4))
+    numbers = np.array([item.box for _, item in raw], float)
+    boxes = {reading: _edges(numbers, reading) * scale for reading in READINGS}
+    slack = np.maximum(2.0, _SLACK * sizes) if units == 'shares' else 2.0
+    bad, flat = {}, {}
+    for reading, box in boxes.items():
+        beyond = (box[:, :2] < -slack) | (box[:, 2:] > sizes + slack)
+        bad[reading] = (beyond | (box[:, 2:] < box[:, :2])).any(1)
+        flat[reading] = (box[:, 2:] == box[:, :2]).any(1) & numbers[:, 2:].all(1)
     said, source = data.options.boxes or claim.boxes, '--boxes' if data.options.boxes else 'as the format has it'
-    fitting = [reading for reading in READINGS if not bad[reading]]
+    fitting = [reading for reading in READINGS if not bad[reading].any()]
     if said is None:
-        likely = [reading for reading in READINGS if 5 * len(bad[reading]) <= len(raw)]
+        likely = [reading for reading in READINGS if 5 * (bad[reading] | flat[reading]).sum() <= len(raw)]
         if len(likely) != 1:
-            _, photo, item = (bad['sides'] or scaled)[0]
+            photo, item = raw[int(bad['sides'].argmax())]
             several = ' and as '.join(READINGS[each] for each in likely)
             both = f'boxes fit as {several}' if likely else 'boxes pass the edge of their image in every reading'
             raise RunError(f'{photo.file}: {both}, as {_numbers(item)} of {photo.path.name}: give --boxes {_OPTIONS}.')
         said, source = likely[0], 'the only reading in which boxes stay in their images'
-    elif not data.options.boxes and bad[said] and (fitting or 5 * len(bad[said]) > len(raw)):
-        _, photo, item = bad[said][0]
+    elif not data.options.boxes and bad[said].any() and (fitting or 5 * bad[said].sum() > len(raw)):
+        photo, item = raw[int(bad[said].argmax())]
         others = f'; as {READINGS[fitting[0]]} all of them fit' if fitting else ''
         raise RunError(
-            f'{photo.file}: {len(bad[said])} of {len(raw)} boxes pass the edge of their image, as {_numbers(item)} in '
+            f'{photo.file}: {bad[said].sum()} of {len(raw)} boxes pass the edge of their image, as {_numbers(item)} in '
             f'{photo.size[0]}x{photo.size[1]}, read as {READINGS[said]}{others}: give --boxes {_OPTIONS}.'
         )
-    photos = []
-    for photo in claim.photos:
-        scale = np.tile(photo.size, 2) if units == 'shares' else np.ones(4)
-        photos.append(photo._replace(objects=[_placed(item, photo, str(said), scale) for item in photo.objects]))
+    found = boxes[str(said)]
+    negative = (found[:, 2:] < found[:, :2]).any(1)
+    if said == 'corners' and negative.any():
+        (photo, item), box = raw[int(negative.argmax())], found[int(negative.argmax())]
+        axis, low, high = ('x', box[0], box[2]) if box[2] < box[0] else ('y', box[1], box[3])
+        raise RunError(f'{photo.file}: {axis}min {low:g} is above {axis}max {high:g}, {_numbers(item)}.')
+    rows = iter(zip(found.tolist(), scale[:, :2]))
+    photos = [
+        photo._replace(objects=[_placed(item, *next(rows)) if item.is_raw else item for item in photo.objects])
+        for photo in claim.photos
+    ]
     note = f'the four numbers of a box are {READINGS[str(said)]} in {units}: {source}{unit_note}'
     return claim._replace(photos=photos, notes=[note, *claim.notes])
 
@@ -220,19 +228,11 @@ def settle(claim: Claim, data: Data) -> Claim:
 _OPTIONS = '|'.join(READINGS)
 
 
-def _placed(item: Object, photo: Photo, reading: str, scale: np.ndarray) -> Object:
-    if not item.is_raw:
-        return item
-    box = tuple((np.array(edges(item.box, reading)) * scale).tolist())
-    for low, high, names in ((0, 2, ('xmin', 'xmax')), (1, 3, ('ymin', 'ymax'))):
-        if reading == 'corners' and box[low] > box[high]:
-            raise RunError(
-                f'{photo.file}: {names[0]} {box[low]:g} is above {names[1]} {box[high]:g}, {_numbers(item)}.'
-            )
+def _placed(item: Object, box: list[float], scale: np.ndarray) -> Object:
     outline = item.outline
-    if isinstance(outline, list):
-        outline = [(np.reshape(part, (-1, 2)) * scale[:2]).ravel().tolist() for part in outline]
-    return item._replace(box=box, outline=outline, is_raw=False)
+    if isinstance(outline, list) and (scale != 1).any():
+        outline = [(np.reshape(part, (-1, 2)) * scale).ravel().tolist() for part in outline]
+    return item._replace(box=tuple(box), outline=outline, is_raw=False)
 
 
 def _numbers(item: Object) -> str:
