@@ -148,8 +148,11 @@ def read_box_tables(sources: list['Source'], data: Data) -> Claim:
     notes, photos = list[str](), dict[tuple[Path, Optional[str]], Photo]()
     names = _plain_names(data) if any(source.content.is_plain for source in sources) else None
     meanings = {'corners' if source.content.is_plain and names else source.content.boxes for source in sources}
-    if sources[0].content.is_plain and not names:
-        meanings = {None}
+    if sources[0].content.is_plain and not names and not data.options.boxes:
+        raise RunError(
+            f'{sources[0].path} has no header, and no classes.csv of keras-retinanet is beside it: give --boxes '
+            'corners|sides|centre.'
+        )
     if len(meanings) > 1:
         raise RunError(f'{sources[0].path} and {sources[1].path} have other columns of boxes: give --labels FILE.')
     for path, _, table in sources:

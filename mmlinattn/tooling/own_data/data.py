@@ -281,6 +281,8 @@ class Pictures:
         beside = [path for path in found if path.parent == file.parent]
         same = [path for path in found if self.key(path) == key]
         picture = self._one(file, name, beside or same or found, None)
+        if not beside and not same and is_mask(picture):
+            raise RunError(f'{file}: the only image of its name is {picture}, a mask: give --images DIR.')
         if not beside and not same and ({key} & self._keys - {()} or {self.key(picture)} & keys - {()}):
             raise RunError(f'{file} has no image in its folder, and {picture} is in another: give --images DIR.')
         return picture

@@ -51,6 +51,8 @@ def check_whole(path: Path) -> None:
 
 def is_mask(path: Path) -> bool:
     """Return True for an image of few values, as segmentation masks are."""
+    if path.suffix.lower() in ('.jpg', '.jpeg', '.jfif'):
+        return False
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image)
@@ -58,8 +60,6 @@ def is_mask(path: Path) -> bool:
         return False
     pixels = pixels.reshape(len(pixels), -1, 1) if pixels.ndim == 2 else pixels
     flat = pixels.reshape(-1, pixels.shape[2])
-    if path.suffix.lower() in ('.jpg', '.jpeg', '.jfif'):
-        return False
     return len(np.unique(flat[:: max(1, len(flat) // 65536)], axis=0)) <= _MOST_VALUES
 
 

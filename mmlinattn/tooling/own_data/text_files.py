@@ -54,8 +54,8 @@ def read_yolo(sources: list[Source], data: Data) -> Claim:
     photos = [photo._replace(split=splits.get(photo.path)) for photo in photos]
     if _have_points(rows):
         raise RunError(
-            f'{sources[0].path} and others: in all lines points follow that lie in the box of the first four numbers, '
-            'as key points do: write kpt_shape: [number, 2 or 3] into data.yaml.'
+            f'{sources[0].path} and others: the first four numbers of each line are a box with further numbers, as key '
+            'points or scores are: write kpt_shape: [number, 2 or 3] into data.yaml, or leave the scores out.'
         )
     notes = [f'{len(background)} of {len(photos)} images have no text file: they are background'] if background else []
     notes += [f'{len(masks)} masks beside images of their name are left out, as {masks[0].name}'] if masks else []
@@ -72,10 +72,13 @@ def _as_rotated(item: Object) -> Object:
 
 
 def _have_points(rows: list[list[float]]) -> bool:
-    """Return True if all lines have a box, and as many points in it."""
-    if len({len(row) for row in rows}) != 1 or len(rows[0]) < 8:
+    """Return True if all lines have a box, and as many points in it, or two further numbers (a score and a track)."""
+    if len({len(row) for row in rows}) != 1:
         return False
     table = np.array(rows)
+    if table.shape[1] == 6:
+        ends = np.hstack([table[:, :2] - table[:, 2:4] / 2, table[:, :2] + table[:, 2:4] / 2])
+        return bool(((ends > -0.01) & (ends < 1.01)).all())
     for size in (2, 3):
         if (table.shape[1] - 4) % size:
             continue

@@ -136,7 +136,8 @@ FORMATS.update({f'CSV of {kind}': table(kind) for kind in CSV})
 def test_boxes_of_each_format(tmp_path, write):
     images(tmp_path)
     write(tmp_path)
-    data = read(tmp_path, boxes='sides' if write in (FORMATS['CSV of sides'], FORMATS['CSV of Kaggle']) else None)
+    boxes = {'CSV of sides': 'sides', 'CSV of Kaggle': 'sides', 'CSV of RetinaNet': 'corners'}
+    data = read(tmp_path, boxes=next((boxes[name] for name in boxes if write is FORMATS[name]), None))
     expected = {(f'{name}.jpg', label, *map(float, box)) for name, items in OBJECTS.items() for label, box in items}
     assert set(annotations_of(data)) == expected
     assert data.classes == ['bus', 'car'] and not data.masks and data.densest == 2

@@ -91,6 +91,7 @@ def mixed(name, i):
         (csv_of(CORNERS, 'x_center,y_center,wide,high'), {}, '(columns filename, class, x_center'),
         (csv_of((*CORNERS, 1, 1), 'x1,y1,x2,y2,x3,y3'), {}, 'CSV of quadrilaterals'),
         (table('file,kind,xmin,ymin,xmax,ymax', lambda n, i: f'{n},k{i},1,2,9,9'), {}, 'Is it kind? Name it class'),
+        (table('a.jpg,4,8,24,38,car', lambda n, i: f'{n}.jpg,4,8,24,38,car'), {}, 'has no header'),
         (lambda root: coco(root, (30, 8, 60, 40)), {}, '--boxes corners|sides|centre'),
         (lambda root: coco(root, (30, 8, 60, 40)), dict(boxes='corners'), (30, 8, 30, 32)),
         (lambda root: coco(root, (0.1, 0.1, 0.5, 0.5)), {}, 'shares of the image'),
@@ -101,6 +102,7 @@ def mixed(name, i):
         (exports, {}, 'labelled twice: by all.json (None) and by old.json (None): give --labels FILE'),
         (exports, dict(labels='old.json'), RIGHT),
         (lambda root: yolo(root, '0 0.3 0.3 0.6 0.6 0.2 0.2 0.3 0.4'), {}, 'write kpt_shape'),
+        (lambda root: yolo(root, '0 0.3 0.3 0.2 0.2 0.9 1'), {}, 'leave the scores out'),
         (lambda root: yolo(root, '0 0.1 0.1 0.4 0.1 0.4 0.4 0.9'), {}, 'the score of a prediction (--save-conf)'),
         (lambda root: yolo(root, '0 0.0625 0.166667 0.375 0.166667 0.375 0.791667 0.0625 0.791667'), {}, SIDES),
         (lambda root: yolo(root, '0 14 23 20 30'), {}, '--units pixels|shares'),
@@ -136,6 +138,14 @@ def test_lists_of_the_command_line(tmp_path, options, train, val):
     found = {split: ''.join(path.stem for path in paths) for split, paths in data.images.items()}
     assert set(''.join(found.values())) == set(train + val)
     assert not val or (found['train'], found['val']) == (train, val)
+
+
+def test_a_mask_is_no_image_of_a_label(tmp_path):
+    voc(tmp_path / 'images')
+    (tmp_path / 'images/a.jpg').unlink()
+    picture(tmp_path / 'trimaps' / 'a.png', np.zeros((HEIGHT, WIDTH), np.uint8))
+    with pytest.raises(RunError, match='a.xml: the only image of its name is .*trimaps/a.png, a mask'):
+        read(tmp_path)
 
 
 def test_two_formats_of_two_splits_are_read(tmp_path):
