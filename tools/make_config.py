@@ -54,6 +54,9 @@ def main() -> None:
                 raise RunError(f'{name}={value}: expected at least {least}.')
         if args.out.suffix != '.py':
             raise RunError(f'--out={str(args.out)!r}: expected a name that ends with .py.')
+        for name in ('boxes', 'units'):
+            if getattr(args, name) and args.task != 'detection':
+                raise RunError(f'--{name}={getattr(args, name)!r}: {args.task} has no boxes; leave it out.')
         from mmlinattn.tooling.own_data import ConfigArgs, make_config
 
         check_out_file(args.out)

@@ -9,7 +9,7 @@ from ...engine.data.files import fault_of_coco
 from ...utils.errors import RunError
 from .data import Data
 from .kinds import Source
-from .objects import Claim, Object, Photo, checked_size, corners, marks_of
+from .objects import Claim, Object, Photo, checked_size, corners, in_names, marks_of
 from .splits import group_of
 
 # keys that are read, or say nothing about an object
@@ -55,7 +55,7 @@ def read_coco_files(sources: list[Source], data: Data) -> Claim:
         for item in coco['annotations']:
             try:
                 read = _object(item, categories[item['category_id']], path)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 raise RunError(f'{path}: annotation {item.get("id")}: {error}.') from error
             objects.setdefault(item.get('image_id'), []).append(read)
         pictures = data.pictures.find(path, list(map(_name_of, coco['images'])))
@@ -72,10 +72,13 @@ def read_coco_files(sources: list[Source], data: Data) -> Claim:
                 f'{path}: annotations with image_id {next(iter(objects))!r}, which is not the id of one of its images.'
             )
     groups -= {str(item.name) for photo in photos for item in photo.objects}
+    classes = [name for name in classes if name not in groups]
+    if data.options.classes:
+        photos, classes = in_names(photos, data.options.classes, data)
     listed = ', '.join(f'{key} ({count})' for key, count in sorted(unused.items()))
     notes = [f'not used of the images in COCO JSON: {listed}'] if unused else []
     data.used -= {source.path for source in sources if source not in chosen}
-    return Claim('COCO JSON', photos, [name for name in classes if name not in groups], notes, 'sides', 'pixels')
+    return Claim('COCO JSON', photos, classes, notes, 'sides', 'pixels')
 
 
 def _object(item: dict, name: str, path: Path) -> Object:

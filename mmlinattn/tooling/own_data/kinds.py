@@ -52,32 +52,29 @@ class Source(NamedTuple):
 
 
 def _first(value: Any) -> dict:
-    first = value[0] if isinstance(value, list) and value else next(iter(value.values()), None) if value else None
+    """Return the first entry of a list or object if it is an object, else {}."""
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    first = next(iter(entries), None)
     return first if isinstance(first, dict) else {}
 
 
 def _json_kind(content: Any) -> str:
     """Return the format of parsed JSON by its keys, or ''."""
     keys = set(content) if isinstance(content, dict) else set()
-    first = _first(content) if isinstance(content, (dict, list)) else {}
-    inner = _first(
-        first.get('annotations') if isinstance(first.get('annotations'), list) else first.get('labels') or []
-    )
+    first = _first(content)
+    inner = _first(first.get('annotations')) or _first(first.get('labels'))
     is_list = isinstance(content, list)
-    of_coco = _first(content['annotations']) if keys and isinstance(content.get('annotations'), list) else {}
+    of_coco = _first(content.get('annotations')) if isinstance(content, dict) else {}
     results = [value for value in first.values() if isinstance(value, list) and any(map(_is_result, value))]
     rules: list[tuple[str, object]] = [
         ('LabelMe JSON', isinstance(content, dict) and isinstance(content.get('shapes'), list)),
         ('VGG Image Annotator JSON', any(key.startswith('_via') for key in keys) or 'regions' in first),
-        (
-            'Supervisely JSON',
-            'projectType' in keys or any('classTitle' in _first(content[key]) for key in keys & {'objects'}),
-        ),
+        ('Supervisely JSON', 'projectType' in keys or 'objects' in keys and 'classTitle' in _first(content['objects'])),
         ('Datumaro JSON', keys & {'dm_format_version', 'media_type'}),
-        ('Darwin JSON of V7', 'schema_ref' in keys or 'item' in keys or 'bounding_box' in of_coco),
+        ('Darwin JSON of V7', 'schema_ref' in keys or {'item', 'annotations'} <= keys or 'bounding_box' in of_coco),
         ('Labelbox JSON', {'data_row', 'Labeled Data'} & (set(first) | keys)),
-        ('Scale AI JSON', 'task_id' in first or 'task_id' in keys),
-        ('BDD100K JSON', is_list and {'box2d', 'poly2d'} & set(inner) or {'frames'} <= keys),
+        ('Scale AI JSON', 'task_id' in first),
+        ('BDD100K JSON', is_list and {'box2d', 'poly2d'} & set(inner)),
         ('CreateML JSON', is_list and 'coordinates' in inner),
         ('Cityscapes polygons', {'imgHeight', 'objects'} <= keys),
         ('Segment Anything JSON (SA-1B)', isinstance(content, dict) and isinstance(content.get('image'), dict)),
@@ -95,9 +92,8 @@ def _json_kind(content: Any) -> str:
 
 
 def _is_coco(content: dict) -> bool:
-    return any(isinstance(content.get(key), list) for key in ('images', 'annotations')) and (
-        bool({'images', 'annotations'} <= set(content)) or 'categories' in content and 'images' in content
-    )
+    lists = [key for key in ('images', 'annotations', 'categories') if isinstance(content.get(key), list)]
+    return lists[:1] == ['images'] and len(lists) > 1
 
 
 def _is_result(value: Any) -> bool:

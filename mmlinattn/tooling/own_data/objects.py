@@ -181,6 +181,8 @@ def settle(claim: Claim, data: Data) -> Claim:
     """
     raw = [(photo, item) for photo in claim.photos for item in photo.objects if item.is_raw]
     if not raw:
+        if data.options.boxes or data.options.units:
+            raise RunError(f'--boxes and --units: the numbers of {claim.kind} have one meaning; leave the option out.')
         return claim
     units, unit_note = _units(claim, raw, data.options.units)
     sizes = np.array([photo.size for photo, _ in raw], float)

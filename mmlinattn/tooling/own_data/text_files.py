@@ -25,7 +25,7 @@ def read_yolo(sources: list[Source], data: Data) -> Claim:
         RunError: A line is not a box or polygon of a known class, or there are no class names.
     """
     file, content = _settings(data)
-    classes = _names(file, content) or data.names('classes.txt', 'obj.names', 'labels.txt')
+    classes = data.options.classes or _names(file, content) or data.names('classes.txt', 'obj.names', 'labels.txt')
     if not classes:
         lists = [path for path in data.files if path.suffix.lower() == '.names']
         classes = read_lines(lists[0]) if len(lists) == 1 else None
