@@ -5,10 +5,10 @@
     python tools/make_config.py data/mine --task detection --backbone ravlt_t --out mine.py
 
 DATA for detection: COCO, LabelMe or Label Studio JSON, VOC or CVAT XML, YOLO or KITTI text files, CSV. For
-segmentation: images and label images. For classification: a folder of images for each class, or CSV. The config
+segmentation: images and segmentation masks. For classification: a folder of images for each class, or CSV. The config
 inherits this project's, with your classes, image size, learning rate and schedule. It is tried on your images: a
 training step, a prediction, and the time of the whole training. Annotations are also written in the formats of
-OpenMMLab's data sets, beside the config.
+OpenMMLab's data sets, beside the config, and labels.png shows six training images with their labels.
 """
 
 import argparse
@@ -30,7 +30,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--batch', type=int, help='images a step [detection 2, segmentation 4, classification 32]')
     parser.add_argument('--size', type=int, help="longer side of detectors' images, side of crops [as the images are]")
     parser.add_argument('--channels', type=int, help='of the images [as they are; grey ones of 8 bits are read as RGB]')
-    parser.add_argument('--classes', nargs='+', metavar='NAME', help='of label images, in the order of their values')
+    parser.add_argument('--classes', nargs='+', metavar='NAME', help='class names in the order of their numbers')
+    settle = parser.add_argument_group('options that choose between two readings of the data')
+    settle.add_argument('--boxes', choices=['corners', 'sides', 'centre'], help='meaning of the four numbers of a box')
+    settle.add_argument('--units', choices=['pixels', 'shares'], help='unit of the numbers of a box')
+    settle.add_argument('--images', type=Path, metavar='DIR', help='folder of the images')
+    settle.add_argument('--labels', type=Path, metavar='FILE', help='file or folder of the labels')
+    for split in ('train', 'val'):
+        settle.add_argument(f'--{split}', type=Path, metavar='LIST', help=f'list, folder or label file of {split}')
     parser.add_argument('--scratch', action='store_true', help='start without the released weights')
     return parser.parse_args()
 
@@ -47,8 +54,9 @@ def main() -> None:
                 raise RunError(f'{name}={value}: expected at least {least}.')
         if args.out.suffix != '.py':
             raise RunError(f'--out={str(args.out)!r}: expected a name that ends with .py.')
-        if args.classes and args.task != 'segmentation':
-            raise RunError(f'--classes is for label images: {args.task} has the names in the data.')
+        for name in ('boxes', 'units'):
+            if getattr(args, name) and args.task != 'detection':
+                raise RunError(f'--{name}={getattr(args, name)!r}: {args.task} has no boxes; leave it out.')
         from mmlinattn.tooling.own_data import ConfigArgs, make_config
 
         check_out_file(args.out)

@@ -7,6 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mmlinattn.tooling.own_data.boxes import read_boxes
+from mmlinattn.tooling.own_data.data import Data, Options
+from mmlinattn.tooling.own_data.folders import read_classes
+from mmlinattn.tooling.own_data.masks import read_masks
 from mmlinattn.utils.errors import RunError
 
 WIDTH, HEIGHT = 64, 48
@@ -25,6 +29,14 @@ def text(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
+
+
+def read(root, task='detection', **options):
+    """Read a data set as make_config does."""
+    data = Data(root, Options(**options))
+    if task == 'segmentation':
+        return read_masks(data, data.root.parent / 'mine_labels')
+    return read_boxes(data) if task == 'detection' else read_classes(data)
 
 
 def counts(data, *splits):

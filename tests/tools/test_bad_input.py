@@ -141,7 +141,8 @@ ROWS = [
     bad(f'{SHAPES} --size-jitter 0.9', '--size-jitter must be from 0 to 0.5, got 0.9'),
     bad(f'{MINE}yaml', 'expected a name that ends with .py'),
     bad(f'{MINE}py --batch 0', '--batch=0: expected at least 1'),
-    bad(f'{MINE}py --classes a', '--classes is for label images'),
+    bad(MINE.replace('detection', 'segmentation') + 'py --boxes sides', "--boxes='sides': segmentation has no boxes"),
+    bad(f'{MINE}py --images nowhere', "--images='nowhere': expected a file or folder"),
     bad(MINE.replace('empty', 'nowhere') + 'py', 'no such folder'),
     bad('analysis_tools/ablation_study.py --study rala --out out --variants fulll', "--variants=['fulll']: expected"),
 ]

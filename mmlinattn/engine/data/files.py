@@ -89,17 +89,31 @@ def load_coco(path: str) -> tuple[dict, str]:
             content = json.load(file)
     except ValueError as error:
         return {}, f'is no whole JSON file: {error}' if osp.getsize(path) else 'is empty'
+    fault = _fault_of_structure(content)
+    return ({}, fault) if fault else (content, _fault_of_ids(content))
+
+
+def fault_of_coco(content: Any) -> str:
+    """Describe the first fault of structure, ids and boxes in the content of a COCO file; '' if there is none."""
+    return _fault_of_structure(content) or _fault_of_ids(content)
+
+
+def _fault_of_structure(content: Any) -> str:
     if not isinstance(content, dict):
-        return {}, f'holds a {type(content).__name__}, not images, annotations and categories'
+        return f'holds a {type(content).__name__}, not images, annotations and categories'
     content.setdefault('annotations', [])  # of images to be sent to a server of COCO's
     for key in ('images', 'annotations', 'categories'):
         if not isinstance(content.get(key), list) or not all(isinstance(entry, dict) for entry in content[key]):
-            return {}, f'has no list of {key}'
+            return f'has no list of {key}'
+    return ''
+
+
+def _fault_of_ids(content: dict) -> str:
     try:
         ids = {entry.get('id') for entry in content['categories']}
-        return content, _repeated_id(content, 'categories', 'images') or _fault_of_boxes(content['annotations'], ids)
+        return _repeated_id(content, 'categories', 'images') or _fault_of_boxes(content['annotations'], ids)
     except TypeError:  # an id without hash
-        return content, 'has ids that are neither numbers nor texts'
+        return 'has ids that are neither numbers nor texts'
 
 
 def read_coco(path: str, outlines: bool = False) -> dict:

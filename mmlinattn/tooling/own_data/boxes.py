@@ -3,8 +3,9 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import cv2
 import numpy as np
@@ -12,15 +13,16 @@ import numpy as np
 from ...utils.errors import RunError
 from .coco import read_coco_files
 from .csv_files import read_box_tables
-from .finding import SUFFIXES, OwnData, divide, find, turned_notes, unseen_classes
-from .kinds import BOXES, kinds_of
+from .data import Data, Example, OwnData, folders_of
+from .images import check_whole, turned_notes
+from .kinds import BOXES, Source, recognise_all, refusal
 from .labelling_tools import read_cvat, read_label_studio, read_labelme
-from .objects import IGNORED, Found, Object, Photo
+from .objects import IGNORED, Claim, Object, Photo, is_region, is_right_angled, settle
+from .splits import class_table, divide
 from .text_files import read_kitti, read_yolo
 from .voc import read_voc_files
 
-# in the order of preference
-READERS: dict[str, Callable[[list[Path], Path, list[Path]], Found]] = {
+READERS: dict[str, Callable[[list[Source], Data], Claim]] = {
     'COCO JSON': read_coco_files,
     'CVAT XML': read_cvat,
     'VOC XML': read_voc_files,
@@ -30,95 +32,163 @@ READERS: dict[str, Callable[[list[Path], Path, list[Path]], Found]] = {
     'KITTI text files': read_kitti,
     'YOLO text files': read_yolo,
 }
-# classes of CrowdHuman, KITTI, LabelMe, VisDrone
-_REGIONS = ('ignore', 'ignored', '__ignore__', 'dontcare', "don't care", 'ignored regions', 'ignored-regions')
+_OF_ONE_IMAGE = ('VOC XML', 'LabelMe JSON', 'KITTI text files', 'YOLO text files')
+_LEAST = 1.0  # pixels; MMDetection leaves out narrower boxes
 _MEANING = {
-    'turned': 'the upright boxes around them are learnt',
+    'rotated': 'the upright boxes around them are learnt',
     'truncated': 'learnt as whole ones',
     'occluded': 'learnt as whole ones',
     'score': 'as predictions have: learnt as if they were certain',
     'keypoints': 'boxes are learnt, not the points',
-    'parts': 'each is one object of several outlines',
+    'parts': 'each is one object of several polygons',
+    'lines': 'polygons of fewer than three points are left out',
 }
 
 
-def read_boxes(root: Path) -> OwnData:
-    """Read the objects of a data set: a folder, or an annotation file with its images in the same folder.
+def read_boxes(data: Data) -> OwnData:
+    """Read the objects of a data set.
 
     Raises:
-        RunError: There are no images or objects, or a file cannot be read; one line that names the file.
+        RunError: There are no images or objects, a file cannot be read, or labels have two readings; one line that
+            names the file, and the option that decides.
     """
-    files = [root] if root.is_file() else None
-    root = root.parent if root.is_file() else root
-    images = find(root, *SUFFIXES)
-    if not images:
-        raise RunError(f'DATA {str(root)!r}: no image in it.')
-    kinds = kinds_of(root, files)
-    kind = next((kind for kind in READERS if kinds.files.get(kind)), None)
-    if kind is None:
-        raise RunError(kinds.refusal(root, BOXES))
-    photos, classes, notes = READERS[kind](kinds.files[kind], root, images)
-    others = [f'{len(files)} {other} files' for other, files in kinds.files.items() if other != kind and files]
-    notes += [f'{kind} is read; {", ".join(others)} beside are not'] * bool(others)
-    return _own_data(root, kind, photos, classes, images, notes)
+    data.need_images()
+    claims = [settle(claim, data) for claim in _claims(data)]
+    claim = claims[0]
+    for other in claims[1:]:
+        claim = _joined(claim, other, data)
+    return _own_data(data, claim)
 
 
-def _own_data(
-    root: Path, kind: str, photos: list[Photo], classes: list[str], images: list[Path], notes: list[str]
-) -> OwnData:
-    if not any(photo.objects for photo in photos):
-        raise RunError(f'DATA {str(root)!r}: no box in its {kind}.')
+def _claims(data: Data) -> list[Claim]:
+    """Return the claims of all readers that recognise files.
+
+    ``--labels`` with a file of one image stands for all files of its format.
+    """
+    kinds = recognise_all(data)
+    chosen = next((kind for kind in _OF_ONE_IMAGE if kind in kinds), None)
+    if chosen and data.options.labels and data.options.labels.is_file():
+        data.options = data.options._replace(labels=None)
+        kinds = {chosen: recognise_all(data)[chosen]}
+    claims = []
+    for kind, reader in READERS.items():
+        if kinds.get(kind):
+            data.used.update(source.path for source in kinds[kind])
+            claims.append(reader(kinds[kind], data))
+    empty = [claim for claim in claims if not any(photo.objects for photo in claim.photos)]
+    if claims and len(empty) == len(claims):
+        raise RunError(f'DATA {str(data.root)!r}: no box in its {claims[0].kind}.')
+    if not claims:
+        raise refusal(data, kinds, READERS, BOXES)
+    return [claim for claim in claims if claim not in empty]
+
+
+def _joined(first: Claim, second: Claim, data: Data) -> Claim:
+    """Join claims of two formats if they label different splits.
+
+    Raises:
+        RunError: They label one image or split, or their classes differ.
+    """
+    photos = {photo.path: photo for photo in first.photos}
+    both = next((photo for photo in second.photos if photo.path in photos), None)
+    names = [f'{claim.kind} ({data.name(claim.photos[0].file)})' for claim in (first, second)]
+    if both:
+        raise RunError(f'{both.path} is labelled by {" and by ".join(names)}: give --labels FILE, one of them.')
+    splits = [
+        {photo.split or data.splits.of(data.rel(photo.path).parent) for photo in claim.photos}
+        for claim in (first, second)
+    ]
+    if splits[0] & splits[1] or None in splits[0] | splits[1] or set(first.classes) != set(second.classes):
+        raise RunError(
+            f'{" and ".join(names)} both have labels, of the splits {splits[0]} and {splits[1]} and the classes '
+            f'{first.classes} and {second.classes}: give --labels FILE, one of them.'
+        )
+    notes = [*first.notes, *second.notes]
+    return first._replace(kind=f'{first.kind} and {second.kind}', photos=[*first.photos, *second.photos], notes=notes)
+
+
+def _own_data(data: Data, claim: Claim) -> OwnData:
+    kind, classes, root = claim.kind, [name for name in claim.classes if not is_region(name)], data.root
     twice = next((name for name, count in Counter(classes).items() if count > 1), None)
     if twice is not None:
         raise RunError(f'DATA {str(root)!r}: two classes have the name {twice!r}.')
-    photos = list(map(_with_regions, photos))
-    classes = [name for name in classes if name.lower() not in _REGIONS]
-    split_by_path: dict[Path, Any] = {}
+    photos = list(map(_with_regions, claim.photos))
+    first: dict[Path, Photo] = {}
     for photo in photos:
-        if photo.path in split_by_path:
-            first = split_by_path[photo.path]
-            raise RunError(f'{photo.path} is in {first} and again in {photo.split}; it belongs in one.')
-        split_by_path[photo.path] = photo.split
-    splits, more = divide(photos)
-    notes = more + notes
+        other = first.setdefault(photo.path, photo)
+        if other is not photo:
+            files = f'by {data.name(other.file)} ({other.split}) and by {data.name(photo.file)} ({photo.split})'
+            raise RunError(f'{photo.path} is labelled twice: {files}: give --labels FILE, or remove one.')
+        check_whole(photo.path)
+        _check_run_lengths(photo)
+    photos, small = _without_small(photos)
+    splits, notes = divide(data, photos, 'detection')
+    notes += claim.notes
     for split in [split for split, chosen in splits.items() if not any(photo.objects for photo in chosen)]:
         if split != 'test':
             raise RunError(f'none of the {len(splits[split])} images of {split} has a box.')
         notes.append(f'the {len(splits.pop(split))} images of test have no boxes: val is tested on')
-    notes += unseen_classes(classes, splits)
+    if not any(photo.classes for photo in splits['train']):
+        kinds = {mark for photo in splits['train'] for item in photo.objects for mark in item.marks & IGNORED}
+        raise RunError(f'DATA {str(root)!r}: all objects of train are ignored ({", ".join(sorted(kinds))}).')
 
     objects = [item for photo in photos for item in photo.objects]
     outlined = [bool(item.outline) for item in objects if not item.is_ignored]
     masks = bool(outlined) and all(outlined) and not all(map(_is_rectangle, objects))
     if any(outlined) and not masks:
         count = outlined.count(False)
-        reason = f'{count} of {len(outlined)} objects have no outline' if count else 'all outlines are rectangles'
+        reason = f'{count} of {len(outlined)} objects have no polygon' if count else 'all polygons are rectangles'
         notes.append(f'{reason}: boxes alone are learnt')
-    written = {split: as_coco(chosen, classes, root, masks) for split, chosen in splits.items()}
-    used = {path.parent for path in split_by_path}
-    unnamed = sum(path not in split_by_path and path.parent in used for path in images)
-    notes += [f'{unnamed} images that no annotation names are left out'] * bool(unnamed)
-    notes += _notes_on(photos) + turned_notes(split_by_path)
-    flat = sum(count for _, count in written.values())
-    notes += [f'{flat} boxes without area are left out'] * bool(flat)
-    counts = [Counter(a['image_id'] for a in coco['annotations'] if not a['iscrowd']) for coco, _ in written.values()]
+    written = {split: as_coco(chosen, classes, root, masks)[0] for split, chosen in splits.items()}
+    left = [path for path in data.images if path not in first]
+    notes += [f'{len(left)} images without labels are left out: {folders_of(left, root)}'] if left else []
+    notes += _notes_on(photos) + turned_notes(first)
+    notes += [f'{small} boxes narrower than a pixel, or outside of their image, are left out'] if small else []
+    notes += class_table(classes, splits)
+    counts = [Counter(a['image_id'] for a in coco['annotations'] if not a['iscrowd']) for coco in written.values()]
     return OwnData(
         kind,
         classes,
         {split: [photo.path for photo in chosen] for split, chosen in splits.items()},
-        {split: json.dumps(coco) for split, (coco, _) in written.items()},
+        {split: json.dumps(coco) for split, coco in written.items()},
         dict.fromkeys(splits, dict(data_prefix=dict(img=''))),
         notes,
+        [Example(photo.path, photo.objects) for photo in splits['train']],
         masks,
         max((most for count in counts for most in count.values()), default=0),
         any(item.is_ignored for item in objects),
     )
 
 
+def _check_run_lengths(photo: Photo) -> None:
+    for item in photo.objects:
+        if isinstance(item.outline, dict) and list(item.outline.get('size') or ()) != list(photo.size[::-1]):
+            raise RunError(
+                f'{photo.file}: a run length of {photo.path.name} has size={item.outline.get("size")}: expected '
+                f'{list(photo.size[::-1])}, height and width of the image.'
+            )
+
+
+def _cut(box: Sequence[float], size: tuple[int, int]) -> tuple[float, float, float, float]:
+    left, right = (min(max(x, 0.0), size[0]) for x in box[::2])
+    top, bottom = (min(max(y, 0.0), size[1]) for y in box[1::2])
+    return left, top, right, bottom
+
+
+def _without_small(photos: list[Photo]) -> tuple[list[Photo], int]:
+    """Leave out boxes that are narrower than a pixel within their image; return their number too."""
+    kept = []
+    for photo in photos:
+        boxes = ((item, _cut(item.box, photo.size)) for item in photo.objects)
+        objects = [item for item, b in boxes if min(b[2] - b[0], b[3] - b[1]) >= _LEAST]
+        kept.append(photo._replace(objects=objects))
+    return kept, sum(map(len, (p.objects for p in photos))) - sum(map(len, (p.objects for p in kept)))
+
+
 def _with_regions(photo: Photo) -> Photo:
     """Replace objects of a class that means "ignore" by regions that are ignored for every class."""
     objects = [
-        item._replace(name=None, marks=item.marks | {'ignore'}) if str(item.name).lower() in _REGIONS else item
+        item._replace(name=None, marks=item.marks | {'ignore'}) if is_region(item.name) else item
         for item in photo.objects
     ]
     return photo._replace(objects=objects)
@@ -158,8 +228,7 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = F
         width, height = photo.size
         images.append(dict(id=number, file_name=photo.path.relative_to(root).as_posix(), width=width, height=height))
         for item in photo.objects:
-            left, right = (min(max(x, 0.0), width) for x in item.box[::2])
-            top, bottom = (min(max(y, 0.0), height) for y in item.box[1::2])
+            left, top, right, bottom = _cut(item.box, photo.size)
             if right <= left or bottom <= top:
                 flat += 1
                 continue
@@ -169,7 +238,7 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = F
                 entry['segmentation'] = item.outline or [[left, top, right, top, right, bottom, left, bottom]]
             for name in classes if item.name is None else [item.name]:
                 annotations.append(dict(entry, id=len(annotations) + 1, category_id=classes.index(name) + 1))
-    categories = [dict(id=i, name=name) for i, name in enumerate(classes, 1)]
+    categories = [dict(id=i, name=name, supercategory='none') for i, name in enumerate(classes, 1)]
     return dict(images=images, annotations=annotations, categories=categories), flat
 
 
@@ -179,14 +248,11 @@ def _area(outline: Any) -> float:
 
 
 def _is_rectangle(item: Object) -> bool:
-    """Return True if the outline is only the rectangle of the box, as some exporters write it."""
-    if not isinstance(item.outline, list) or len(item.outline) != 1 or len(item.outline[0]) not in (8, 10):
+    """Return True if the polygon is a rectangle, as some exporters write it for a box."""
+    if not isinstance(item.outline, list) or len(item.outline) != 1:
         return not item.outline and item.is_ignored
-    left, top, right, bottom = item.box
-    return all(
-        min(abs(x - left), abs(x - right)) < 1 and min(abs(y - top), abs(y - bottom)) < 1
-        for x, y in np.reshape(item.outline[0], (-1, 2))
-    )
+    outline = item.outline[0]
+    return is_right_angled(outline[:8] if len(outline) == 10 and outline[:2] == outline[8:] else outline)
 
 
 def _reaches_beyond(size: tuple[int, int], box: tuple) -> bool:

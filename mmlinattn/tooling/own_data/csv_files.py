@@ -2,16 +2,21 @@
 """Read CSV files with boxes or with the classes of images."""
 
 import csv
+import io
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
-import numpy as np
+from ...utils.errors import RunError
+from .data import Data, read_text
+from .images import SUFFIXES
+from .names import split_in
+from .objects import Claim, Object, Photo, checked_size, in_names, marks_of
+from .splits import group_of
 
-from ...utils.errors import RunError, described
-from .finding import read_lines, read_names, split_of
-from .objects import Found, Photo, Pictures, checked_size, from_points, marks_of
+if TYPE_CHECKING:
+    from .kinds import Source
 
 # columns by their meaning, in small letters without other signs
 _IMAGE = (
@@ -19,113 +24,175 @@ _IMAGE = (
 )
 _CLASS = 'class classname label labelname category categoryname target species labels classid diagnosis dx name'.split()
 _SPLIT, _BOX = ['split', 'set', 'subset', 'partition', 'phase'], ['bbox', 'box', 'boundingbox']
-_CORNERS = ['xmin x1 left xtl', 'ymin y1 top ytl', 'xmax x2 right xbr', 'ymax y2 bottom ybr']
-_SIDES = ['x bboxx left xmin', 'y bboxy top ymin', 'w width bboxwidth boxwidth', 'h height bboxheight boxheight']
+_GROUP = 'patientid patient subjectid subject lesionid group groupid videoid video sequenceid'.split()
+# columns of a box, and their meaning (None: the numbers have to tell)
+_HEADERS: list[tuple[str, Optional[str]]] = [
+    ('xmin ymin xmax ymax', 'corners'),
+    ('x1 y1 x2 y2', 'corners'),
+    ('roix1 roiy1 roix2 roiy2', 'corners'),
+    ('left top right bottom', 'corners'),
+    ('left top width height', 'sides'),
+    ('xmin ymin width height', 'sides'),
+    ('x y w h', None),
+    ('x y width height', None),
+    ('bboxx bboxy bboxwidth bboxheight', None),
+]
 _SIZE = ['width imagewidth imgwidth', 'height imageheight imgheight']
 _MARKS = 'confidence score difficult truncated occluded ignore iscrowd isoccluded istruncated isgroupof'.split()
-_RETINANET = ['filename', 'xmin', 'ymin', 'xmax', 'ymax', 'class']  # without names of columns
+_RETINANET = ['filename', 'x1', 'y1', 'x2', 'y2', 'class']  # without header
+_UNREAD = {
+    'regionshapeattributes': 'VGG Image Annotator CSV',
+    'annotator': 'Label Studio CSV',
+    'encodedpixels': 'CSV of run lengths (EncodedPixels)',
+    'predictionstring': 'CSV of PredictionString',
+    'x3': 'CSV of quadrilaterals',
+}
 
 
-class _Table:
+class Table:
     """Rows of a CSV file (separated by ``,``, ``;`` or tabs), with the columns recognised by their names."""
 
     def __init__(self, path: Path):
-        lines = read_lines(path)
-        rows = list(csv.reader(lines, delimiter=max(',;\t', key=lines[0].count))) if lines else [[]]
-        first = [cell.strip() for cell in rows[0]]
-        is_plain = len(first) == 6 and all(re.fullmatch(r'(-?\d+(\.\d+)?)?', cell) for cell in first[1:5])
-        self.path, self.names = path, _RETINANET if is_plain else first
+        text = read_text(path)
+        line = text.lstrip('\r\n').partition('\n')[0]
+        self.delimiter = max(',;\t', key=line.count)
+        rows = [row for row in csv.reader(io.StringIO(text), delimiter=self.delimiter) if any(map(str.strip, row))]
+        first = [cell.strip() for cell in rows[0]] if rows else []
+        named = len(first) == 6 and first[0].lower().endswith(SUFFIXES)
+        self.is_plain = named and all(re.fullmatch(r'(-?\d+(\.\d+)?)?', cell) for cell in first[1:5])
+        self.path, self.names = path, _RETINANET if self.is_plain else first
         self.columns = [re.sub('[^a-z0-9]', '', name.lower()) for name in self.names]
-        rows = rows if is_plain else rows[1:]
-        self.rows = [dict(zip(self.columns, [*map(str.strip, row), *[''] * len(self.columns)])) for row in rows]
-        self.image, self.split = self.key(_IMAGE), self.key(_SPLIT)
-        self.label = next((name for name in _CLASS if name in self.columns and name != self.image), '')
-        self.written = self.key(_BOX)
-        corners, sides = ([self.key(names.split()) for names in each] for each in (_CORNERS, _SIDES))
-        self.has_sides = not all(corners)
-        self.box = [self.written] if self.written else corners if all(corners) else sides if all(sides) else []
+        rows = rows if self.is_plain else rows[1:]
+        padding = [''] * len(self.columns)
+        cells = (zip(self.columns, [*map(str.strip, row), *padding]) for row in rows)
+        self.rows = [{column: cell for column, cell in row if column} for row in cells]
+        self.image, self.split, self.group = self.key(_IMAGE), self.key(_SPLIT), self.key(_GROUP)
+        self.label = self.key(name for name in _CLASS if name != self.image)
+        self.box, self.boxes = [self.key(_BOX)] if self.key(_BOX) else [], None
+        for header, meaning in _HEADERS:
+            if not self.box and set(header.split()) <= set(self.columns):
+                self.box, self.boxes = header.split(), meaning
         self.size = [key if key not in self.box else '' for key in (self.key(names.split()) for names in _SIZE)]
+        self.kind = self._kind(first)
+
+    def _kind(self, first: list[str]) -> str:
+        unread = next((kind for column, kind in _UNREAD.items() if column in self.columns), '')
+        if unread or split_in(first[0] if first else '') and len(first) >= 9:
+            return unread or 'Google AutoML CSV'
+        if not self.image or not self.rows:
+            return ''
+        if self.box:
+            return 'CSV of boxes'
+        others = self.unused()
+        flags = [row[self.column(name)] for row in self.rows for name in others]
+        return 'CSV of classes' if self.label or len(others) == 1 or flags and all(map(_is_flag, flags)) else ''
 
     def key(self, names: Iterable[str]) -> str:
         return next((name for name in names if name in self.columns), '')
 
-    def unused(self, *used: str) -> list[str]:
-        return [name for name, column in zip(self.names, self.columns) if column not in (self.image, self.split, *used)]
+    def column(self, name: str) -> str:
+        return self.columns[self.names.index(name)]
 
-    def edges(self, row: dict[str, str]) -> list[float]:
-        """Return left, top, right and bottom of a row's box in the unit of the file, or [] for an image without
-        objects."""
+    def unused(self, *used: str) -> list[str]:
+        """Return the names of columns that are neither image, split, group nor one of ``used``."""
+        known = (self.image, self.split, self.group, *used, '')
+        return [name for name, column in zip(self.names, self.columns) if column not in known]
+
+    def numbers(self, row: dict[str, str]) -> list[float]:
+        """Return the four numbers of a row's box, or [] for an image without objects."""
         cells = [row[key] for key in self.box]
-        if self.written:
+        if len(cells) == 1:
             cells = re.findall(r'-?\d+\.?\d*(?:e-?\d+)?', cells[0])
+        if self.delimiter == ';':
+            cells = [cell.replace(',', '.') for cell in cells]
         if not any(cells):
             return []
         try:
-            left, top, right, bottom = map(float, cells)
+            a, b, c, d = map(float, cells)
         except ValueError:
             raise RunError(f'{self.path}: {list(row.values())} has no box of four numbers.') from None
-        return [left, top, left + right, top + bottom] if self.has_sides or self.written else [left, top, right, bottom]
+        return [a, b, c, d]
 
-    def split_of(self, row: dict[str, str], root: Path, picture: Path) -> Optional[str]:
-        paths = (Path(row.get(self.split, '')), self.path.relative_to(root), picture.relative_to(root).parent)
-        return next(filter(None, map(split_of, paths)), None)
+    def split_of(self, row: dict[str, str], data: Data) -> Optional[str]:
+        """Return the split by the column of splits, or by the name of the file.
 
-
-def kind_of_table(path: Path) -> Optional[str]:
-    """Return ``'CSV of boxes'`` or ``'CSV of classes'``, or None for other tables."""
-    try:
-        table = _Table(path)
-    except (RunError, csv.Error):
-        return None
-    if table.box and table.image:
-        return 'CSV of boxes'
-    return 'CSV of classes' if table.image and table.rows and len(table.columns) > 1 else None
+        Raises:
+            RunError: The column has a value that is no known split.
+        """
+        value = row.get(self.split, '')
+        if value and not split_in(value):
+            raise RunError(f'{self.path}: {self.split}={value!r}: expected train, val or test.')
+        return split_in(value) if value else data.splits.of(data.rel(self.path), is_file=True)
 
 
-def read_box_tables(files: list[Path], root: Path, images: list[Path]) -> Found:
-    """Read tables with a box in each row, as written by TensorFlow, keras-retinanet, Kaggle, Open Images and similar
-    tools.
+def _is_flag(cell: str) -> bool:
+    return bool(re.fullmatch(r'[01](\.0*)?', cell))
 
-    Coordinates are pixels. If all numbers of a table are from 0 to 1, they are relative to the size of the image.
+
+def _plain_names(data: Data) -> Optional[list[str]]:
+    """Return the class names of keras-retinanet's ``classes.csv`` (rows ``name,number``), or None."""
+    for path in [path for path in data.files if path.suffix.lower() == '.csv']:
+        rows = list(csv.reader(io.StringIO(read_text(path))))
+        if rows and all(len(row) == 2 and row[1].strip() == str(i) for i, row in enumerate(rows)):
+            data.used.add(path)
+            return [row[0].strip() for row in rows]
+    return None
+
+
+def read_box_tables(sources: list['Source'], data: Data) -> Claim:
+    """Read tables with a box in each row, as written by TensorFlow, keras-retinanet, Kaggle, Open Images and others.
 
     Raises:
-        RunError: A row has no valid box, or its image does not exist.
+        RunError: A row has no valid box, or its image does not exist, or tables differ in their columns.
     """
-    pictures, notes = Pictures(root, images), list[str]()
-    photos: dict[tuple[Path, Optional[str]], Photo] = {}
-    for path in files:
-        table = _Table(path)
+    notes, photos = list[str](), dict[tuple[Path, Optional[str]], Photo]()
+    names = _plain_names(data) if any(source.content.is_plain for source in sources) else None
+    meanings = {'corners' if source.content.is_plain and names else source.content.boxes for source in sources}
+    if sources[0].content.is_plain and not names and not data.options.boxes:
+        raise RunError(
+            f'{sources[0].path} has no header, and no classes.csv of keras-retinanet is beside it: give --boxes '
+            'corners|sides|centre.'
+        )
+    if len(meanings) > 1:
+        raise RunError(f'{sources[0].path} and {sources[1].path} have other columns of boxes: give --labels FILE.')
+    for path, _, table in sources:
         unused = table.unused(table.label, *table.box, *table.size)
-        unused = [name for name in unused if re.sub('[^a-z0-9]', '', name.lower()) not in _MARKS]
-        notes += [f'not used of {path.name}: {", ".join(unused)}'] * bool(unused)
-        notes += [f'{path.name} has no column of classes: all boxes are of one, "object"'] * (not table.label)
-        shares = bool(table.rows) and all(max(map(abs, table.edges(row)), default=0) <= 1 for row in table.rows)
-        for row in table.rows:
-            picture = pictures.find(path, row[table.image])
-            split = table.split_of(row, root, picture)
+        unused = [name for name in unused if table.column(name) not in _MARKS]
+        notes += [f'not used of {path.name}: {", ".join(unused)}'] if unused else []
+        name = data.options.classes[0] if data.options.classes else 'object'
+        if not table.label:
+            text = next((each for each in unused if _has_several_words(table, each)), None)
+            if text and not data.options.classes:
+                raise RunError(
+                    f'{path}: no column of classes among {", ".join(table.names)}. Is it {text}? Name it class, or '
+                    'give --classes NAME for boxes of one class.'
+                )
+            notes.append(f'{path.name} has no column of classes: all boxes are of one, {name!r}')
+        pictures = data.pictures.find(path, [row[table.image] for row in table.rows])
+        for row, picture in zip(table.rows, pictures):
+            split = table.split_of(row, data)
             if (picture, split) not in photos:
                 size = checked_size(path, picture, *(row.get(key) for key in table.size))
-                photos[picture, split] = Photo(picture, size, [], split)
-            photo = photos[picture, split]
-            edges, label = table.edges(row), row.get(table.label, 'object')
-            if not edges:
+                group = group_of(picture, row.get(table.group, ''))
+                photos[picture, split] = Photo(picture, size, [], split, path, group)
+            numbers, label = table.numbers(row), row.get(table.label, name)
+            if not numbers:
                 continue  # an image without object
             certain = {key for key in ('confidence', 'score') if re.fullmatch(r'1(\.0*)?', row.get(key, ''))}
-            marks = marks_of({key: row[key] for key in _MARKS if key in row and key not in certain})
             try:
-                corners = np.reshape(edges, (2, 2)) * (photo.size if shares else 1)
-                photo.objects.append(from_points(label, [corners], marks, is_outline=False))
+                marks = marks_of({key: row[key] for key in _MARKS if key in row and key not in certain})
             except ValueError as error:
-                raise RunError(f'{path}: {list(row.values())} is no box: {described(error)}.') from error
+                raise RunError(f'{path}: {list(row.values())}: {error}.') from error
             if not label:
                 raise RunError(f'{path}: {list(row.values())} has no class.')
-    classes = {str(item.name) for photo in photos.values() for item in photo.objects}
-    return list(photos.values()), read_names(root, 'classes.txt') or in_order(classes), notes
+            photos[picture, split].objects.append(Object(label, tuple(numbers), None, marks, is_raw=True))
+    photos_, classes = in_names(list(photos.values()), names or data.names('classes.txt'), data)
+    return Claim('CSV of boxes', photos_, classes, notes, meanings.pop())
 
 
-def in_order(names: Iterable[str]) -> list[str]:
-    """Sort class names alphabetically; names that are numbers come first, sorted by value."""
-    return sorted(names, key=lambda name: (0, float(name), '') if re.fullmatch(r'\d+', name) else (1, 0.0, name))
+def _has_several_words(table: Table, name: str) -> bool:
+    words = {row[table.column(name)] for row in table.rows}
+    return len(words) > 1 and not any(re.fullmatch(r'-?[\d.]*', word) for word in words)
 
 
 class Item(NamedTuple):
@@ -134,13 +201,15 @@ class Item(NamedTuple):
     path: Path
     name: str  # class
     split: Optional[str]
+    file: Path  # of the label
+    group: Optional[str] = None
 
     @property
     def classes(self) -> list[str]:
         return [self.name]
 
 
-def read_class_tables(files: list[Path], root: Path, images: list[Path]) -> tuple[list[Item], list[str]]:
+def read_class_tables(sources: list['Source'], data: Data) -> tuple[list[Item], list[str]]:
     """Read tables with a row for each image: a column with the class, or a 0/1 column for each class.
 
     Returns:
@@ -149,22 +218,28 @@ def read_class_tables(files: list[Path], root: Path, images: list[Path]) -> tupl
     Raises:
         RunError: A row has no class or several classes, or its image does not exist.
     """
-    pictures, notes = Pictures(root, images), list[str]()
-    items: dict[Path, Item] = {}
-    for path in files:
-        table = _Table(path)
+    notes, items = list[str](), dict[Path, Item]()
+    for path, _, table in sources:
         others = table.unused(table.label)
-        label = table.label or (table.columns[table.names.index(others[0])] if len(others) == 1 else '')
-        notes += [f'not used of {path.name}: columns {", ".join(others)}'] * bool(table.label and others)
-        for row in table.rows:
-            flags = dict(zip(others, (row[table.columns[table.names.index(name)]] for name in others)))
-            if not label and not all(re.fullmatch(r'[01](\.0*)?', flag) for flag in flags.values()):
-                raise RunError(f'{path}: expected a column of classes ({", ".join(_CLASS[:6])}) among {table.names}.')
-            names = [row[label]] * bool(row[label]) if label else [name for name in others if float(flags[name])]
+        label = table.label or (table.column(others[0]) if len(others) == 1 else '')
+        notes += [f'not used of {path.name}: columns {", ".join(others)}'] if table.label and others else []
+        pictures = data.pictures.find(path, [row[table.image] for row in table.rows])
+        for row, picture in zip(table.rows, pictures):
+            flagged = [name for name in others if not label and float(row[table.column(name)])]
+            names = [row[label]] * bool(row[label]) if label else flagged
             if len(names) != 1:
                 raise RunError(f'{path}: {list(row.values())} has {len(names)} classes; one an image is learnt.')
-            picture = pictures.find(path, row[table.image])
-            item = Item(picture, names[0], table.split_of(row, root, picture))
-            if items.setdefault(picture, item) != item:
-                raise RunError(f'{path}: {picture} is of {items[picture][1:]} and of {item[1:]}.')
+            group = group_of(picture, row.get(table.group, ''))
+            item = Item(picture, names[0], table.split_of(row, data), path, group)
+            if items.setdefault(picture, item)[:4] != item[:4]:
+                first = items[picture]
+                raise RunError(
+                    f'{picture} is labelled twice: {first.name!r} ({first.split}) in {data.name(first.file)}, and '
+                    f'{item.name!r} ({item.split}) in {data.name(path)}: give --labels FILE.'
+                )
+    labels = {item.name for item in items.values()}
+    for name in labels:
+        parts = set(re.split(r'[\s,;|]+', name)) - {name}
+        if len(parts & labels) > 1 or '|' in name:
+            raise RunError(f'{sources[0].path} has {name!r}, several classes; one an image is learnt.')
     return list(items.values()), notes

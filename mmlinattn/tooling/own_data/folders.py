@@ -1,83 +1,203 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Read images with one class each, from class folders or from CSV files."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Optional
 
 from ...utils.errors import RunError
-from .csv_files import Item, in_order, read_class_tables
-from .finding import SUFFIXES, OwnData, divide, find, is_hidden, read_names, split_of, unseen_classes
-from .kinds import kinds_of
+from .csv_files import Item, read_class_tables
+from .data import Data, Example, OwnData, folders_of
+from .images import check_whole
+from .kinds import UNKNOWN, Source, recognise_all, refusal
+from .names import has_role_only, some
+from .objects import name_table
+from .splits import class_table, divide, group_of
 
 
-def read_classes(root: Path) -> OwnData:
-    """Read images with one class each: from CSV files if these name at least half of the images, or else from class
-    folders.
+def read_classes(data: Data) -> OwnData:
+    """Read images with one class each, from CSV files or class folders.
 
     Labels are written to list files. MMPretrain would number the folders of each split by itself, and a split may lack
     a class.
 
     Raises:
-        RunError: There are fewer than two classes, or a class occurs only in val.
+        RunError: There are fewer than two classes, a class occurs only in val, or tables and folders differ.
     """
-    images, kinds = find(root, *SUFFIXES), kinds_of(root)
-    tables = kinds.files.get('CSV of classes', [])
-    kind, items, notes = 'CSV of classes', list[Item](), list[str]()
-    if tables:
-        try:
-            items, notes = read_class_tables(tables, root, images)
-        except RunError:
-            if not _folder_items(root, []):
-                raise
-    if 2 * len(items) < len(images):
-        notes = [f'{len(tables)} CSV files beside are not read, as {path.name}' for path in tables[:1]]
-        kind, items = 'folders of images', _folder_items(root, notes)
-    if not items and (kinds.files or kinds.unread):
-        raise RunError(kinds.refusal(root, 'a folder of images a class, and CSV files of images and classes'))
-    splits, more = divide(items)
+    data.need_images()
+    kinds = recognise_all(data)
+    kind, items, notes = _claim(data, kinds)
+    listed = data.names('classes.txt') if kind.startswith('CSV') else data.options.classes
+    order, names = name_table({item.name for item in items}, listed)
+    items = [item._replace(name=names[item.name]) for item in items]
+    splits, more = divide(data, items, 'classification', kind.startswith('CSV'))
     found = {item.name for item in splits['train']}
-    classes = read_names(root, 'classes.txt') if kind.startswith('CSV') else None
-    classes = [name for name in classes or in_order(found) if name in found]
+    classes = [name for name in order if name in found]
     for split, chosen in splits.items():
         others = {item.name for item in chosen} - set(classes)
         if others:
-            raise RunError(f'{split} has images of {min(others)!r}, and train has none ({", ".join(classes)}).')
+            raise RunError(f'{split} has images of {min(others)!r}, and train has none ({some(classes)}).')
     if len(classes) < 2:
-        raise RunError(f'DATA {str(root)!r} has images of {len(classes)} class(es): expected a folder a class.')
+        raise RunError(f'DATA {str(data.root)!r} has images of {len(classes)} class(es): expected a folder a class.')
+    for item in items:
+        check_whole(item.path)
     lists = {
-        split: ''.join(f'{i.path.relative_to(root).as_posix()} {classes.index(i.name)}\n' for i in chosen)
+        split: ''.join(f'{data.name(i.path)} {classes.index(i.name)}\n' for i in chosen)
         for split, chosen in splits.items()
     }
     used = {split: [item.path for item in chosen] for split, chosen in splits.items()}
-    notes = more + notes + unseen_classes(classes, splits)
-    return OwnData(kind, classes, used, lists, dict.fromkeys(lists, dict(data_prefix='')), notes)
+    labelled = {item.path for item in items}
+    left = [path for path in data.images if path not in labelled]
+    notes = more + notes
+    notes += [f'{len(left)} images without a class are left out: {folders_of(left, data.root)}'] if left else []
+    notes += class_table(classes, splits)
+    examples = [Example(item.path, title=item.name) for item in splits['train']]
+    return OwnData(kind, classes, used, lists, dict.fromkeys(lists, dict(data_prefix='')), notes, examples)
 
 
-def _folder_items(root: Path, notes: list[str]) -> list[Item]:
-    """Return the images in class folders, which are inside train/ and val/ or directly in ``root``."""
-    folders = [path for path in sorted(root.iterdir()) if path.is_dir() and not is_hidden(path.name)]
-    splits = {path: split_of(Path(path.name)) for path in folders}
-    named = set(splits.values())
+def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item], list[str]]:
+    """Return the only claim: format, images and notes.
 
-    def has_classes(top: Path) -> bool:
-        return sum(bool(find(each, *SUFFIXES)) for each in top.iterdir() if each.is_dir()) > 1
-
-    is_divided = 'train' in named
-    if named == {'train', None}:  # a folder train among others is a class, of locomotives, unless it has classes inside
-        is_divided = any(has_classes(path) for path in folders if splits[path])
-        other = next((path for path in folders if not splits[path] and has_classes(path)), None)
-        if is_divided and other:
+    Raises:
+        RunError: Tables and folders give an image other classes, or neither labels images.
+    """
+    tables = [*kinds.get('CSV of classes', []), *filter(_has_class_an_image, kinds.get('CSV of boxes', []))]
+    chosen = data.options.labels
+    fault: Optional[RunError] = None
+    folders, notes = list[Item](), list[str]()
+    if not chosen or chosen.is_dir() and not tables:
+        try:
+            folders = _folder_items(data, notes)
+        except RunError as error:
+            fault = error
+    if len({item.name for item in folders}) == 1 and len(kinds) > 0:
+        folders = []
+    if folders or fault:
+        tables = [table for table in tables if _names_an_image(table, data)]
+    if tables:
+        data.used.update(source.path for source in tables)
+        items, more = read_class_tables(tables, data)
+        by_path = {item.path: item for item in items}
+        other = next((item for item in folders if item.name != by_path.get(item.path, item).name), None)
+        if other:
             raise RunError(
-                f'DATA {str(root)!r}: train and {other.name} both hold folders of images. Is train a class, or the '
-                'split? Move what is not part of it.'
+                f'{other.path} is of the class {by_path[other.path].name!r} in {data.name(tables[0].path)}, and in a '
+                f'folder of {other.name!r}: give --labels FILE, or --labels {other.path.parent.parent} for the folders.'
             )
-    others = [path.name for path in folders if is_divided and not splits[path] and find(path, *SUFFIXES)]
-    notes += [f'{", ".join(others)} beside train: left out'] * bool(others)
-    tops: dict[Path, Any] = {path: split for path, split in splits.items() if split} if is_divided else {root: None}
-    items = []
-    for top, split in tops.items():
-        for path in find(top, *SUFFIXES):
-            if path.parent != top:
-                name, *rest = path.relative_to(top).parts
-                items.append(Item(path, name, split or split_of(Path(*rest[:-1]))))
+        if {item.path for item in folders} <= set(by_path):
+            return 'CSV of classes', items, more
+        rest = len({item.path for item in folders} - set(by_path))
+        raise RunError(
+            f'{data.name(tables[0].path)} and folders of classes both have labels, and {rest} images are in folders '
+            'alone: give --labels FILE, or --labels DIR for the folders.'
+        )
+    if fault:
+        others = (source for kind in kinds if kind not in (UNKNOWN, 'CSV of classes') for source in kinds[kind])
+        beside = next((f' {data.name(path)} is {kind}, which this task does not take.' for path, kind, _ in others), '')
+        raise RunError(f'{fault}{beside}')
+    if not folders:
+        raise refusal(data, kinds, {}, 'a folder of images a class, and CSV files of images and classes')
+    return 'folders of images', folders, notes
+
+
+def _has_class_an_image(source: Source) -> bool:
+    """Return True for a table of boxes that names each image once: it gives an image one class."""
+    table = source.content
+    images = [row[table.image] for row in table.rows]
+    return bool(table.label) and len(set(images)) == len(images)
+
+
+def _names_an_image(source: Source, data: Data) -> bool:
+    return any(data.pictures.named(row[source.content.image]) for row in source.content.rows)
+
+
+class _Folders:
+    """Folders with images below a folder: ``inner[folder]`` by name, and images that lie in none."""
+
+    def __init__(self, top: Path, images: Iterable[Path]):
+        self.top, self.loose = top, list[Path]()
+        below: dict[str, list[Path]] = {}
+        for path in images:
+            name, *rest = path.relative_to(top).parts
+            if rest:
+                below.setdefault(name, []).append(path)
+            else:
+                self.loose.append(path)
+        self.inner = {name: _Folders(top / name, paths) for name, paths in below.items()}
+        only = next(iter(self.inner.values()), None)
+        if only and len(self.inner) == 1 and not self.loose and only.inner:  # a folder around the others
+            self.top, self.loose, self.inner = only.top, only.loose, only.inner
+
+    @property
+    def images(self) -> list[Path]:
+        return [*self.loose, *(path for folder in self.inner.values() for path in folder.images)]
+
+    @property
+    def is_nested(self) -> bool:
+        return not self.loose and len(self.inner) > 1
+
+
+def _folder_items(data: Data, notes: list[str]) -> list[Item]:
+    """Return the images in class folders, which are inside of folders of splits or in one folder.
+
+    Raises:
+        RunError: It is unclear which folders are the classes or the splits, or images of val are in no folder.
+    """
+    top = _Folders(data.root, data.images)
+    given = [path for path in (data.options.train, data.options.val) if path and path.is_dir()]
+    splits = {name: data.splits.of_folder(name) for name in top.inner}
+    named = {name for name, split in splits.items() if split and top.inner[name].inner}
+    if given:
+        parts = [_Folders(path, [image for image in data.images if path in image.parents]) for path in given]
+    elif len(set(filter(None, splits.values()))) > 1 or named:
+        parts = _divided(data, top, splits, notes)
+    else:
+        parts = [top]
+    items, classes = [], [name for part in parts for name in part.inner]
+    if all(map(has_role_only, classes)) and not all(map(str.isdigit, classes)):
+        return []
+    for part in parts:
+        split = data.splits.of(data.rel(part.top)) if part is not top else None
+        for name, folder in part.inner.items():
+            inner = [each for each in folder.inner if not data.splits.of_folder(each)]
+            if folder.is_nested and len(inner) > 1:
+                same = [f'{other}' for other, each in part.inner.items() if each.inner.keys() == folder.inner.keys()]
+                what = f'{some(same, 3)} hold the same folders' if len(same) > 1 else f'{name} holds folders'
+                raise RunError(
+                    f'{part.top}: {what} ({some(inner, 4)}), nested: which are the classes? Give --train DIR and --val '
+                    'DIR if the upper ones are splits, else --images DIR of one level.'
+                )
+            items += [
+                Item(path, name, split or data.splits.of(path.relative_to(folder.top).parent), path, group_of(path))
+                for path in folder.images
+            ]
     return items
+
+
+def _divided(data: Data, top: _Folders, splits: dict[str, Optional[str]], notes: list[str]) -> list[_Folders]:
+    """Return the folders of splits, after checking what lies beside and in them."""
+    parts = {name: top.inner[name] for name, split in splits.items() if split}
+    names = {name for part in parts.values() for name in part.inner} | set(parts)
+    first = next(iter(name for name, split in splits.items() if split == 'train'), next(iter(parts)))
+    for name, folder in top.inner.items():
+        if name not in parts and names & folder.inner.keys() or name.lower() == 'dev' and 'val' not in splits:
+            inner = f'{len(folder.inner)} class(es), {some(folder.inner, 4)}'
+            raise RunError(
+                f'{top.top}: {first} and {name} both hold folders of images ({inner}). Is {name} a split? Give --train '
+                'DIR and --val DIR, or --images DIR.'
+            )
+        if name not in parts and folder.is_nested and len(parts) == 1:
+            raise RunError(
+                f'{top.top}: {first} and {name} both hold folders of images. Is {first} a class, or the split? Give '
+                '--train DIR and --val DIR, or --images DIR.'
+            )
+        if name in parts and folder.loose and splits[name] != 'test':
+            lists = [path for path in data.files if path.suffix.lower() in ('.txt', '.csv')]
+            raise RunError(
+                f'{folder.top}: {len(folder.loose)} images of {splits[name]} are in no folder of a class'
+                f'{"; the files " + some(map(data.name, lists), 4) + " do not tell it" if lists else ""}: sort them '
+                'into folders, or write a CSV file with filename,label.'
+            )
+    others = [name for name in top.inner if name not in parts]
+    notes += [f'{some(others)} beside {first}: left out'] if others else []
+    return list(parts.values())

@@ -1,142 +1,206 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Recognise annotation formats from the content of files."""
+"""Recognise the formats of label files by their content."""
 
+import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple
 
-from ...utils.errors import RunError
-from .csv_files import kind_of_table
-from .finding import find
+from ...utils.errors import RunError, described
+from .csv_files import Table
+from .data import Data, container, read_text
+from .names import some
 
-_GLIMPSE = 1 << 16  # characters at each end of a file
-_MAX_OPENED = 200  # label files that are opened
 BOXES = (
-    'COCO JSON, VOC XML, YOLO text files (labels/NAME.txt), LabelMe JSON, CVAT XML 1.1, Label Studio JSON, CSV and '
-    'KITTI text files'
+    'COCO JSON, VOC XML, YOLO text files, LabelMe JSON, CVAT XML 1.1, Label Studio JSON, CSV with a header '
+    '(filename, class, xmin, ymin, xmax, ymax) and KITTI text files'
 )
+UNKNOWN = 'of no known format'
 _AS_COCO = 'export it as COCO JSON'
-
-# suffix -> (format, patterns that all occur, remedy if it is not read); the first match counts
-_PATTERNS: dict[str, list[tuple[str, Sequence[str], str]]] = {
-    '.json': [
-        ('LabelMe JSON', [r'"shapes"\s*:', r'"(imagePath|imageHeight)"'], ''),
-        ('VGG Image Annotator JSON', [r'"(_via_\w+|shape_attributes)"\s*:'], f'{_AS_COCO} (Annotation, Export)'),
-        ('Supervisely JSON', [r'"(classTitle|geometryType|projectMeta)"\s*:'], _AS_COCO),
-        ('Datumaro JSON', [r'"(dm_format_version|media_type)"\s*:'], 'convert it by datum convert -f coco_instances'),
-        ('Darwin JSON of V7', [r'"(schema_ref|bounding_box)"\s*:'], _AS_COCO),
-        ('Labelbox JSON', [r'"(data_row|Labeled Data|featureId)"\s*:'], _AS_COCO),
-        ('BDD100K JSON', [r'"(box2d|poly2d)"\s*:'], 'convert it by bdd100k.label.to_coco'),
-        ('CreateML JSON', [r'"coordinates"\s*:', r'"(label|annotations)"\s*:'], f'{_AS_COCO} or VOC XML'),
-        ('Cityscapes polygons', [r'"imgHeight"\s*:', r'"objects"\s*:'], 'take its label images: --task segmentation'),
-        ('COCO panoptic JSON', [r'"segments_info"\s*:'], 'take the file instances_*.json'),
-        ('Label Studio JSON', [r'\A\s*\[', r'"(result|original_width|completions)"\s*:'], ''),
-        ('COCO JSON', [r'\A\s*\{', r'"(images|annotations)"\s*:'], ''),
-    ],
-    '.xml': [
-        ('CVAT XML', [r'<annotations[\s>]', r'<(image|meta)[\s>]'], ''),
-        ('CVAT XML', [r'<annotations[\s>]', r'<track[\s>]'], ''),
-        ('LabelMe XML', [r'<annotation[\s>]', r'<pt>'], 'export it as COCO JSON or VOC XML'),
-        ('VOC XML', [r'<annotation[\s>]'], ''),
-        ('dlib XML', [r'<dataset[\s>]', r'<box[\s>]'], f'{_AS_COCO} or VOC XML'),
-    ],
-    '.csv': [
-        ('VGG Image Annotator CSV', ['region_shape_attributes'], f'{_AS_COCO} (Annotation, Export)'),
-        ('CSV', [r'[,;\t]'], ''),
-    ],
-    '.tsv': [('CSV', [r'\t'], '')],
-    '.txt': [
-        ('KITTI text files', [r'^[A-Za-z_]\S*( -?[\d.]+){14,15}\s*$'], ''),
-        ('DOTA text files', [r'^(-?[\d.]+ ){8}\S+ [012]\s*$'], 'convert them by BboxToolkit, or draw upright boxes'),
-        ('VisDrone text files', [r'^-?\d+,-?\d+,\d+,\d+,[01],\d+,-?\d+,-?\d+,?\s*$'], 'convert them to COCO JSON'),
-        ('MOT text files', [r'^\d+,-?\d+(,-?[\d.]+){5,8}\s*$'], 'convert them by MMDetection, mot2coco.py'),
-        ('YOLO text files', [r'^\d+( -?[\d.]+(e-?\d+)?){4,}\s*$'], ''),
-    ],
-}
-_CONTAINERS = {
-    '.tfrecord': 'a TFRecord',
-    '.parquet': 'a Parquet table',
-    '.ndjson': 'NDJSON',
-    '.jsonl': 'JSON lines',
-    '.manifest': 'a manifest of SageMaker Ground Truth',
-    '.mdb': 'an LMDB',
-    '.mat': 'a MATLAB file',
-    '.pkl': 'a pickle',
-    '.h5': 'an HDF5 file',
-    '.zip': 'an archive',
-    '.tar': 'an archive',
+_GLIMPSE = 1 << 16  # characters of XML and text files
+# formats that are not read -> remedy
+_REMEDIES = {
+    'VGG Image Annotator JSON': f'{_AS_COCO} (Annotation, Export)',
+    'VGG Image Annotator CSV': f'{_AS_COCO} (Annotation, Export)',
+    'Label Studio CSV': 'export JSON',
+    'Google AutoML CSV': 'write a header filename,class,xmin,ymin,xmax,ymax and the corners below it',
+    'CSV of PredictionString': 'write a row for each box: filename,class,xmin,ymin,xmax,ymax',
+    'CSV of run lengths (EncodedPixels)': 'write segmentation masks as PNG, or COCO JSON',
+    'CSV of quadrilaterals': 'write corners of upright boxes: xmin,ymin,xmax,ymax',
+    'CSV of several classes an image': 'one class an image is learnt',
+    'Datumaro JSON': 'convert it by datum convert -f coco_instances',
+    'BDD100K JSON': 'convert it by bdd100k.label.to_coco',
+    'CreateML JSON': f'{_AS_COCO} or VOC XML',
+    'Cityscapes polygons': 'take its segmentation masks: --task segmentation',
+    'COCO panoptic JSON': 'take the file instances_*.json',
+    'LabelMe XML': f'{_AS_COCO} or VOC XML',
+    'dlib XML': f'{_AS_COCO} or VOC XML',
+    'DOTA text files': 'convert them by BboxToolkit, or draw upright boxes',
+    'VisDrone text files': 'convert them to COCO JSON',
+    'MOT text files': 'convert them by MMDetection, mot2coco.py',
 }
 
 
-class Kinds(NamedTuple):
-    """Annotation files of a folder, by format."""
+class Source(NamedTuple):
+    """Label file and its content: parsed JSON, a table, or None."""
 
-    files: dict[str, list[Path]]  # of supported formats
-    unread: dict[str, list[Path]]  # of others, and containers
-
-    def refusal(self, root: Path, read: str) -> str:
-        """Return the message for data without a supported format: it names the format that was found, and a remedy."""
-        for kind, files in self.unread.items():
-            if kind in _REMEDIES or not self.files:
-                remedy = _REMEDIES.get(kind, 'unpack or convert it')
-                return f'DATA {str(root)!r}: {files[0].name} is {kind}, which is not read here: {remedy}.'
-        for kind, files in self.files.items():
-            return f'DATA {str(root)!r}: {files[0].name} is {kind}, which this task does not take; it takes {read}.'
-        others = find(root, '.json', '.xml', '.csv', '.txt', '.yaml')
-        unknown = f' ({len(others)} files as {others[0].name} are of no known format)' if others else ''
-        return f'DATA {str(root)!r}: no annotations in it{unknown}. It takes {read}.'
+    path: Path
+    kind: str
+    content: Any = None
 
 
-_REMEDIES = {kind: remedy for rows in _PATTERNS.values() for kind, _, remedy in rows if remedy}
+def _first(value: Any) -> dict:
+    """Return the first entry of a list or object if it is an object, else {}."""
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    first = next(iter(entries), None)
+    return first if isinstance(first, dict) else {}
 
 
-def kind_of(path: Path) -> Optional[str]:
-    """Return the annotation format of a file, or None if it is not recognised."""
-    if path.suffix.lower() in _CONTAINERS:
-        return _CONTAINERS[path.suffix.lower()]
-    try:
-        with path.open(encoding='utf-8-sig', errors='replace') as file:
-            text, rest = file.read(_GLIMPSE), file.read()
-    except OSError as error:
-        raise RunError(f'{path} cannot be read: {error.strerror}') from error
-    glimpse = text + rest[-_GLIMPSE:]
-    for kind, patterns, _ in _PATTERNS.get(path.suffix.lower(), ()):
-        if all(re.search(pattern, glimpse, re.MULTILINE) for pattern in patterns):
-            return kind_of_table(path) if kind == 'CSV' else kind
-    if '"categories"' in text and re.search(r'"(images|annotations)"\s*:', rest):
-        return 'COCO JSON'  # categories may fill the beginning
-    return None
+def _json_kind(content: Any) -> str:
+    """Return the format of parsed JSON by its keys, or ''."""
+    keys = set(content) if isinstance(content, dict) else set()
+    first = _first(content)
+    inner = _first(first.get('annotations')) or _first(first.get('labels'))
+    is_list = isinstance(content, list)
+    of_coco = _first(content.get('annotations')) if isinstance(content, dict) else {}
+    results = [value for value in first.values() if isinstance(value, list) and any(map(_is_result, value))]
+    rules: list[tuple[str, object]] = [
+        ('LabelMe JSON', isinstance(content, dict) and isinstance(content.get('shapes'), list)),
+        ('VGG Image Annotator JSON', any(key.startswith('_via') for key in keys) or 'regions' in first),
+        ('Supervisely JSON', 'projectType' in keys or 'objects' in keys and 'classTitle' in _first(content['objects'])),
+        ('Datumaro JSON', keys & {'dm_format_version', 'media_type'}),
+        ('Darwin JSON of V7', 'schema_ref' in keys or {'item', 'annotations'} <= keys or 'bounding_box' in of_coco),
+        ('Labelbox JSON', {'data_row', 'Labeled Data'} & (set(first) | keys)),
+        ('Scale AI JSON', 'task_id' in first),
+        ('BDD100K JSON', is_list and {'box2d', 'poly2d'} & set(inner)),
+        ('CreateML JSON', is_list and 'coordinates' in inner),
+        ('Cityscapes polygons', {'imgHeight', 'objects'} <= keys),
+        ('Segment Anything JSON (SA-1B)', isinstance(content, dict) and isinstance(content.get('image'), dict)),
+        ('COCO panoptic JSON', 'segments_info' in of_coco),
+        ('Label Studio JSON', is_list and ('data' in first and {'annotations', 'completions'} & set(first) or results)),
+        ('captions of COCO', 'caption' in of_coco),
+        ('a list of images', keys >= {'images', 'categories'} and content['images'] and not content.get('annotations')),
+        (
+            'COCO JSON of classes',
+            of_coco and {'images', 'categories'} <= keys and not {'bbox', 'segmentation'} & set(of_coco),
+        ),
+        ('COCO JSON', isinstance(content, dict) and _is_coco(content)),
+    ]
+    return next((kind for kind, is_so in rules if is_so), '')
 
 
-def kinds_of(root: Path, files: Optional[list[Path]] = None) -> Kinds:
-    """Group annotation files by format: those below ``root``, or only ``files`` if given."""
-    found: dict[str, list[Path]] = {}
-    texts: list[Path] = []
-    for path in files or find(root, *_PATTERNS, *_CONTAINERS):
-        if path.suffix.lower() == '.txt':
-            texts.append(path)
-            continue
-        kind = kind_of(path)
-        if kind is None and path.suffix.lower() == '.json' and _SPLIT_NAME.fullmatch(path.stem):
-            kind = 'COCO JSON'  # its reader reports the fault
-        if kind:
-            found.setdefault(kind, []).append(path)
-    counts: dict[str, list[Path]] = {}
-    for path in texts[:: -(-len(texts) // _MAX_OPENED) or 1]:
-        kind = kind_of(path)
-        if kind:
-            counts.setdefault(kind, []).append(path)
-    if counts:
-        kind = max(counts, key=lambda each: len(counts[each]))
-        found[kind] = texts
-    elif any(path.parent.name.lower() in ('labels', 'obj_train_data') for path in texts):
-        found['YOLO text files'] = texts
-    read = {row[0] for rows in _PATTERNS.values() for row in rows if not row[2]} | {'CSV of boxes', 'CSV of classes'}
-    return Kinds(
-        {kind: paths for kind, paths in found.items() if kind in read},
-        {kind: paths for kind, paths in found.items() if kind not in read},
+def _is_coco(content: dict) -> bool:
+    lists = [key for key in ('images', 'annotations', 'categories') if isinstance(content.get(key), list)]
+    return lists[:1] == ['images'] and len(lists) > 1
+
+
+def _is_result(value: Any) -> bool:
+    """Return True for a shape of Label Studio's JSON-MIN."""
+    return (
+        isinstance(value, dict) and any(key.endswith('labels') for key in value) and bool({'x', 'points'} & set(value))
     )
 
 
-_SPLIT_NAME = re.compile(r'(instances_|_annotations.*)?(train|val|test)?(?:ing|id|idation)?\d*(_annotations.*)?', re.I)
+_XML = [
+    ('CVAT XML', r'<annotations[\s>].*<(image|meta|track)[\s>]'),
+    ('LabelMe XML', r'<annotation[\s>].*<pt>'),
+    ('VOC XML', r'<annotation(\s[^>]*)?>.*<(object|size|filename)>'),
+    ('dlib XML', r'<dataset[\s>].*<box[\s>]'),
+]
+_NUMBER = r'-?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?'
+_LINES = [
+    ('KITTI text files', rf'[A-Za-z_]\S*( {_NUMBER}){{14,15}}'),
+    ('DOTA text files', rf'({_NUMBER} ){{8}}[A-Za-z]\S*( \d)?'),
+    ('VisDrone text files', r'-?\d+,-?\d+,\d+,\d+,[01],\d+,-?\d+,-?\d+,?'),
+    ('MOT text files', rf'\d+,-?\d+(,{_NUMBER}){{5,8}}'),
+    ('YOLO text files', rf'\d+(\.0*)?(\s+({_NUMBER}|nan)){{4,}}'),
+]
+
+
+def _text_kind(text: str) -> str:
+    """Return the format of most of the first lines of a text file, or ''."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()][:20]
+    counts = Counter(kind for line in lines for kind, pattern in _LINES if re.fullmatch(pattern, line))
+    kind, count = next(iter(counts.most_common(1)), ('', 0))
+    return kind if 2 * count >= len(lines) - 2 and count else ''
+
+
+def recognise(path: Path) -> Source:
+    """Return the format of a label file by its content; the kind is :data:`UNKNOWN` if it is none of the known.
+
+    Raises:
+        RunError: JSON is damaged, or a table cannot be read.
+    """
+    suffix = path.suffix.lower()
+    if container(path):
+        return Source(path, container(path))
+    if suffix == '.json':
+        try:
+            content = json.loads(read_text(path))
+        except ValueError as error:
+            raise RunError(f'{path} is no whole JSON file: {described(error)}') from error
+        if isinstance(content, dict):
+            content.pop('imageData', None)
+        return Source(path, _json_kind(content) or UNKNOWN, content)
+    if suffix in ('.csv', '.tsv'):
+        table = Table(path)
+        return Source(path, table.kind or UNKNOWN, table)
+    with path.open(encoding='utf-8-sig', errors='replace') as file:
+        text = file.read(_GLIMPSE)
+    if suffix == '.xml':
+        found = (kind for kind, pattern in _XML if re.search(pattern, text, re.DOTALL))
+        return Source(path, next(found, UNKNOWN))
+    return Source(path, (_text_kind(text) if suffix == '.txt' else '') or UNKNOWN)
+
+
+def recognise_all(data: Data) -> dict[str, list[Source]]:
+    """Return the label files of a data set by format.
+
+    Empty text files and those with other lines count as labels if they lie beside labels of an image.
+    """
+    found: dict[str, list[Source]] = {}
+    texts: dict[Path, list[Source]] = {}
+    for path in data.labels + data.containers:
+        if path.suffix.lower() not in ('.yaml', '.yml', '.names', '.data'):
+            source = recognise(path)
+            if path.suffix.lower() == '.txt':
+                texts.setdefault(path.parent, []).append(source)
+            else:
+                found.setdefault(source.kind, []).append(source)
+    ours = {source for sources in texts.values() for source in sources if data.pictures.named(source.path.stem)}
+    whole = Counter(source.kind for source in ours if source.kind != UNKNOWN)
+    for sources in texts.values():
+        here = Counter(source.kind for source in sources if source in ours and source.kind != UNKNOWN)
+        is_empty = all(not source.path.stat().st_size for source in sources)
+        kind, _ = next(iter((whole if is_empty else here).most_common(1)), (UNKNOWN, 0))
+        for source in sources:
+            known = source.kind if source.kind in _REMEDIES else UNKNOWN
+            found.setdefault(kind if source in ours else known, []).append(source)
+    return found
+
+
+def refusal(data: Data, kinds: dict[str, list[Source]], readers: dict[str, Callable], read: str) -> RunError:
+    """Return the error for data without a claim: it names a format that was found and its remedy, or the files."""
+    for kind, sources in kinds.items():
+        if kind not in readers and kind != UNKNOWN:
+            table = sources[0].content
+            why = f' (columns {some(table.names)})' if isinstance(table, Table) else ''
+            remedy = _REMEDIES.get(kind, 'unpack or convert it' if sources[0].path in data.containers else _AS_COCO)
+            return RunError(
+                f'DATA {str(data.root)!r}: {data.name(sources[0].path)} is {kind}{why}, which is not read here: '
+                f'{remedy}. It takes {read}.'
+            )
+    unknown = kinds.get(UNKNOWN, [])
+    tables = [source for source in unknown if isinstance(source.content, Table)]
+    if tables:
+        names = some(tables[0].content.names)
+        return RunError(
+            f'DATA {str(data.root)!r}: {data.name(tables[0].path)} is a table without a known header; its columns are '
+            f'{names}. It takes {read}.'
+        )
+    listed = some((data.name(source.path) for source in unknown), 8)
+    there = f' ({listed}: {UNKNOWN})' if unknown else ''
+    there += f'; images of a kind that is not read: {data.unread}' if data.unread else ''
+    return RunError(f'DATA {str(data.root)!r}: no annotations in it{there}. It takes {read}.')

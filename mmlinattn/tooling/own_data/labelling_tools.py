@@ -4,7 +4,6 @@
 import base64
 import io
 import itertools
-import json
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -15,8 +14,12 @@ import numpy as np
 from PIL import Image
 
 from ...utils.errors import RunError, described
-from .finding import SUFFIXES, read_names, split_of
-from .objects import Found, Object, Photo, Pictures, checked_size, corners, ellipse, from_points, marks_of
+from .data import Data
+from .images import SUFFIXES
+from .kinds import Source
+from .names import shared_key
+from .objects import Claim, Object, Photo, checked_size, corners, ellipse, from_points, in_names, in_order, marks_of
+from .splits import group_of
 
 
 class _Shape(NamedTuple):
@@ -64,12 +67,13 @@ def _placed(mask: np.ndarray, left: int, top: int, size: tuple[int, int]) -> np.
     return whole
 
 
-def _classes(root: Path, photos: list[Photo], listed: Optional[list[str]] = None) -> list[str]:
-    """Return the class names of a list file (or of ``listed``), followed by other classes that occur."""
-    found = {item.name for photo in photos for item in photo.objects if item.name is not None}
-    listed = listed or read_names(root, 'classes.txt', 'labels.txt') or []
-    listed = [name for name in listed if name in found or not name.startswith('_')]
-    return [*listed, *sorted(found - set(listed))]
+def _listed(data: Data, photos: list[Photo], *listed: str) -> Optional[list[str]]:
+    """Return the class names of a list file (or ``listed``), without LabelMe's ``__ignore__`` and ``_background_``."""
+    found = {str(item.name) for photo in photos for item in photo.objects}
+    names = data.names('classes.txt', 'labels.txt')
+    if names is None and listed:
+        names = [*listed, *in_order(found - set(listed))]
+    return [name for name in names or () if name in found or not name.startswith('_')] or None
 
 
 def _left_out(counts: Counter) -> list[str]:
@@ -82,26 +86,30 @@ def _left_out(counts: Counter) -> list[str]:
 _OF_SHAPES = {'label', 'points', 'shape_type', 'group_id', 'flags', 'mask', 'attributes', 'direction', 'kie_linking'}
 
 
-def read_labelme(files: list[Path], root: Path, images: list[Path]) -> Found:
+def read_labelme(sources: list[Source], data: Data) -> Claim:
     """Read LabelMe and X-AnyLabeling JSON, one file for each image.
 
     Raises:
         RunError: A file is damaged, or its image does not exist.
     """
-    pictures, photos, lost, flags = Pictures(root, images), list[Photo](), Counter[str](), set[str]()
-    for path in files:
-        content = _json(path)
-        name = str(content.get('imagePath') or path.stem)
-        picture = pictures.find(path, name if pictures.has(name) else path.stem)
+    photos, lost, flags = list[Photo](), Counter[str](), set[str]()
+    keys = {shared_key(data.rel(path).parent) for path, *_ in sources}
+    for path, _, content in sources:
+        name = str(content.get('imagePath') or '')
+        if name and (data.pictures.named(name) or not data.pictures.named(path.stem)):
+            (picture,) = data.pictures.find(path, [name])
+        else:
+            picture = data.pictures.of_label(path, keys)
         size = checked_size(path, picture, content.get('imageWidth'), content.get('imageHeight'))
         flags |= marks_of(content.get('flags') or {})
         try:
             objects = _objects(_labelme_shapes(content['shapes'], size, lost))
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise RunError(f'{path} cannot be read: {described(error)}') from error
-        photos.append(Photo(picture, size, objects, split_of(path.relative_to(root).parent)))
-    notes = [f'not used of the images: flags {", ".join(sorted(flags))}'] * bool(flags)
-    return photos, _classes(root, photos), notes + _left_out(lost)
+        photos.append(Photo(picture, size, objects, None, path, group_of(picture)))
+    notes = [f'not used of the images: flags {", ".join(sorted(flags))}'] if flags else []
+    photos, classes = in_names(photos, _listed(data, photos), data)
+    return Claim('LabelMe JSON', photos, classes, notes + _left_out(lost))
 
 
 def _labelme_shapes(shapes: list[dict], size: tuple[int, int], lost: Counter) -> Iterator[_Shape]:
@@ -116,7 +124,7 @@ def _labelme_shapes(shapes: list[dict], size: tuple[int, int], lost: Counter) ->
             with Image.open(io.BytesIO(base64.b64decode(shape['mask']))) as image:
                 points = _placed(np.asarray(image) > 0, int(points[0, 0]), int(points[0, 1]), size)
         elif kind == 'rotation':
-            marks |= {'turned'}
+            marks |= {'rotated'}
         elif kind != 'rectangle' and (kind != 'polygon' or len(points) < 3):
             lost[kind] += 1
             continue
@@ -124,24 +132,17 @@ def _labelme_shapes(shapes: list[dict], size: tuple[int, int], lost: Counter) ->
         yield _Shape(str(shape['label']), points, is_outline, marks, shape.get('group_id'))
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding='utf-8-sig'))
-    except (OSError, ValueError) as error:
-        raise RunError(f'{path} is no whole JSON file: {described(error)}') from error
-
-
 # -- CVAT -------------------------------------------------------------------------------------------------------------
 
 
-def read_cvat(files: list[Path], root: Path, images: list[Path]) -> Found:
+def read_cvat(sources: list[Source], data: Data) -> Claim:
     """Read CVAT XML 1.1 for images.
 
     Raises:
         RunError: A file is damaged or is for videos, or an image does not exist.
     """
-    pictures, photos, lost, labels = Pictures(root, images), list[Photo](), Counter[str](), list[str]()
-    for path in files:
+    photos, lost, labels = list[Photo](), Counter[str](), list[str]()
+    for path, *_ in sources:
         try:
             tree = ElementTree.parse(path).getroot()
         except (OSError, ElementTree.ParseError) as error:
@@ -150,16 +151,20 @@ def read_cvat(files: list[Path], root: Path, images: list[Path]) -> Found:
             raise RunError(f'{path} is CVAT XML for videos: export "CVAT for images 1.1" or COCO JSON.')
         listed = [label for label in tree.iter('label') if label.find('name') is not None]
         labels += [str(label.findtext('name')) for label in listed if not (label.findtext('parent') or '').strip()]
-        for image in tree.iter('image'):
-            picture = pictures.find(path, image.get('name', ''))
+        images = list(tree.iter('image'))
+        pictures = data.pictures.find(path, [image.get('name', '') for image in images])
+        of_file = data.splits.of(data.rel(path), is_file=True)
+        for image, picture in zip(images, pictures):
             size = checked_size(path, picture, image.get('width'), image.get('height'))
             try:
                 objects = _objects(_cvat_shapes(image, size, lost))
             except (KeyError, TypeError, ValueError) as error:
                 raise RunError(f'{path}, image {image.get("name")!r}: {described(error)}.') from error
-            paths = Path(image.get('subset', '')), Path(image.get('name', '')).parent, path.relative_to(root)
-            photos.append(Photo(picture, size, objects, next(filter(None, map(split_of, paths)), None)))
-    return photos, _classes(root, photos, list(dict.fromkeys(labels))), _left_out(lost)
+            own = Path(image.get('subset', '')), Path(image.get('name', '')).parent
+            split = next(filter(None, map(data.splits.of, own)), of_file)
+            photos.append(Photo(picture, size, objects, split, path, group_of(picture)))
+    photos, classes = in_names(photos, _listed(data, photos, *dict.fromkeys(labels)), data)
+    return Claim('CVAT XML', photos, classes, _left_out(lost))
 
 
 def _cvat_shapes(image: ElementTree.Element, size: tuple[int, int], lost: Counter) -> Iterator[_Shape]:
@@ -170,7 +175,7 @@ def _cvat_shapes(image: ElementTree.Element, size: tuple[int, int], lost: Counte
         marks |= marks_of({str(each.get('name')): each.text for each in shape.iter('attribute')})
         if kind == 'box':
             points = corners(tuple(numbers[key] for key in ('xtl', 'ytl', 'xbr', 'ybr')), turn)
-            marks |= {'turned'} if turn % 180 else set()
+            marks |= {'rotated'} if turn % 180 else set()
         elif kind == 'polygon':
             points = np.array([pair.split(',') for pair in values['points'].split(';')], float)
         elif kind == 'ellipse':
@@ -197,35 +202,37 @@ def _is_number(text: str) -> bool:
 # -- Label Studio -----------------------------------------------------------------------------------------------------
 
 
-def read_label_studio(files: list[Path], root: Path, images: list[Path]) -> Found:
+def read_label_studio(sources: list[Source], data: Data) -> Claim:
     """Read Label Studio's JSON or JSON-MIN. Tasks without annotations are left out.
 
     Raises:
         RunError: A file is damaged, has brush masks or rotated images, or an image does not exist.
     """
-    pictures, photos, lost, several, open_tasks = Pictures(root, images), list[Photo](), Counter[str](), 0, 0
-    for path in files:
-        for number, task in enumerate(_json(path)):
+    photos, lost, several, open_tasks = list[Photo](), Counter[str](), 0, 0
+    for path, _, content in sources:
+        tasks: list[tuple[dict, list[dict]]] = []
+        for task in content:
             results = [each for each in task.get('annotations') or task.get('completions') or () if _counts(each)]
             if 'annotations' not in task and 'completions' not in task:  # JSON-MIN has the values beside the image
                 lists = (value for value in task.values() if isinstance(value, list))
                 shapes = [each for each in itertools.chain(*lists) if isinstance(each, dict)]
                 results = [dict(result=[dict(value=shape, **shape) for shape in shapes])]
             several += len(results) > 1
-            if not results:
-                open_tasks += 1
-                continue
-            address = _address(task.get('data') or task)
-            picture = pictures.find(path, address, is_upload=True)
+            open_tasks += not results
+            tasks += [(task, results[0]['result'])] if results else []
+        addresses = [_address(task.get('data') or task) for task, _ in tasks]
+        of_file = data.splits.of(data.rel(path), is_file=True)
+        for (task, shapes), picture in zip(tasks, data.pictures.find(path, addresses, is_upload=True)):
             size = checked_size(path, picture)
             try:
-                objects = _objects(_studio_shapes(results[0]['result'], path, picture, lost))
+                objects = _objects(_studio_shapes(shapes, path, picture, lost))
             except (KeyError, TypeError, ValueError) as error:
-                raise RunError(f'{path}, task {task.get("id", number)}: {described(error)}.') from error
-            photos.append(Photo(picture, size, objects, split_of(picture.relative_to(root).parent)))
-    notes = [f'{open_tasks} tasks without annotation are left out'] * bool(open_tasks)
-    notes += [f'{several} tasks have several annotations: the first is read'] * bool(several)
-    return photos, _classes(root, photos), notes + _left_out(lost)
+                raise RunError(f'{path}, task {task.get("id", picture.name)}: {described(error)}.') from error
+            photos.append(Photo(picture, size, objects, of_file, path, group_of(picture)))
+    notes = [f'{open_tasks} tasks without annotation are left out'] if open_tasks else []
+    notes += [f'{several} tasks have several annotations: the first is read'] if several else []
+    photos, classes = in_names(photos, _listed(data, photos), data)
+    return Claim('Label Studio JSON', photos, classes, notes + _left_out(lost))
 
 
 def _counts(annotation: Any) -> bool:
@@ -262,7 +269,7 @@ def _studio_shapes(results: list[dict], path: Path, picture: Path, lost: Counter
         elif 'width' in value and 'keypointlabels' not in value:
             x, y, w, h = np.array([value[key] for key in ('x', 'y', 'width', 'height')], float) * np.tile(share, 2)
             points = corners((x, y, x + w, y + h), turn, pivot=(x, y))
-            marks |= {'turned'} if turn % 180 else set()
+            marks |= {'rotated'} if turn % 180 else set()
         else:
             lost[str(result.get('type', 'keypoint'))] += 1
             continue

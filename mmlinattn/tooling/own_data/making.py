@@ -23,9 +23,11 @@ from ..swapping.upstream import Upstream
 from ..swapping.writing import difference, statement
 from ..swapping.zoo import find_backbone, recipes
 from .boxes import read_boxes
-from .finding import NOT_READ, ImageFormat, OwnData, find, image_format, page_notes
+from .data import Data, Options, OwnData
+from .drawing import draw_examples
 from .folders import read_classes
-from .label_images import read_masks
+from .images import ImageFormat, image_format, page_notes
+from .masks import read_masks
 
 TASKS = {'detection': 'mmdet', 'segmentation': 'mmseg', 'classification': 'mmpretrain'}
 _BATCH = {'detection': 2, 'segmentation': 4, 'classification': 32}
@@ -46,6 +48,12 @@ class ConfigArgs(NamedTuple):
     channels: Optional[int] = None
     classes: Optional[list[str]] = None
     scratch: bool = False
+    boxes: Optional[str] = None
+    units: Optional[str] = None
+    images: Optional[Path] = None
+    labels: Optional[Path] = None
+    train: Optional[Path] = None
+    val: Optional[Path] = None
 
     @property
     def root(self) -> Path:
@@ -86,16 +94,15 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
         raise RunError(f'--out {str(args.out)!r} is inside of DATA: write it beside, as annotation files go with it.')
     if args.data in (_file(args, split) for split in ('train', 'val', 'test')):
         raise RunError(f'--out {str(args.out)!r}: an annotation file beside it would be written over DATA; rename it.')
+    given = Options(**{key: getattr(args, key) for key in Options._fields})
+    files = Data(args.data, given)
     if args.task == 'detection':
-        data = read_boxes(args.data)
+        data = read_boxes(files)
     elif args.task == 'segmentation':
-        copies = args.out.with_name(f'{args.out.stem}_labels')
-        data = read_masks(args.root, args.classes, copies)
+        data = read_masks(files, args.out.with_name(f'{args.out.stem}_labels'))
     else:
-        data = read_classes(args.root)
-    skipped = find(args.root, *NOT_READ)
-    if skipped:
-        data.notes.append(f'{len(skipped)} files are of a kind that is not read, as {skipped[0].name}: left out')
+        data = read_classes(files)
+    data.notes.extend(files.unused())
     data.notes.extend(page_notes(path for paths in data.images.values() for path in paths))
     pixels = image_format(data.images['train'], args.channels)
     base = _base(args, data)
@@ -109,6 +116,9 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
     body = ''.join(statement(key, value) for key, value in values.items())
     args.out.write_text(header + body, encoding='utf-8')
     trial = _try(args)
+    picture = args.out.with_name('labels.png')
+    draw_examples(data, picture)
+    notes.append(f'{picture} shows {min(6, len(data.examples))} training images with their labels: look at it')
     return [found, *data.notes, *pixels.notes, *notes, *_durations(args, values, data, trial)], trial
 
 

@@ -8,32 +8,41 @@ from pathlib import Path
 import numpy as np
 
 from ...utils.errors import RunError, described
-from .finding import read_lists, read_names, split_of
-from .objects import Found, Object, Photo, Pictures, checked_size, corners, from_points, marks_of
+from .data import Data
+from .kinds import Source
+from .names import shared_key
+from .objects import Claim, Object, Photo, checked_size, corners, from_points, in_names, marks_of
+from .splits import group_of
 
 
-def read_voc_files(files: list[Path], root: Path, images: list[Path]) -> Found:
-    """Read every XML file with its image. The split comes from ImageSets/Main, or else from the folder.
+def read_voc_files(sources: list[Source], data: Data) -> Claim:
+    """Read every XML file with its image.
 
     Raises:
-        RunError: A file is damaged, or its image does not exist.
+        RunError: A file is damaged, or its image does not exist, or its name and its ``<filename>`` are of two images.
     """
-    lists, source = read_lists(root, 'Main', {path.stem for path in files})
-    pictures, owners, photos = Pictures(root, images), dict[Path, Path](), list[Photo]()
-    for path in [path for path in files if not lists or path.stem in lists]:
-        picture = pictures.find(path, path.stem)
-        if owners.setdefault(picture, path) != path:
-            raise RunError(f'{owners[picture]} and {path} are both of the image {picture}.')
-        split = lists[path.stem] if lists else split_of(path.parent.relative_to(root))
-        photos.append(read_voc(path, picture)._replace(split=split))
-    missing = set(lists) - {photo.path.stem for photo in photos}
-    if missing:
-        raise RunError(f'{source} names {min(missing)}, of which there is no XML file.')
-    found = {str(item.name) for photo in photos for item in photo.objects}
-    classes = read_names(root, 'classes.txt', 'labelmap.txt') or sorted(found)
-    if found - set(classes):
-        raise RunError(f'the XML files have boxes of {min(found - set(classes))!r}, which classes.txt does not list.')
-    return photos, classes, []
+    photos, keys = list[Photo](), {shared_key(data.rel(path).parent) for path, *_ in sources}
+    for path, *_ in sources:
+        tree = _parsed(path)
+        name = Path((tree.findtext('filename') or '').strip().replace('\\', '/')).name
+        is_named, has_own = bool(name and data.pictures.named(name)), bool(data.pictures.named(path.stem))
+        picture = data.pictures.of_label(path, keys, name if is_named and not has_own else '')
+        if is_named and has_own and picture.stem != Path(name).stem and picture.name != name:
+            raise RunError(
+                f'{path}: its name is that of {picture.name}, its <filename> {name!r} is another image: correct one.'
+            )
+        if is_named and has_own and picture.name != name:  # a.png beside a.jpg
+            picture = data.pictures.of_label(path, keys, name)
+        photos.append(read_voc(path, picture))
+    photos, classes = in_names(photos, data.names('classes.txt', 'labelmap.txt'), data)
+    return Claim('VOC XML', photos, classes, [], 'corners', 'pixels')
+
+
+def _parsed(path: Path) -> ElementTree.Element:
+    try:
+        return ElementTree.parse(path).getroot()
+    except (OSError, ElementTree.ParseError) as error:
+        raise RunError(f'{path} cannot be read: {described(error)}') from error
 
 
 def read_voc(path: Path, picture: Path) -> Photo:
@@ -42,15 +51,15 @@ def read_voc(path: Path, picture: Path) -> Photo:
     Raises:
         RunError: The file is not a VOC annotation, or belongs to another image.
     """
+    tree = _parsed(path)
     try:
-        tree = ElementTree.parse(path).getroot()
         size = [tree.findtext(f'size/{side}') for side in ('width', 'height')]
         objects = [_object(item) for item in tree.iter('object')]
         if not all(math.isfinite(edge) for item in objects for edge in item.box):
             raise ValueError('a box that is no number')
-    except (OSError, ElementTree.ParseError, ValueError) as error:
+    except ValueError as error:
         raise RunError(f'{path} cannot be read: {described(error)}') from error
-    return Photo(picture, checked_size(path, picture, *size), objects)
+    return Photo(picture, checked_size(path, picture, *size), objects, None, path, group_of(picture))
 
 
 def _object(item: ElementTree.Element) -> Object:
@@ -65,14 +74,14 @@ def _object(item: ElementTree.Element) -> Object:
     shapes = ('name', 'bndbox', 'robndbox', 'polygon', 'segmented', 'type', 'id', 'deleted')
     marks = marks_of({child.tag: child.text for child in item if child.tag not in shapes and not len(child)})
     marks |= {f'<{child.tag}>' for child in item if len(child) and child.tag not in shapes}
-    turned = item.find('robndbox')
-    if turned is not None:  # centre, sides, radians clockwise
+    rotated = item.find('robndbox')
+    if rotated is not None:  # centre, sides, radians clockwise
         x, y, width, height, angle = (float(text('robndbox', key)) for key in ('cx', 'cy', 'w', 'h', 'angle'))
         box = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
-        return from_points(text('name'), [corners(box, math.degrees(angle))], marks | {'turned'}, is_outline=False)
+        return from_points(text('name'), [corners(box, math.degrees(angle))], marks | {'rotated'}, is_outline=False)
     outline = item.find('polygon')
     if outline is not None and len(outline) >= 6:
         points = np.reshape([float(child.text or 'nan') for child in outline], (-1, 2))
         return from_points(text('name'), [points], marks)
     edges = tuple(float(text('bndbox', edge)) for edge in ('xmin', 'ymin', 'xmax', 'ymax'))
-    return Object(text('name'), edges, None, marks)
+    return Object(text('name'), edges, None, marks, is_raw=True)

@@ -8,13 +8,11 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 import pytest
-from helpers.own_files import HEIGHT, WIDTH, picture, text
+from helpers.own_files import HEIGHT, WIDTH, picture, read, text
 from PIL import Image
 from pycocotools import mask as coco_masks
 
-from mmlinattn.tooling.own_data import folders
-from mmlinattn.tooling.own_data.boxes import read_boxes
-from mmlinattn.tooling.own_data.objects import Pictures
+from mmlinattn.tooling.own_data.data import Data
 from mmlinattn.utils.errors import RunError
 
 CAR, BUS = ('car', (4, 8, 24, 38)), ('bus', (30, 10, 60, 40))
@@ -138,7 +136,8 @@ FORMATS.update({f'CSV of {kind}': table(kind) for kind in CSV})
 def test_boxes_of_each_format(tmp_path, write):
     images(tmp_path)
     write(tmp_path)
-    data = read_boxes(tmp_path)
+    boxes = {'CSV of sides': 'sides', 'CSV of Kaggle': 'sides', 'CSV of RetinaNet': 'corners'}
+    data = read(tmp_path, boxes=next((boxes[name] for name in boxes if write is FORMATS[name]), None))
     expected = {(f'{name}.jpg', label, *map(float, box)) for name, items in OBJECTS.items() for label, box in items}
     assert set(annotations_of(data)) == expected
     assert data.classes == ['bus', 'car'] and not data.masks and data.densest == 2
@@ -212,7 +211,7 @@ def voc_outlines(root):
 def test_outlines_of_each_format(tmp_path, write):
     images(tmp_path)
     write(tmp_path)
-    data = read_boxes(tmp_path)
+    data = read(tmp_path)
     assert data.masks and len(annotations_of(data)) == len(OBJECTS)
     for entry in annotations_of(data).values():
         assert np.abs(pixels_of(entry).astype(int) - drawn(TRIANGLE)).sum() <= 2
@@ -222,23 +221,23 @@ def test_outlines_of_each_format(tmp_path, write):
 TURNED = ('bar', (10, 18, 54, 30))  # its upright box after a turn by 90 degrees is (26, 2, 38, 46)
 
 
-def turned_coco(root):
+def rotated_coco(root):
     given = dict(bbox=[10, 18, 44, 12], area=528, iscrowd=0, segmentation=[], attributes=dict(rotation=90.0))
     files = [dict(id=i, file_name=f'images/{name}.jpg', width=WIDTH, height=HEIGHT) for i, name in enumerate(OBJECTS)]
     boxes = [dict(given, id=i, image_id=i, category_id=1) for i in range(len(files))]
     text(root / 'all.json', dict(images=files, annotations=boxes, categories=[dict(id=1, name='bar')]))
 
 
-def turned_cvat(root):
+def rotated_cvat(root):
     cvat(root, dict.fromkeys(OBJECTS, [TURNED]), rotation=90.0)
 
 
-def turned_studio(root):  # around the upper left corner, at (38, 2) after the turn
+def rotated_studio(root):  # around the upper left corner, at (38, 2) after the turn
     x, y = 38 / WIDTH * 100, 2 / HEIGHT * 100
     label_studio(root, dict.fromkeys(OBJECTS, [TURNED]), dict(x=x, y=y, rotation=90))
 
 
-def turned_voc(root):
+def rotated_voc(root):
     box = '<robndbox><cx>32</cx><cy>24</cy><w>44</w><h>12</h><angle>1.5707963</angle></robndbox>'
     for name in OBJECTS:
         item = f'<object><type>robndbox</type><name>bar</name>{box}</object>'
@@ -246,14 +245,14 @@ def turned_voc(root):
 
 
 @pytest.mark.parametrize(
-    'write', [turned_coco, turned_cvat, turned_studio, turned_voc], ids=lambda write: write.__name__
+    'write', [rotated_coco, rotated_cvat, rotated_studio, rotated_voc], ids=lambda write: write.__name__
 )
-def test_turned_rectangles(tmp_path, write):
+def test_rotated_rectangles(tmp_path, write):
     images(tmp_path)
     write(tmp_path)
-    data = read_boxes(tmp_path)
+    data = read(tmp_path)
     assert {key[2:] for key in annotations_of(data)} == {(26, 2, 38, 46)}
-    assert '6 objects: turned, the upright boxes around them are learnt' in data.notes
+    assert '6 objects: rotated, the upright boxes around them are learnt' in data.notes
 
 
 def voc_marks(**marks):
@@ -269,7 +268,7 @@ def voc_marks(**marks):
 
 def coco_marks(**marks):
     def write(root):
-        turned_coco(root)
+        rotated_coco(root)
         content = json.loads((root / 'all.json').read_text())
         plain = [dict(entry, attributes={}) for entry in content['annotations']]
         marked = [dict(entry, id=entry['id'] + 10, **marks) for entry in plain]
@@ -296,7 +295,7 @@ def coco_marks(**marks):
 def test_every_statement_about_an_object_is_used_or_named(tmp_path, write, said):
     images(tmp_path)
     write(tmp_path)
-    data = read_boxes(tmp_path)
+    data = read(tmp_path)
     assert any(said in note for note in data.notes), data.notes
     is_ignored = 'ignored' in said
     assert data.ignores == is_ignored and data.densest == (1 if is_ignored else 2)
@@ -309,10 +308,10 @@ def test_shapes_of_a_group_are_parts_of_one_object(tmp_path):
     images(tmp_path)
     two = [('car', TRIANGLE), ('car', (np.array(TRIANGLE) + (30, 0)).tolist())]
     labelme(tmp_path, dict.fromkeys(OBJECTS, two), shape_type='polygon', group_id=7)
-    data = read_boxes(tmp_path)
+    data = read(tmp_path)
     assert {key[2:] for key in annotations_of(data)} == {(4, 8, 54, 38)} and data.masks
     assert all(len(entry['segmentation']) == 2 for entry in annotations_of(data).values())
-    assert '6 objects: parts, each is one object of several outlines' in data.notes
+    assert '6 objects: parts, each is one object of several polygons' in data.notes
 
 
 def test_shapes_that_are_no_objects_are_named(tmp_path):
@@ -323,7 +322,7 @@ def test_shapes_that_are_no_objects_are_named(tmp_path):
     content['shapes'] += [dict(label='car', points=[[1, 1]], shape_type='point')]
     content['shapes'] += [dict(label='car', points=[[20, 20], [20, 26]], shape_type='circle')]
     text(file, dict(content, flags=dict(blurred=True)))
-    data = read_boxes(tmp_path)
+    data = read(tmp_path)
     assert 'shapes that are no boxes or outlines are left out: 1 of kind point' in data.notes
     assert 'not used of the images: flags blurred' in data.notes
     assert ('a.jpg', 'car', 14, 14, 26, 26) in annotations_of(data)
@@ -332,7 +331,7 @@ def test_shapes_that_are_no_objects_are_named(tmp_path):
 def test_regions_without_class_are_ignored_for_every_class(tmp_path):
     images(tmp_path)
     kitti(tmp_path, {name: [*items, ('DontCare', (1, 1, 9, 9))] for name, items in OBJECTS.items()})
-    data = read_boxes(tmp_path)
+    data = read(tmp_path)
     crowds = {key for key, entry in annotations_of(data).items() if entry['iscrowd']}
     assert {key[1:] for key in crowds} == {(name, 1, 1, 9, 9) for name in ('bus', 'car')} and len(crowds) == 12
     assert data.classes == ['bus', 'car'] and data.ignores
@@ -346,7 +345,7 @@ def test_splits_that_files_name(tmp_path):
     for name, split in zip(OBJECTS, ('Train', 'Train', 'Train', 'Validation', 'Validation', 'Test')):
         content = content.replace(f'name="{name}.jpg"', f'name="{name}.jpg" subset="{split}"')
     text(file, content)
-    assert {split: len(paths) for split, paths in read_boxes(tmp_path).images.items()} == dict(train=3, val=2, test=1)
+    assert {split: len(paths) for split, paths in read(tmp_path).images.items()} == dict(train=3, val=2, test=1)
 
 
 def test_tasks_of_label_studio_without_annotation(tmp_path):
@@ -357,7 +356,7 @@ def test_tasks_of_label_studio_without_annotation(tmp_path):
     tasks = json.loads(file.read_text())
     tasks[0]['annotations'], tasks[1]['annotations'][0]['result'] = [], []
     tasks[2]['annotations'].append(dict(result=[]))
-    data = read_boxes(text(file, tasks).parent)
+    data = read(text(file, tasks).parent)
     assert '1 tasks without annotation are left out' in data.notes
     assert '1 tasks have several annotations: the first is read' in data.notes
     assert sum(map(len, data.images.values())) == 5
@@ -369,17 +368,17 @@ def test_names_of_classes_are_texts(tmp_path):
     for name in OBJECTS:
         text(tmp_path / 'labels' / f'{name}.txt', '\n'.join(f'{i} 0.5 0.5 0.2 0.2' for i in range(4)))
     text(tmp_path / 'data.yaml', 'names: [yes, off, 1.0, null]')
-    assert read_boxes(tmp_path).classes == ['yes', 'off', '1.0', 'null']
+    assert read(tmp_path).classes == ['yes', 'off', '1.0', 'null']
 
 
-@pytest.mark.parametrize('write', [labelme, cvat, table('RetinaNet'), kitti])
+@pytest.mark.parametrize('write', [labelme, cvat, table('TensorFlow'), kitti])
 def test_the_last_images_of_a_class_stay_in_train(tmp_path, write):
     """Two images of a class of 25: one trains, one validates; with one alone, it trains."""
     names = [f'{i:02}' for i in range(25)]
     images(tmp_path, names)
     rare = {'07': [CAR, BUS], '19': [BUS], '11': [CAR, ('van', (1, 1, 9, 9))]}
     write(tmp_path, {name: rare.get(name, [CAR]) for name in names})
-    data = read_boxes(tmp_path)
+    data = read(tmp_path)
     seen = {split: [key[1] for key in annotations_of(data, split)] for split in ('train', 'val')}
     assert seen['train'].count('bus') == seen['val'].count('bus') == 1 and 'van' in seen['train']
     assert seen['val'].count('car') == 5
@@ -412,7 +411,7 @@ def test_formats_that_are_not_read_are_named(tmp_path, name):
     images(tmp_path)
     text(tmp_path / name, content)
     with pytest.raises(RunError, match='.') as error:
-        read_boxes(tmp_path)
+        read(tmp_path)
     said = str(error.value)
     assert kind in said and remedy in said and name.rpartition('/')[2] in said and '\n' not in said
 
@@ -423,7 +422,7 @@ def test_formats_that_are_not_read_are_named(tmp_path, name):
         (lambda root: text(root / 'a.xml', '<annotations><meta/><track id="0"/></annotations>'), 'CVAT XML for videos'),
         (lambda root: label_studio(root, value=dict(rle=[1], format='rle')), 'has brush masks'),
         (lambda root: label_studio(root, image_rotation=90), 'were turned in Label Studio'),
-        (lambda root: labelme(root, {'z': [CAR]}), "names the image 'z', which is in no folder"),
+        (lambda root: labelme(root, {'z': [CAR]}), "names the image 'z.jpg', which is in no folder"),
         (lambda root: labelme(root, {'a': [('car', (1, 1, float('nan'), 9))]}), 'a.json cannot be read'),
         (lambda root: text(root / 'b.csv', 'image,x,y,w,h,label\na.jpg,1,2,3,x,car'), 'has no box of four numbers'),
         (lambda root: text(root / 'b.csv', 'image,x,y,w,h,label\na.jpg,1,2,3,4,'), 'has no class'),
@@ -434,7 +433,7 @@ def test_files_of_labelling_tools_that_are_refused(tmp_path, write, said):
     images(tmp_path)
     write(tmp_path)
     with pytest.raises(RunError, match='.') as error:
-        read_boxes(tmp_path)
+        read(tmp_path)
     assert said in str(error.value) and '\n' not in str(error.value)
 
 
@@ -458,7 +457,7 @@ def flat_images(root):
 def test_tables_of_classes(tmp_path, rows):
     images(tmp_path)
     text(tmp_path / 'labels.csv', '\n'.join(rows))
-    data = folders.read_classes(tmp_path)
+    data = read(tmp_path, 'classification')
     assert (data.kind, data.classes) == ('CSV of classes', ['bus', 'car'])
     listed = dict(line.split() for text in data.annotations.values() for line in text.splitlines())
     assert listed == {f'images/{name}.jpg': str(int(name < 'd')) for name in OBJECTS}
@@ -469,7 +468,7 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
     images(tmp_path)
     rows = [f'{name}.jpg,{i % 2 * 8 + 2},{"val" if i > 3 else "train"},x' for i, name in enumerate(OBJECTS)]
     text(tmp_path / 'labels.csv', '\n'.join(['image,class,split,photographer', *rows]))
-    data = folders.read_classes(tmp_path)
+    data = read(tmp_path, 'classification')
     assert data.classes == ['2', '10'] and [len(data.images[split]) for split in ('train', 'val')] == [4, 2]
     assert 'not used of labels.csv: columns photographer' in data.notes
 
@@ -480,32 +479,61 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
         (['image,a,b', 'a,1,1'], 'has 2 classes; one an image is learnt'),
         (['image,label', 'a.jpg,'], 'has 0 classes'),
         (['image,label', 'z.jpg,a'], "names the image 'z.jpg'"),
-        (['image,label', 'a.jpg,a', 'a.jpg,b'], "a.jpg is of ('a', None) and of ('b', None)"),
+        (
+            ['image,label', 'a.jpg,a', 'a.jpg,b'],
+            "a.jpg is labelled twice: 'a' (None) in labels.csv, and 'b' (None) in labels.csv",
+        ),
     ],
 )
 def test_tables_of_classes_that_are_refused(tmp_path, rows, said):
     flat_images(tmp_path)
     text(tmp_path / 'labels.csv', '\n'.join(rows))
     with pytest.raises(RunError, match='.') as error:
-        folders.read_classes(tmp_path)
+        read(tmp_path, 'classification')
     assert said in str(error.value)
 
 
 def test_boxes_in_place_of_classes_are_refused(tmp_path):
     flat_images(tmp_path)
     cvat(tmp_path)
-    with pytest.raises(RunError, match='annotations.xml is CVAT XML, which this task does not take'):
-        folders.read_classes(tmp_path)
+    with pytest.raises(RunError, match='annotations.xml is CVAT XML, which is not read here'):
+        read(tmp_path, 'classification')
 
 
-def test_images_of_one_name_in_several_folders(tmp_path):
-    """The folders of the name decide, then those of the annotation file."""
-    for folder in ('', 'train/', 'val/'):
-        picture(tmp_path / f'{folder}a.jpg')
-    pictures = Pictures(tmp_path, sorted(tmp_path.rglob('*.jpg')))
-    assert pictures.find(tmp_path / 'all.csv', 'train/a.jpg') == tmp_path / 'train/a.jpg'
-    assert pictures.find(tmp_path / 'all.csv', r'C:\data\val\a.jpg') == tmp_path / 'val/a.jpg'
-    assert pictures.find(tmp_path / 'val/all.csv', 'a.jpg') == tmp_path / 'val/a.jpg'
-    with pytest.raises(RunError, match=r"'a.jpg' may be .*/train/a.jpg or .*/val/a.jpg; keep one"):
-        (tmp_path / 'a.jpg').unlink()
-        Pictures(tmp_path, sorted(tmp_path.rglob('*.jpg'))).find(tmp_path / 'all.csv', 'a.jpg')
+@pytest.mark.parametrize(
+    'paths, file, name, expected',
+    [
+        (['a.jpg', 'train/a.jpg', 'val/a.jpg'], 'all.csv', 'train/a.jpg', 'train/a.jpg'),
+        (['a.jpg', 'train/a.jpg', 'val/a.jpg'], 'all.csv', r'C:\data\val\a.jpg', 'val/a.jpg'),
+        (['a.jpg', 'train/a.jpg', 'val/a.jpg'], 'val/all.csv', 'a.jpg', 'val/a.jpg'),
+        (['train/a.jpg', 'val/a.jpg'], 'val.csv', 'a.jpg', 'val/a.jpg'),
+        (['train/a.jpg', 'val/a.jpg'], 'all.csv', 'a.jpg', 'may be .*train/a.jpg or .*val/a.jpg: give --images'),
+        (['cam1/b.jpg', 'cam2/a.jpg'], 'all.csv', 'a.jpg', 'cam2/a.jpg'),
+        (['cam1/b.jpg', 'cam2/a.jpg'], 'all.csv', 'cam1/a.jpg', 'is in another folder alone: .*cam2/a.jpg'),
+        (['train2017/a.jpg'], 'val.json', 'http://coco.org/train2017/a.jpg', 'train2017/a.jpg'),
+        (['one/a b.jpg', 'one/a%20b.jpg'], 'all.csv', 'a%20b.jpg', 'one/a%20b.jpg'),
+        (['one/a b.jpg'], 'all.csv', 's3://bucket/a%20b.jpg?w=9', 'one/a b.jpg'),
+        (['one/a.jpg'], 'all.csv', 'site-a.jpg', 'is in no folder'),
+        (['one/f\u00fcr.jpg'], 'all.csv', 'fu\u0308r.jpg', 'one/f\u00fcr.jpg'),
+    ],
+)
+def test_an_image_belongs_to_a_label_by_its_path(tmp_path, paths, file, name, expected):
+    for path in paths:
+        picture(tmp_path / path)
+    find = Data(tmp_path).pictures.find
+    if expected in paths:
+        assert find(tmp_path / file, [name]) == [tmp_path / expected]
+    else:
+        with pytest.raises(RunError, match=expected):
+            find(tmp_path / file, [name])
+
+
+def test_labels_of_a_folder_do_not_go_to_another(tmp_path):
+    for name in ('cam1/a', 'cam1/b', 'cam2/c', 'cam2/d'):
+        picture(tmp_path / 'images' / f'{name}.jpg')
+        item = f'<object><name>car</name>{VOC_BOX}</object>'
+        text(tmp_path / 'labels' / f'{name}.xml', f'<annotation>{item}</annotation>')
+    assert len(annotations_of(read(tmp_path))) == 4
+    (tmp_path / 'labels/cam2/d.xml').rename(tmp_path / 'labels/cam1/d.xml')
+    with pytest.raises(RunError, match='cam1/d.xml has no image in its folder, and .*cam2/d.jpg is in another'):
+        read(tmp_path)

@@ -7,12 +7,12 @@ import re
 
 import numpy as np
 import pytest
-from helpers.own_files import HEIGHT, WIDTH, assert_refused, boxes_of, counts, picture, text
+from helpers.own_files import HEIGHT, WIDTH, assert_refused, boxes_of, counts, picture, read, text
 from helpers.tool_runs import ROOT
 from PIL import Image
 
-from mmlinattn.tooling.own_data import folders, label_images
-from mmlinattn.tooling.own_data.boxes import read_boxes as read
+from mmlinattn.tooling.own_data.boxes import read_boxes
+from mmlinattn.tooling.own_data.data import Data
 
 VOC = """<annotation><size><width>{w}</width><height>{h}</height></size>{objects}</annotation>"""
 OBJECT = """<object><name>{name}</name><difficult>{hard}</difficult><bndbox><xmin>{box[0]}</xmin><ymin>{box[1]}</ymin>
@@ -48,8 +48,8 @@ def stems(data):
 def layouts():
     """Yield the layouts of the page: task, name, paths."""
     page = (ROOT / 'docs' / 'own_data.md').read_text(encoding='utf-8')
-    readers = read, label_images.read_masks, folders.read_classes
-    for kind, block in zip(readers, re.findall('```text\n(.*?)```', page, re.S)):
+    tasks = 'detection', 'segmentation', 'classification'
+    for kind, block in zip(tasks, re.findall('```text\n(.*?)```', page, re.S)):
         for name, lines in re.findall(r'^(\S.*)\n((?:  .*\n)+)', block, re.M):
             paths = []
             for word in lines.split():
@@ -75,8 +75,7 @@ def test_layouts_of_the_page(tmp_path, kind, paths):
             text(file, 'names: [b, a]')
         else:
             text(file, dict(classes='b\na', train='a\nb', val='c').get(stem, '1 0.5 0.5 0.25 0.5'))
-    more = (None, tmp_path / 'copies') if kind is label_images.read_masks else ()
-    assert counts(kind(tmp_path, *more), 'train', 'val') in ([2, 1], [4, 2])
+    assert counts(read(tmp_path, kind), 'train', 'val') in ([2, 1], [4, 2])
 
 
 # -- VOC ---------------------------------------------------------------------------------------------------------------
@@ -94,15 +93,17 @@ def test_voc_as_published(tmp_path):
     assert list(boxes_of(data, 'val')) == [('JPEGImages/c.jpg', 'wheel', (4, 8, 20, 30))]
     ((key, entry),) = boxes_of(data, 'test').items()
     assert key == ('JPEGImages/d.jpg', 'car', (50, 10, 14, 10)) and entry['iscrowd'] == 1
-    assert any('3 boxes without area' in note for note in data.notes)
+    assert any('3 boxes narrower than a pixel' in note for note in data.notes)
 
 
 def test_voc_of_a_folder_above_and_lists_by_other_names(tmp_path):
     lists = dict(Train='ab', Validation='c', wheel_train=['a 1', 'b -1', 'd 1'])
-    voc_folder(tmp_path / 'VOCdevkit/VOC2007', 'abcd', ('wheel', (4, 8, 24, 70), 1), **lists)
+    hard = ('wheel', (4, 8, 24, 38), 1)
+    voc_folder(tmp_path / 'VOCdevkit/VOC2007', 'abcd', hard, ('car', (4, 8, 9, 9), 0), **lists)
+    voc(tmp_path / 'VOCdevkit/VOC2007/Annotations/a.xml', hard, ('car', (4, 8, 24, 70), 0))
     data = read(tmp_path)
     assert stems(data) == dict(train='ab', val='c')
-    for note in ('no image of wheel', '1 images that no annotation names', '3 of 3 boxes reach beyond', '3 difficult'):
+    for note in ('no image of wheel', '1 images outside of train and val', '1 of 8 boxes reach beyond', '4 difficult'):
         assert any(note in each for each in data.notes), data.notes
 
 
@@ -130,7 +131,7 @@ def test_images_of_xml_files_that_have_several(tmp_path):
     found = [name for name, *_ in boxes_of(read(tmp_path), 'train', 'val')]
     assert found == [f'JPEGImages/{name}.jpg' for name in ('train/a', 'train/c', 'val/c')]
     (tmp_path / 'JPEGImages' / 'val' / 'c.jpg').rename(tmp_path / 'JPEGImages' / 'd.jpg')
-    assert_refused(('train/c.xml', 'val/c.xml are both of the image ', 'JPEGImages/train/c.jpg'), read, tmp_path)
+    assert_refused("val/c.xml: 'c' may be ", read, tmp_path)
     for folder in ('one', 'two'):
         picture(tmp_path / 'JPEGImages' / folder / 'c.jpg')
     assert_refused("val/c.xml: 'c' may be ", read, tmp_path)
@@ -188,7 +189,9 @@ def test_yolo_folders_with_capitals_and_text_files_without_image(tmp_path):
         (tmp_path / kind).rename(tmp_path / kind.capitalize())
     data = read(tmp_path)
     assert [name for name, *_ in boxes_of(data, 'train')] == [f'Images/train/{i}.jpg' for i in (0, 1)]
-    assert f'1 text files have no image, as {tmp_path}/Labels/train/other.txt: left out' in data.notes
+    files = Data(tmp_path)
+    read_boxes(files)
+    assert files.unused() == ['files not used: Labels/train/other.txt, train_log.json']
 
 
 def test_one_folder_to_train_and_validate_on_is_divided(tmp_path):
@@ -216,8 +219,9 @@ def test_splits_without_boxes(tmp_path):
     yolo(tmp_path)
     picture(tmp_path / 'images' / 'test' / '0.jpg')
     data = read(tmp_path)
-    assert list(data.images) == ['train', 'val'] and any('val is tested on' in note for note in data.notes)
-    (tmp_path / 'labels' / 'val' / '0.txt').unlink()
+    assert list(data.images) == ['train', 'val']
+    assert '1 images without labels are left out: images/test/ (1)' in data.notes
+    text(tmp_path / 'labels' / 'val' / '0.txt', '')
     assert_refused('none of the 1 images of val has a box', read, tmp_path)
 
 
@@ -230,7 +234,7 @@ def test_links_are_followed(tmp_path):
     os.symlink(tmp_path / 'elsewhere' / 'images' / 'train', tmp_path / 'data' / 'images' / 'test')  # train once more
     data = read(tmp_path / 'data')
     assert len(boxes_of(data, 'train')) == 2 and counts(data) == [3, 1]
-    assert any('the 3 images of test have no boxes' in note for note in data.notes)
+    assert '3 images without labels are left out: images/test/ (3)' in data.notes
 
 
 # -- COCO --------------------------------------------------------------------------------------------------------------
@@ -263,9 +267,9 @@ def test_coco_files_with_images_in_two_folders(tmp_path):
         assert [name for name, *_ in found] == [f'{split}/{i}.jpg' for split in ('train', 'val') for i in range(2)]
         assert [entry['area'] for entry in found.values()] == [600] * 4
     (tmp_path / 'train' / '0.jpg').unlink()
-    assert next(iter(boxes_of(read(tmp_path))))[0] == 'images/0.jpg'
-    (tmp_path / 'images').rename(tmp_path / 'more')
-    assert_refused(('train.json: its images are in ', '/gt and in ', '/more; keep one'), read, tmp_path)
+    assert_refused(
+        ("train.json: './0.jpg' may be ", '/gt/0.jpg or ', '/images/0.jpg: give --images DIR'), read, tmp_path
+    )
 
 
 def test_a_group_of_categories_is_no_class(tmp_path):
@@ -291,7 +295,7 @@ def test_coco_in_one_file_that_begins_with_many_categories(tmp_path):
     assert data.masks and counts(data) == [3, 1] and len(data.classes) == 101
     content['annotations'][0]['segmentation'] = []
     data = read(text(tmp_path / 'result.json', content))
-    assert not data.masks and '1 of 4 objects have no outline: boxes alone are learnt' in data.notes
+    assert not data.masks and '1 of 4 objects have no polygon: boxes alone are learnt' in data.notes
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -311,8 +315,14 @@ def labelled(line, **names):
         ({'train.json': coco(['0.jpg'], 'ab'), 'val.json': coco(['0.jpg'])}, "val.json has the categories ['b', 'a']"),
         ({'train.json': coco(['0.jpg', '1.jpg'])}, "train.json names the image '1.jpg'"),
         ({'train.json': dict(coco(['0.jpg']), categories=[dict(id=1, name='a')])}, 'category_id 7 is the id of none'),
-        ({'train.json': coco(['0.jpg']), 'val.json': coco(['0.jpg'])}, 'is in train and again in val'),
-        ({'train.json': coco(['0.jpg'], bbox=[30, 8, 60, 40])}, 'pass the edge of their image'),
+        (
+            {'train.json': coco(['0.jpg']), 'val.json': coco(['0.jpg'])},
+            'labelled twice: by train.json (train) and by val.json (val)',
+        ),
+        (
+            {'train.json': coco(['0.jpg'], bbox=[30, 8, 60, 40])},
+            'pass the edge of their image, as (30, 8, 60, 40) in 64x48, read as left, top, width',
+        ),
         ({'train.json': coco(['0.jpg'], classes=(None, 'a'))}, 'has a category without a name'),
         ({'0.xml': XML.replace('9', 'nan')}, 'a box that is no number'),
         ({'0.xml': XML}, '0.xml has an image of 48x64'),
@@ -325,7 +335,7 @@ def labelled(line, **names):
         (labelled('0 0.1 0.2 0.3 0.4 0.5 0.6 0.7'), 'is no class and x y width height'),
         (labelled('1 0.5 0.5 0.2 0.2', yaml='{1: a, 2: b}'), 'names have the numbers [1, 2]: expected 0 to 1'),
         (labelled('1 0.5 0.5 0.2 0.2', yaml='coco.names'), "names='coco.names': expected a list"),
-        ({'classes.txt': 'a'}, 'no annotations in it (1 files as classes.txt are of no known format). It takes COCO'),
+        ({'classes.txt': 'a'}, 'no annotations in it (classes.txt: of no known format). It takes COCO'),
     ],
 )
 def test_refused_boxes(tmp_path, files, said):

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Find the classes that the pixel values of label images (numbers or colours) stand for."""
+"""Find the classes that the pixel values of masks (numbers or colours) stand for."""
 
 import re
 from collections import Counter
@@ -11,32 +11,32 @@ import numpy as np
 from PIL import Image
 
 from ...utils.errors import RunError
-from .finding import find, read_names
+from .data import Data
 
 _VALUE_LINE = re.compile(
-    r'(?P<before>\d+(?:[,;\s]+\d+[,;\s]+\d+)?)[,;:\s]+(?P<name>[^\W\d][^,;:]*)'
+    r'(?P<before>\d+(?:[,;\s]+\d+[,;\s]+\d+)?)[,;:\s]+(?P<name>(?=\S*[^\W\d])\w[^,;:]*)'
     r'|(?P<name2>[^\W\d][^,;:]*?)[,;:\s]+(?P<after>\d+[,;\s]+\d+[,;\s]+\d+)[,;:\s]*'
 )
 _MAX_VALUES = 256
 _VOID = ('void', 'unlabelled', 'unlabeled', 'ignore', 'ignored', '__ignore__')
 IGNORED = 255  # left out by MMSegmentation's losses and metrics
-_CAMVID = 'sky building pole road pavement tree sign fence car pedestrian bicyclist void'.split()
 _CITYSCAPES_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)  # of its 19 classes
 _IS_COLOUR = 1 << 24  # added to 0xRRGGBB
 
 
 class ValueCounts(NamedTuple):
-    """Values of label images. A colour is stored as ``_IS_COLOUR`` + 0xRRGGBB, so that it differs from all numbers."""
+    """Values of masks. A colour is stored as ``_IS_COLOUR`` + 0xRRGGBB, so that it differs from all numbers."""
 
-    values: list[set[int]]  # of each label image
+    values: list[set[int]]  # of each mask
     pixels: Counter  # number of pixels by value
     flat: Counter  # number of those with equal neighbours at the right and below
     coloured: bool
     is_plain: bool  # MMSegmentation reads the same values
+    is_indexed: bool  # all have a palette: the values are the indices of classes
 
 
 def read_mask(path: Path) -> tuple[np.ndarray, bool]:
-    """Return the values of a label image ``(H, W)``, and True if MMSegmentation reads the same values.
+    """Return the values of a mask ``(H, W)``, and True if MMSegmentation reads the same values.
 
     A colour is stored as ``_IS_COLOUR`` + 0xRRGGBB.
 
@@ -79,11 +79,12 @@ def shortened(texts: Iterable[str]) -> str:
 
 
 def scan(masks: list[Path]) -> ValueCounts:
-    """Collect the values of all label images: colours if the palettes of two files differ, and indices otherwise."""
+    """Collect the values of all masks: colours if the palettes of two files differ, and indices otherwise."""
     palettes: dict[int, bytes] = {}
-    coloured = False
+    coloured, is_indexed = False, True
     for path in masks:
         with Image.open(path) as image:
+            is_indexed = is_indexed and image.mode == 'P'
             coloured = coloured or image.mode in ('RGB', 'RGBA') and bool((read_mask(path)[0] >= _IS_COLOUR).any())
             given = bytes(image.getpalette('RGB') or ()) if image.mode == 'P' else b''
             used = np.unique(np.asarray(image)).tolist() if given else []
@@ -106,7 +107,7 @@ def scan(masks: list[Path]) -> ValueCounts:
             raise RunError(
                 f'{path}: more than {_MAX_VALUES} {kind}; was it resized with interpolation, or saved with loss?'
             )
-    return ValueCounts(values, pixels, flat, coloured, is_plain)
+    return ValueCounts(values, pixels, flat, coloured, is_plain, is_indexed and not coloured)
 
 
 def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
@@ -121,20 +122,25 @@ def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
 
 
 def interpret(
-    root: Path, given: Optional[list[str]], image: Path, mask: Path, seen: ValueCounts, notes: list[str]
+    data: Data, image: Path, mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
     """Return the class names, and a table from values to labels ({} if the values are the labels).
 
     Args:
-        root: Folder of the data set.
-        given: Class names from the user in the order of the values, if any.
-        image, mask: First image and label image.
-        seen: Values of all label images.
+        data: The data set. Its class names are in the order of the values.
+        image, mask: First image and mask.
+        seen: Values of all masks.
         notes: Notes for the user, extended in place.
     """
-    values, listed = sorted(seen.pixels), read_values(root)
-    named = given or read_names(root, 'classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt')
+    values, listed, given = sorted(seen.pixels), read_values(data), data.options.classes
+    named = data.names('classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt')
     numbers = sorted(value for value in listed if value < _IS_COLOUR)
+    of_255 = [IGNORED in each for each in seen.values if len(each) > 1]
+    if values == [0, 1, IGNORED] and any(of_255) and not any({1, IGNORED} <= each for each in seen.values):
+        raise RunError(
+            f'{of_255.count(False)} masks have the values 0 and 1, {sum(of_255)} the values 0 and 255: two codings of '
+            'one class. Write one of them.'
+        )
     known = None if named or listed else _known_layout(image, mask, values)
     blurred = _blurred(seen, named)
     if seen.coloured:
@@ -145,17 +151,20 @@ def interpret(
     elif numbers and not given:
         unknown = [value for value in values if value not in numbers and value != IGNORED]
         if unknown:
-            raise RunError(f'the label images have the value {unknown[0]}, which the list of values does not name.')
+            raise RunError(f'the masks have the value {unknown[0]}, which the list of values does not name.')
         names = [listed[value] for value in numbers]
         table = {} if numbers == list(range(len(numbers))) else {value: i for i, value in enumerate(numbers)}
     else:
-        names, table = interpret_values(values, named)
+        names, table = interpret_values(values, named, seen.is_indexed)
         if names[0] == 'class_0':
-            file = root / 'classes.txt'
+            file = data.root / 'classes.txt'
             notes.append(f'the classes have no names: give --classes, or write {file}, a name a line')
     identity = {value: value for value in values}
     void = [label for label, name in enumerate(names) if name.strip().lower() in _VOID]
     ignored = [format_value(value) for value in values if table.get(value, value) == IGNORED]
+    used = {value: label for value, label in (table or identity).items() if label != IGNORED}
+    meanings = shortened(f'{format_value(value)} is {names[label]}' for value, label in used.items())
+    notes.append(f'{"colour" if seen.coloured else "label"} {meanings}')
     if void:
         kept = [label for label in range(len(names)) if label not in void]
         table = {v: kept.index(label) if label in kept else IGNORED for v, label in (table or identity).items()}
@@ -165,18 +174,13 @@ def interpret(
         notes.append(f'pixels of value {", ".join(ignored[:20])} are ignored')
     if not seen.is_plain:
         table = table or identity
-    if seen.coloured or not table:
-        used = {value: label for value, label in (table or identity).items() if label != IGNORED}
-        meanings = shortened(f'{format_value(value)} is {names[label]}' for value, label in used.items())
-        notes.append(f'{"colour" if table else "label"} {meanings}')
     if len(names) > IGNORED:
-        raise RunError(f'the label images have {len(names)} classes: 255 are the most.')
+        raise RunError(f'the masks have {len(names)} classes: 255 are the most.')
     return names, table
 
 
 def _known_layout(image: Path, mask: Path, values: list[int]) -> Optional[tuple[list[str], dict[int, int], str]]:
-    """Return class names, labels by value and a note for the ids of Cityscapes (and KITTI) or CamVid; None
-    otherwise."""
+    """Return class names, labels by value and a note for the ids of Cityscapes (and KITTI); None otherwise."""
     is_kitti = (image.parent.name, mask.parent.name) == ('image_2', 'semantic')
     are_train_ids = 'labelTrainIds' in mask.name
     if are_train_ids or 'labelIds' in mask.name or is_kitti:
@@ -186,8 +190,6 @@ def _known_layout(image: Path, mask: Path, values: list[int]) -> Optional[tuple[
         table = {} if are_train_ids else {value: train_ids.get(value, IGNORED) for value in values}
         if not are_train_ids or max(value for value in values if value != IGNORED) < len(train_ids):
             return get_classes('cityscapes'), table, "the values are Cityscapes' ids: its 19 classes are learnt"
-    if mask.parent.name.endswith('annot') and values[-1] == len(_CAMVID) - 1:
-        return list(_CAMVID), {}, "the values are CamVid's 11 classes and void"
     return None
 
 
@@ -208,18 +210,18 @@ def _blurred(seen: ValueCounts, names: Optional[list[str]]) -> Optional[tuple[di
     if len(names or 'ab') != 2 or len(inner) < 4 or values[-1] < 64 or not few or not is_noise:
         if len(noisy) > max(24, len(values) / 2):
             raise RunError(
-                f'the label images have {len(values)} values, most of them in single pixels between others, as '
+                f'the masks have {len(values)} values, most of them in single pixels between others, as '
                 f'{", ".join(map(format_value, noisy[:5]))}: enlarge them by nearest neighbour, and save them without '
                 'loss.'
             )
         return None
     middle = (values[0] + values[-1]) / 2
-    note = f'the label images have {len(values)} values, as masks of {values[0]} and {values[-1]} that were enlarged '
+    note = f'the masks have {len(values)} values, as masks of {values[0]} and {values[-1]} that were enlarged '
     note += f'with interpolation or saved with loss: above {middle:g} is the second class'
     return {value: int(value > middle) for value in values}, note
 
 
-def read_values(root: Path) -> dict[int, str]:
+def read_values(data: Data) -> dict[int, str]:
     """Return class names by value from a file that lists both, or {}; values are numbers or colours
     (:class:`ValueCounts`).
 
@@ -230,8 +232,8 @@ def read_values(root: Path) -> dict[int, str]:
     """
     found: dict[int, str] = {}
     first: Optional[Path] = None
-    for path in find(root, '.txt', '.csv'):
-        if path.stat().st_size > 1 << 16 or len(path.relative_to(root).parts) > 3:
+    for path in [path for path in data.files if path.suffix.lower() in ('.txt', '.csv')]:
+        if path.stat().st_size > 1 << 16 or len(data.rel(path).parts) > 3:
             continue
         lines = path.read_text(encoding='utf-8-sig', errors='replace').splitlines()
         parsed = [_VALUE_LINE.fullmatch(line.strip()) for line in lines if line.strip() and not line.startswith('#')]
@@ -248,6 +250,7 @@ def read_values(root: Path) -> dict[int, str]:
         if found and here != found:
             raise RunError(f'{first} and {path} give values other classes; keep one.')
         found, first = here, path
+        data.used.add(path)
     return found
 
 
@@ -279,9 +282,7 @@ def _of_colours(
     unknown = {colour: seen.pixels[colour] for colour in colours if colour not in listed}
     if sum(unknown.values()) > sum(seen.pixels.values()) / 1000:
         worst = max(unknown, key=unknown.__getitem__)
-        raise RunError(
-            f'the label images have the colour {format_value(worst)}, which the list of colours does not name.'
-        )
+        raise RunError(f'the masks have the colour {format_value(worst)}, which the list of colours does not name.')
     if unknown:
         notes.append(f'{sum(unknown.values())} pixels of {len(unknown)} colours that are not listed are ignored')
     names = list(dict.fromkeys(listed.values()))
@@ -291,12 +292,15 @@ def _of_colours(
     return names, {**{c: names.index(name) for c, name in listed.items()}, **dict.fromkeys(unknown, IGNORED)}
 
 
-def interpret_values(values: list[int], names: Optional[list[str]]) -> tuple[list[str], dict[int, int]]:
+def interpret_values(
+    values: list[int], names: Optional[list[str]], is_indexed: bool = False
+) -> tuple[list[str], dict[int, int]]:
     """Return class names, and a table from values to labels ({} if the values are the labels).
 
     Args:
-        values: Values in the label images, ascending.
+        values: Values in the masks, ascending.
         names: Class names, if given.
+        is_indexed: The values are the indices of classes, with or without gaps.
 
     Raises:
         RunError: Values and names do not match.
@@ -304,19 +308,19 @@ def interpret_values(values: list[int], names: Optional[list[str]]) -> tuple[lis
     labels = [value for value in values if value != IGNORED]
     listed = shortened(map(str, values))
     if len(values) < 2:
-        raise RunError(f'the label images have the value {listed} alone: there is nothing to tell apart.')
+        raise RunError(f'the masks have the value {listed} alone: there is nothing to tell apart.')
     if len(values) == 2 and values[0] == 0 and values[1] > 1 and len(names or 'ab') == 2:
         return names or ['background', 'foreground'], {0: 0, values[1]: 1}
     if names is None:
-        if labels[-1] < 2 * len(labels):
+        if is_indexed or labels[-1] < 2 * len(labels):
             return [f'class_{label}' for label in range(labels[-1] + 1)], {}
-        raise RunError(f'the label images have the values {listed}: give --classes NAME ..., a name a value.')
+        raise RunError(f'the masks have the values {listed}: give --classes NAME ..., a name a value.')
     if labels[-1] < len(names):
         return names, {}
     for known in (labels, values):
         if len(known) == len(names):
             return names, {**{IGNORED: IGNORED}, **{value: label for label, value in enumerate(known)}}
     raise RunError(
-        f'the label images have the values {listed}, and {len(names)} classes have names ({", ".join(names)}): name '
+        f'the masks have the values {listed}, and {len(names)} classes have names ({", ".join(names)}): name '
         'every value in their order, the background too.'
     )

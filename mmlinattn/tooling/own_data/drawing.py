@@ -1,0 +1,94 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Draw training images with their labels, for a look at what was read."""
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.patches import Polygon, Rectangle
+from PIL import Image, ImageOps
+
+from .data import Example, OwnData
+from .mask_values import IGNORED
+from .names import some
+
+_COUNT = 6
+_LONGER_SIDE = 640
+
+
+def _chosen(data: OwnData) -> list[Example]:
+    """Return six examples: the two fullest, that of the smallest object, and others spread over the data set."""
+    examples = data.examples
+    if examples[0].title:  # of classes: one of each first
+        names = [example.title for example in examples]
+        order = sorted(range(len(names)), key=lambda i: (names[:i].count(names[i]), i)) if len(names) < 500 else []
+        firsts = {name: i for i, name in reversed(list(enumerate(names)))}
+        return [examples[i] for i in (order or [*firsts.values(), *range(len(names))])[:_COUNT]]
+    fullest = sorted(range(len(examples)), key=lambda i: -len(examples[i].objects))[: 2 * bool(examples[0].objects)]
+    areas = {i: min((_area(item.box) for item in e.objects), default=np.inf) for i, e in enumerate(examples)}
+    spread = np.linspace(0, len(examples) - 1, 4 * _COUNT).round().astype(int).tolist()
+    indices = [*fullest, min(areas, key=areas.__getitem__), *spread[::4], *spread]
+    return [examples[i] for i in list(dict.fromkeys(indices))[:_COUNT]]
+
+
+def _area(box: tuple) -> float:
+    return (box[2] - box[0]) * (box[3] - box[1])
+
+
+def draw_examples(data: OwnData, file: Path) -> None:
+    """Write a picture of six training images with boxes and polygons, the colours of a mask, or a class.
+
+    Args:
+        data: The data set.
+        file: PNG file to write.
+    """
+    figure = Figure(figsize=(15, 10), layout='constrained')
+    colours = [colormaps['tab20'](i % 20) for i in range(len(data.classes))]
+    for axes, example in zip(figure.subplots(2, 3).flat, _chosen(data)):
+        with Image.open(example.path) as opened:
+            image = ImageOps.exif_transpose(opened)
+            pixels = np.asarray(image if image.mode in ('L', 'RGB', 'RGBA', 'I;16', 'I', 'F') else image.convert('RGB'))
+        if pixels.dtype != np.uint8:
+            pixels = np.interp(pixels, (pixels.min(), pixels.max()), (0, 255)).astype(np.uint8)
+        step = max(1, max(pixels.shape[:2]) // _LONGER_SIDE)
+        height, width = pixels.shape[:2]
+        axes.imshow(pixels[::step, ::step], cmap='gray', extent=(0, width, height, 0))
+        axes.set_title(f'{example.path.name}\n{example.title}'.strip()[-80:], parse_math=False)
+        axes.axis('off')
+        for item in example.objects:
+            colour = colours[data.classes.index(item.name)] if item.name in data.classes else (0.5, 0.5, 0.5, 1)
+            left, top, right, bottom = item.box
+            line = '--' if item.is_ignored else '-'
+            sides = right - left, bottom - top
+            axes.add_patch(Rectangle((left, top), *sides, fill=False, edgecolor=colour, linewidth=1.5, linestyle=line))
+            for part in _polygons(item.outline) if data.masks else ():
+                axes.add_patch(Polygon(part, facecolor=(*colour[:3], 0.4), edgecolor=colour))
+            name = f'{item.name or "all classes"}{" (ignored)" if item.is_ignored else ""}'
+            background = dict(facecolor=colour, pad=1, linewidth=0)
+            axes.text(left, top, name, fontsize=8, va='bottom', parse_math=False, clip_on=True, bbox=background)
+        if example.label_map:
+            labels = example.label_map()[::step, ::step]
+            overlay = np.array([*colours, (0, 0, 0, 1)])[np.where(labels == IGNORED, len(colours), labels)]
+            overlay[..., 3] = 0.5
+            axes.imshow(overlay, extent=(0, width, height, 0), interpolation='nearest')
+            seen = [data.classes[i] for i in np.unique(labels[labels != IGNORED])]
+            handles = [Rectangle((0, 0), 1, 1, color=colours[data.classes.index(name)]) for name in seen]
+            axes.legend(handles, seen, fontsize=8, loc='lower right')
+    for axes in figure.axes:
+        axes.axis('off')
+    figure.suptitle(f'{data.kind}: {some(data.classes)}', parse_math=False)
+    figure.savefig(file, dpi=80)
+
+
+def _polygons(outline: object) -> list[np.ndarray]:
+    """Return the polygons ``(N, 2)`` of an outline as COCO has it."""
+    if isinstance(outline, dict):
+        from pycocotools import mask as coco_masks
+
+        is_compressed = not isinstance(outline['counts'], list)
+        rle = outline if is_compressed else coco_masks.frPyObjects(outline, *outline['size'])
+        found, _ = cv2.findContours(coco_masks.decode(rle), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
+        return [part.reshape(-1, 2) for part in found if len(part) >= 3]
+    return [np.reshape(part, (-1, 2)) for part in outline] if isinstance(outline, list) else []

@@ -1,0 +1,152 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Inspect images: size, orientation, pages, pixel format, and masks among them."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import cv2
+import numpy as np
+from PIL import Image, ImageSequence
+
+from ...engine.data.files import oriented_size
+from ...utils.errors import RunError, described
+
+SUFFIXES = ('.jpg', '.jpeg', '.jfif', '.png', '.bmp', '.tif', '.tiff', '.webp')
+_SEVERAL_PAGES = ('.tif', '.tiff', '.webp')
+_NODATA, _SUBFILE, _ORIENTATION = 42113, 254, 274  # TIFF and EXIF tags
+_NUM_READ = 50  # images that are decoded to infer their format
+_MOST_VALUES = 64  # of a mask
+_TAIL = 1 << 15  # bytes in which the end of an image is sought
+
+
+def image_size(path: Path) -> tuple[int, int]:
+    """Return width and height of an image from its header, after applying its EXIF orientation."""
+    try:
+        return oriented_size(path)
+    except Exception as error:  # Pillow's plugins raise anything at a broken file
+        raise RunError(f'{path} is no image that can be read: {described(error)}') from error
+
+
+def check_whole(path: Path) -> None:
+    """Check the header and the end of an image file.
+
+    Raises:
+        RunError: The file is no image, or is truncated.
+    """
+    image_size(path)
+    with path.open('rb') as file:
+        file.seek(-min(path.stat().st_size, _TAIL), 2)
+        tail = file.read()
+    ends = {'.png': b'IEND', '.jpg': b'\xff\xd9', '.jpeg': b'\xff\xd9'}
+    if ends.get(path.suffix.lower(), b'') in tail:
+        return
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except Exception as error:  # Pillow's plugins raise anything at a broken file
+        raise RunError(f'{path} is truncated: {described(error)}') from error
+
+
+def is_mask(path: Path) -> bool:
+    """Return True for an image of few values, as segmentation masks are."""
+    if path.suffix.lower() in ('.jpg', '.jpeg', '.jfif'):
+        return False
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image)
+    except Exception:  # no image: its reader reports it
+        return False
+    pixels = pixels.reshape(len(pixels), -1, 1) if pixels.ndim == 2 else pixels
+    flat = pixels.reshape(-1, pixels.shape[2])
+    return len(np.unique(flat[:: max(1, len(flat) // 65536)], axis=0)) <= _MOST_VALUES
+
+
+def turned_notes(paths: Iterable[Path]) -> list[str]:
+    """Return a note with the number of images that their EXIF data rotates or mirrors; empty if there are none."""
+    turned = [path for path in paths if path.suffix.lower() in ('.jpg', '.jpeg', '.jfif') and _orientation(path) > 1]
+    meaning = 'labels are taken as drawn on the turned image, as loaders turn it'
+    return [f'{len(turned)} images are turned by EXIF, as {turned[0].name}: {meaning}'] if turned else []
+
+
+def _orientation(path: Path) -> int:
+    with suppress(Exception), Image.open(path) as image:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    return 1
+
+
+def page_notes(paths: Iterable[Path]) -> list[str]:
+    """Return notes on parts of image files that loaders do not read: pages after the first, and the nodata value."""
+    pages: list[Path] = []
+    nodata: dict[str, list[Path]] = {}
+    for path in paths:
+        if path.suffix.lower() not in _SEVERAL_PAGES:
+            continue
+        with suppress(Exception), Image.open(path) as image:
+            tags = getattr(image, 'tag_v2', {})
+            value = str(tags.get(_NODATA, '')).strip(' \0')
+            count = 0
+            for page in ImageSequence.Iterator(image):
+                count += not getattr(page, 'tag_v2', {}).get(_SUBFILE, 0) & 5  # smaller copies and masks of GeoTIFF
+            pages += [path] * (count > 1)
+            if value:
+                nodata.setdefault(value, []).append(path)
+    notes = [f'{len(pages)} files have several pages, as {path.name}: the first is read' for path in pages[:1]]
+    for value, files in nodata.items():
+        notes.append(f'{len(files)} files say that {value} means no data, as {files[0].name}: it is read as a value')
+    return notes
+
+
+class ImageFormat(NamedTuple):
+    """Median size and channels of images; mean and std, or None if the images use ImageNet's."""
+
+    width: int
+    height: int
+    channels: int
+    mean: Optional[list[float]]
+    std: Optional[list[float]]
+    notes: list[str]
+
+
+def image_format(paths: list[Path], channels: Optional[int] = None) -> ImageFormat:
+    """Infer the image format from a sample. 8-bit images, also grey ones, are read as RGB, to fit the released weights.
+
+    Args:
+        paths: The images.
+        channels: Channels of 8-bit images; None infers them.
+
+    Raises:
+        RunError: An image cannot be read, or the images differ in channels or dtype.
+    """
+    found = []
+    for path in paths[:: -(-len(paths) // _NUM_READ)]:
+        image = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
+        if image is None:
+            raise RunError(f'{path} is no image that OpenCV can read, which takes up to four channels.')
+        image = image[..., None] if image.ndim == 2 else image
+        is_opaque = image.shape[2] == 4 and image.dtype == np.uint8 and bool((image[..., 3] == 255).all())
+        values = image.reshape(-1, image.shape[2])[:: max(1, image[..., 0].size // 4096)]
+        found.append((path, image_size(path), values, is_opaque))
+    width, height = (int(side) for side in np.median([size for _, size, *_ in found], axis=0))
+    # drop a fourth channel of 255 everywhere in all images
+    drops = channels != 4 and all(is_opaque for *_, values, is_opaque in found if values.shape[1] == 4)
+    pixels = [values[:, :3] if drops else values for *_, values, _ in found]
+    kinds = {(values.shape[1], str(values.dtype)): path for (path, *_), values in reversed([*zip(found, pixels)])}
+    allowed = (1, 3) if channels is None else (1, 3, 4)
+    if channels in (None, 3) and all(count in allowed and dtype == 'uint8' for count, dtype in kinds):
+        grey = any(count == 1 for count, _ in kinds)
+        notes = ['grey images are read as three equal channels (--channels 1: as one, without weights)'] * grey
+        return ImageFormat(width, height, 3, None, None, notes)
+    listed = ', '.join(f'{path.name} {count} channel(s) of {dtype}' for (count, dtype), path in kinds.items())
+    if len(kinds) > 1:
+        raise RunError(f'the images are of several forms ({listed}): make them one.')
+    count = next(iter(kinds))[0]
+    if channels not in (None, count):
+        raise RunError(f'--channels {channels}: the images have others ({listed}).')
+    values = np.concatenate(pixels).astype(np.float64)
+    if not np.isfinite(values).all():
+        raise RunError(f'the images ({listed}) have values that are NaN or infinite.')
+    mean, std = values.mean(0).round(3).tolist(), np.maximum(values.std(0), 1e-3).round(3).tolist()
+    notes = [f'{listed}: with their own mean and std, without released weights']
+    return ImageFormat(width, height, count, mean, std, notes)

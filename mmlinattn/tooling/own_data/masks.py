@@ -1,0 +1,236 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Read images and segmentation masks of numbers or colours, in the layouts of CamVid, Cityscapes, KITTI, VOC, CVAT and
+Roboflow."""
+
+import re
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from PIL import Image
+
+from ...utils.errors import RunError
+from .data import Data, Example, OwnData, folders_of
+from .images import check_whole, image_size, is_mask, page_notes, turned_notes
+from .kinds import recognise_all, refusal
+from .mask_values import IGNORED, format_value, interpret, remap, scan, shortened
+from .names import some
+from .splits import class_table, divide, group_of
+
+# folders, in small letters
+_IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'jpegimages', 'leftimg8bit', 'image_2', '701_stillsraw_full')
+_MASKS = tuple(
+    'masks mask labels label annotations ann_dir segmentationclass gtfine semantic semantic_rgb gt '
+    'labeledapproved_full groundtruth ground_truth segmentations'.split()
+)
+_BESIDE = re.compile(r'(.+?)[_-]?(annot|annotations?|labels?|masks?|gt)', re.IGNORECASE)  # train and trainannot
+_ENDING = re.compile(r'[_-](masks?|labels?|seg|gt|L|P)\.(png|tiff?|bmp)$', re.IGNORECASE)  # both in one folder
+_OF_IMAGES = ('_leftImg8bit', '_sat', '_image', '_img', '_rgb')  # endings of images
+_KINDS = ('labelTrainIds', 'labelIds')  # of masks, in the order of preference
+# masks of objects, parts and previews beside those of classes
+_OTHERS = re.compile(r'instance|object|panoptic|_parts|polygon|_color|_colour|confidence', re.IGNORECASE)
+
+
+class _Pair(NamedTuple):
+    images: Path  # folder of the image
+    masks: Path  # folder of the mask
+    stem: str  # of both, relative to their folders
+    suffixes: tuple[str, str]
+    split: Optional[str] = None
+    classes: frozenset = frozenset()
+
+    @property
+    def path(self) -> Path:
+        return self.images / f'{self.stem}{self.suffixes[0]}'
+
+    @property
+    def file(self) -> Path:
+        return self.masks / f'{self.stem}{self.suffixes[1]}'
+
+    @property
+    def group(self) -> Optional[str]:
+        return group_of(self.path)
+
+
+def read_masks(data: Data, remapped: Path) -> OwnData:
+    """Read images and their segmentation masks.
+
+    If pixel values are not the labels 0, 1, ..., copies of the masks with such labels are written to ``remapped``.
+
+    Raises:
+        RunError: There are no masks, they do not match their images, or the meaning of their values is unclear.
+    """
+    notes: list[str] = []
+    pairs = _all_pairs(data, notes)
+    seen = scan([pair.file for pair in pairs])
+    classes, table = interpret(data, pairs[0].path, pairs[0].file, seen, notes)
+    items = []
+    for pair, values in zip(pairs, seen.values):
+        check_whole(pair.path)
+        labels = {table.get(value, IGNORED) if table else value for value in values}
+        learnt = frozenset(classes[label] for label in labels if label < len(classes) and label != IGNORED)
+        items.append(pair._replace(classes=learnt))
+    splits, more = divide(data, items, 'segmentation')
+    for split in [split for split, chosen in splits.items() if not any(pair.classes for pair in chosen)]:
+        if split != 'test':
+            raise RunError(f'the masks of {split} have no pixel of {", ".join(classes)}.')
+        notes.append(f'the {len(splits.pop(split))} masks of test have no class: val is tested on')
+    notes += class_table(classes, splits)
+    notes += page_notes(pair.file for pair in pairs) + turned_notes(pair.path for pair in pairs)
+    settings, lists = {}, {}
+    for split, chosen in splits.items():
+        first = chosen[0]
+        for pair in chosen:
+            if (pair.images, pair.suffixes) != (first.images, first.suffixes):
+                raise RunError(
+                    f'{pair.path} and {first.path} are both of {split}: MMSegmentation wants one folder and ending.'
+                )
+            if table:
+                copy = remapped / split / f'{pair.stem}.png'
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(remap(pair.file, table, seen.coloured)).save(copy)
+        folder = f'{remapped / split}/' if table else f'{data.name(first.masks)}/'
+        prefix = dict(img_path=f'{data.name(first.images)}/', seg_map_path=folder)
+        endings = dict(img_suffix=first.suffixes[0], seg_map_suffix='.png' if table else first.suffixes[1])
+        settings[split] = dict(data_prefix=prefix, **endings)
+        lists[split] = ''.join(f'{pair.stem}\n' for pair in chosen)
+    if table:
+        changed = {old: new for old, new in sorted(table.items()) if old != new and new != IGNORED}
+        changes = shortened(f'{format_value(old)} -> {new}' for old, new in changed.items())
+        notes.append(f'masks are copied to {remapped}: {changes or "one number a pixel"}')
+    used = {split: [pair.path for pair in chosen] for split, chosen in splits.items()}
+    known = {path for pair in pairs for path in (pair.path, pair.file)}
+    left = [path for path in data.images if path not in known]
+    notes += (
+        [f'{len(left)} images and masks without a pair are left out: {folders_of(left, data.root)}'] if left else []
+    )
+    identity = {label: label for label in range(len(classes))}
+    drawn = [
+        Example(pair.path, label_map=partial(remap, pair.file, table or identity, seen.coloured))
+        for pair in splits['train']
+    ]
+    return OwnData('segmentation masks', classes, used, lists, settings, more + notes, drawn)
+
+
+def _all_pairs(data: Data, notes: list[str]) -> list[_Pair]:
+    """Pair images with masks: of ``--images`` and ``--labels``, of neighbouring folders, or of one folder.
+
+    Raises:
+        RunError: No folder of masks is known by its name or beside its images, or two folders of masks fit.
+    """
+    given = data.options
+    if given.images and given.labels and given.labels.is_dir():
+        data.images = Data(data.root).images  # those of --labels too
+        return _pairs(data, given.images, given.labels, notes)
+    data.need_images()
+    folders = {
+        folder for path in data.images for folder in path.parents if folder == data.root or data.root in folder.parents
+    }
+    inner: dict[Path, list[str]] = {folder: [] for folder in sorted(folders)}
+    for folder in sorted(folders - {data.root}):
+        inner[folder.parent].append(folder.name)
+    claims: list[tuple[Path, Path]] = []
+    for top, names in inner.items():
+        of_images = [name for known in _IMAGES for name in names if name.lower() == known]
+        of_masks = [name for known in _MASKS for name in names if name.lower() == known]
+        if of_images and of_masks:
+            claims += [(top / of_images[0], top / name) for name in of_masks]
+            continue
+        for name in names:
+            beside = _BESIDE.fullmatch(name)
+            claims += [(top / beside[1], top / name)] if beside and beside[1] in names else []
+    if not claims:  # leftImg8bit_trainvaltest/leftImg8bit of Cityscapes
+        alone = [[folder for folder in inner if folder.name.lower() in known] for known in (_IMAGES, _MASKS)]
+        claims = [(alone[0][0], alone[1][0])] if list(map(len, alone)) == [1, 1] else []
+    claims = [(images, masks) for images, masks in claims if given.labels in (None, masks)]
+    if given.labels is None:
+        _refuse_others(data, inner, claims)
+    pairs = [pair for images, masks in claims for pair in _pairs(data, images, masks, notes)]
+    for folder in inner if not claims else ():
+        here = [path for path in data.images if path.parent == folder]
+        stems = {path.stem for path in here}
+        stems |= {stem.removesuffix(end) for stem in stems for end in _OF_IMAGES}
+        ends = [(_ENDING.search(path.name), path) for path in here]
+        counts = Counter(end[0] for end, path in ends if end and path.name[: end.start()] in stems - {path.stem})
+        plain = Counter(p.suffix for p in here if p.suffix.lower() == '.png' and p.with_suffix('.jpg') in here)
+        for ending, _ in (counts or plain).most_common(1):
+            pairs += _pairs(data, folder, folder, notes, ending)
+    if not pairs:
+        there = [folder for folder in inner if _has_masks(data, folder)]
+        if there:
+            raise RunError(
+                f'DATA {str(data.root)!r}: no annotations in it under known names; {some(map(data.name, there), 6)} '
+                'have images like masks: give --images DIR and --labels DIR, or name them images and masks.'
+            )
+        read = 'images beside masks (or labels, annotations), train beside trainannot, leftImg8bit beside gtFine'
+        raise refusal(data, recognise_all(data), {}, f'segmentation masks: folders {read}')
+    return pairs
+
+
+def _has_masks(data: Data, folder: Path) -> bool:
+    here = [path for path in data.images if path.parent == folder]
+    return bool(here) and all(map(is_mask, here[:3]))
+
+
+def _refuse_others(data: Data, folders: dict, claims: list[tuple[Path, Path]]) -> None:
+    """Raise an error if folders beside the masks of a claim hold other masks of the same images."""
+    for images, masks in claims:
+        for folder in folders:
+            is_inside = any(each in (folder, *folder.parents) for each in (images, masks))
+            if is_inside or _OTHERS.search(data.name(folder)) or images.parent not in folder.parents:
+                continue
+            known = any(folder in (claimed, *claimed.parents) or claimed in folder.parents for _, claimed in claims)
+            if (images, folder) in claims or not known and _has_masks(data, folder):
+                raise RunError(
+                    f'{data.name(masks)} and {data.name(folder)} both have masks of {data.name(images)}: give --labels '
+                    'DIR, one of them.'
+                )
+
+
+def _pairs(data: Data, images: Path, masks: Path, notes: list[str], ending: str = '') -> list[_Pair]:
+    """Pair images with masks ``masks/STEM`` plus the most frequent ending (``.png``, ``_mask.png``)."""
+    stems: dict[str, str] = {}
+    below = {folder: [path for path in data.images if folder in path.parents] for folder in (images, masks)}
+    for path in below[images]:
+        stem = path.relative_to(images).with_suffix('').as_posix()
+        if images == masks and (path.name.endswith(ending) or _OTHERS.search(path.name)):
+            continue
+        if stem in stems:
+            raise RunError(f'{images / stem}{stems[stem]} and {path} have one name: of which is the mask?')
+        stems[stem] = path.suffix
+    for end in _OF_IMAGES:
+        if stems and all(stem.endswith(end) for stem in stems):
+            stems = {stem.removesuffix(end): f'{end}{suffix}' for stem, suffix in stems.items()}
+    found = {path.relative_to(masks).as_posix() for path in below[masks]}
+    endings = {name[len(stem) :] for stem in list(stems)[:20] for name in found if name.startswith(stem)}
+    counts = {ending: sum(f'{stem}{ending}' in found for stem in stems) for ending in sorted(endings)}
+    if images == masks:
+        counts = {ending: sum(f'{stem}{ending}' in found for stem in stems)}
+    if not counts:
+        raise RunError(f'{masks} has no label image with the name of an image of {images}.')
+    best = [ending for ending in counts if counts[ending] == max(counts.values())]
+    kinds = [[each for each in best if kind in each] for kind in _KINDS]
+    ending, *others = next(filter(None, kinds), best)
+    if others:
+        raise RunError(f'{masks} has two masks of each image, *{ending} and *{others[0]}: keep one kind.')
+    if ending.lower().endswith(('.jpg', '.jpeg')):
+        raise RunError(f'{masks} has JPEG files, which change the numbers of pixels: expected PNG.')
+    both = {stem: suffix for stem, suffix in stems.items() if f'{stem}{ending}' in found}
+    base, dot, suffix = ending.rpartition('.')
+    for name in sorted(found - {f'{stem}{ending}' for stem in both}):
+        mask, is_of_kind = name.removesuffix(f'{dot}{suffix}'), name.endswith(f'{dot}{suffix}')
+        owners = (stem for stem in both if mask.startswith((f'{stem}{base}_', f'{stem}{base}-')))
+        owner = next(owners, None) if is_of_kind and (base or mask not in stems) else None
+        if owner and not _OTHERS.search(name) and not any(kind in ending for kind in _KINDS):
+            raise RunError(
+                f'{masks / name} is a second mask of {owner}{both[owner]}, beside {owner}{ending}: join them.'
+            )
+    pairs = [_Pair(images, masks, stem, (end, ending)) for stem, end in both.items()]
+    for pair in pairs:
+        size = image_size(pair.path)
+        with Image.open(pair.file) as mask:
+            if mask.size != size:
+                turned = ' as stored, without its EXIF rotation' if image_size(pair.file) == size else ''
+                raise RunError(f'{pair.file} has not the size of its image, {size[0]}x{size[1]}{turned}.')
+    return pairs

@@ -1,0 +1,110 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Read the names of folders and files: the split they name, and the part that a label and its image share."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePath
+from typing import Optional
+
+_SPLITS = dict.fromkeys(('train', 'training', 'trainval'), 'train')
+_SPLITS.update(dict.fromkeys(('val', 'valid', 'validation', 'validate', 'dev'), 'val'))
+_SPLITS.update(dict.fromkeys(('test', 'testing', 'eval'), 'test'))
+# words for the role of a folder, not for its content
+_ROLES = frozenset(
+    """images image imgs img jpegimages jpeg jpg png photos pictures frames stills raw labels label labelled labeled
+    annotations annotation annotated annot annots anns ann masks mask gt groundtruth truth xml xmls json jsons txt csv
+    coco yolo voc data dataset datasets set sets list lists file files split splits part parts instances instance bbox
+    bboxes boxes box objects input inputs ids obj""".split()
+)
+_JOINED = re.compile(r'(train|val|test)(annot|annotations?|labels?|masks?|images?|imgs?|data|set)')
+
+
+def is_hidden(name: str) -> bool:
+    return name.startswith('.') or name == '__MACOSX'
+
+
+def _words(name: str) -> list[str]:
+    """Return the words of a name in small letters: ``'TrainData_v2'`` has train and data, ``'val2017'`` val and 2017.
+
+    A word with a number is one word (``v2``, ``oidv6``), unless it is a split or a role.
+    """
+    spaced = re.sub(r'(?<=[a-z0-9])(?=[A-Z])', ' ', name).lower()
+    words: list[str] = []
+    for chunk in re.findall(r'[^\W\d_]+\d*|\d+', _JOINED.sub(r'\1 \2', spaced)):
+        word = chunk.rstrip('0123456789')
+        is_known = word in _SPLITS or word in _ROLES
+        words += [word, chunk[len(word) :]] if is_known else [chunk]
+    return list(filter(None, words))
+
+
+def has_role_only(name: str) -> bool:
+    """Return True for a name such as ``images_part_1``: a role, perhaps with numbers, and nothing else."""
+    words = [word for word in _words(name) if not any(map(str.isdigit, word))]
+    return bool(words) and all(word in _ROLES for word in words)
+
+
+def split_in(name: str) -> Optional[str]:
+    """Return 'train', 'val' or 'test' for a name that consists of a word for a split, of roles and of numbers."""
+    words = [word for word in _words(name) if word in _SPLITS or not any(map(str.isdigit, word))]
+    found = {_SPLITS[word] for word in words if word in _SPLITS}
+    return found.pop() if len(found) == 1 and all(word in _SPLITS or word in _ROLES for word in words) else None
+
+
+def _template(name: str) -> tuple[str, Optional[str]]:
+    """Return a name with its word for a split replaced by ``*``, and the split."""
+    words = _words(name)
+    found = [word for word in words if word in _SPLITS]
+    if len(found) != 1 or ' ' in name.strip():
+        return name, None
+    return ' '.join('*' if word in _SPLITS else word for word in words), _SPLITS[found[0]]
+
+
+class Splits:
+    """Splits by names of folders and files.
+
+    A folder names a split by its words alone (:func:`split_in`), or if another folder differs by that word only
+    (``seg_train`` and ``seg_test``). A file names one by its first or last word too.
+
+    Args:
+        folders: Names of all folders of the data set.
+    """
+
+    def __init__(self, folders: Iterable[str]):
+        self._templates: dict[str, set] = {}
+        for name in folders:
+            template, split = _template(name)
+            if split:
+                self._templates.setdefault(template, set()).add(split)
+
+    def of_folder(self, name: str) -> Optional[str]:
+        template, split = _template(name)
+        return split_in(name) or (split if len(self._templates.get(template, ())) > 1 else None)
+
+    def of_file(self, stem: str) -> Optional[str]:
+        template, split = _template(stem)
+        return self.of_folder(stem) or (split if '*' in (template.split()[:1] + template.split()[-1:]) else None)
+
+    def of(self, path: PurePath, is_file: bool = False) -> Optional[str]:
+        """Return the split by the last part of a relative path that names one; the last part may be a file."""
+        own = self.of_file(path.name.partition('.')[0]) if is_file else self.of_folder(path.name)
+        return own or next(filter(None, map(self.of_folder, path.parts[-2::-1])), None)
+
+
+def shared_key(folder: PurePath) -> tuple[str, ...]:
+    """Return the parts of a relative folder without words for roles: equal for the folders of labels and images.
+
+    ``labels/train/cam1``, ``images/train/cam1`` and ``train/annotations/cam1`` have the key ``('train', 'cam1')``.
+    """
+    kept = (' '.join(_SPLITS.get(word, word) for word in _words(part) if word not in _ROLES) for part in folder.parts)
+    return tuple(filter(None, kept))
+
+
+def relative(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix() if root in path.parents else str(path)
+
+
+def some(names: Iterable[str], count: int = 12) -> str:
+    """Return the first names, and the number of the others."""
+    listed = list(names)
+    rest = f' and {len(listed) - count} more' if len(listed) > count else ''
+    return ', '.join(listed[:count]) + rest

@@ -1,0 +1,227 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Divide labelled images into train, val and test."""
+
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+from ...utils.errors import RunError
+from .data import Data, folders_of, read_lines
+from .names import some, split_in
+
+_PREFERRED = {'detection': 'Main', 'segmentation': 'Segmentation'}  # VOC's folders of lists
+
+
+def divide(data: Data, items: list, task: str, by_folder: bool = True) -> tuple[dict[str, list], list[str]]:
+    """Group images by split.
+
+    If there is no val, test is used as val. If both are missing, about a fifth of train is drawn as val.
+
+    Args:
+        data: The data set.
+        items: Images with the attributes ``path``, ``file`` (of the label), ``split`` (of columns and names of label
+            files, or None), ``group`` and ``classes``.
+        task: Task of the config.
+        by_folder: Names of folders tell the splits of items without split.
+
+    Returns:
+        tuple[dict[str, list], list[str]]: Images by split, and notes for the user, first the source of the splits.
+
+    Raises:
+        RunError: Lists and folders differ, or there are fewer than two training images, or no validation image.
+    """
+    found, source = _splits_of(data, items, task, by_folder)
+    splits: dict[str, list] = {}
+    for item, split in zip(items, found):
+        splits.setdefault(split or 'none', []).append(item)
+    stray, notes = splits.pop('none', []), [f'splits by {source}'] if source else []
+    if len(splits) == 1 and not stray and 'train' not in splits:
+        stray = next(iter(splits.values()))
+        splits = {}
+    if 'train' not in splits:
+        splits['train'] = stray
+    elif stray:
+        where = folders_of((item.path for item in stray), data.root)
+        notes.append(f'{len(stray)} images outside of train and val are left out: {where}')
+    if 'val' not in splits and 'test' in splits:
+        splits['val'] = splits.pop('test')
+        notes.append('no val in the data: test takes its place')
+    if 'val' not in splits:
+        chosen = _draw(splits['train'])
+        splits['val'] = [item for i, item in enumerate(splits['train']) if i in chosen]
+        splits['train'] = [item for i, item in enumerate(splits['train']) if i not in chosen]
+        groups = len({item.group for item in splits['val']} - {None})
+        whole = f' as {groups} whole groups' if groups else ''
+        notes.append(
+            f'no val in the data, and no test takes its place: {len(chosen)} images were drawn from train for it{whole}'
+        )
+    if len(splits['train']) < 2 or not splits['val']:
+        raise RunError(
+            f'{len(splits["train"])} image(s) to train on and {len(splits["val"])} of val: 2 are the least. Name the '
+            'splits by folders or lists train, val, test, or give --train and --val.'
+        )
+    return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
+
+
+def _splits_of(data: Data, items: list, task: str, by_folder: bool) -> tuple[list[Optional[str]], str]:
+    """Return the split of each image, or None, and their source."""
+    given = {split: path for split, path in (('train', data.options.train), ('val', data.options.val)) if path}
+    if given:
+        listed = {path: split for split, source in given.items() for path in _chosen(data, items, source)}
+        rest = None if 'train' in given else 'train'
+        return [listed.get(item.path, rest) for item in items], ' and '.join(f'--{split}' for split in given)
+    folders = [
+        data.splits.of(data.rel(item.path).parent) or data.splits.of(data.rel(item.file).parent) if by_folder else None
+        for item in items
+    ]
+    if any(item.split for item in items):
+        return [item.split or split for item, split in zip(items, folders)], 'columns or names of files and folders'
+    listed, files = _lists(data, {item.path for item in items}, task)
+    if not listed:
+        return folders, 'names of folders' if any(folders) else ''
+    rest = None if 'train' in listed.values() else 'train'
+    for item, folder in zip(items, folders):
+        split = listed.get(item.path)
+        if split and folder and folder != split:
+            raise RunError(
+                f'{item.path} is of {split} in {some(map(str, files))}, and in a folder of {folder}: give --train and '
+                '--val, each a list or a folder.'
+            )
+    return [listed.get(item.path, rest) for item in items], f'the lists {some(map(data.name, files))}'
+
+
+def _chosen(data: Data, items: list, source: Path) -> list[Path]:
+    """Return the images of ``--train`` or ``--val``: of a folder, a list or a label file."""
+    chosen = [item.path for item in items if source in (item.file, *item.path.parents, *item.file.parents)]
+    if not chosen and source.is_file():
+        chosen, _ = _of_list(data, source, {item.path for item in items})
+        data.used.add(source)
+    if not chosen:
+        raise RunError(f'{source} has no labelled image.')
+    return chosen
+
+
+def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], int]:
+    """Return the labelled images in a list (a path, name or stem a line, perhaps with more words), and the number of
+    lines that name no image."""
+    found, lost = list[Path](), 0
+    for line in read_lines(path):
+        name = next((name for name in (line, *line.split()[:1]) if data.pictures.named(name)), '')
+        images = [image for image in data.pictures.named(name) if image in labelled] if name else []
+        if len(images) > 1:
+            parts = Path(name.replace('\\', '/')).with_suffix('').parts
+            exact = [image for image in images if image.with_suffix('').parts[-len(parts) :] == parts]
+            near = [image for image in exact or images if path.parent in image.parents]
+            near = near or [
+                image for image in exact or images if path.parents[min(2, len(path.parents) - 1)] in image.parents
+            ]
+            images = near or exact or images
+        found += images
+        lost += not name
+    return found, lost
+
+
+def _lists(data: Data, labelled: set[Path], task: str) -> tuple[dict[Path, str], list[Path]]:
+    """Return the splits of images by text files that have the name of a split and name images, and these files.
+
+    VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``.
+
+    Raises:
+        RunError: Lists of two folders differ.
+    """
+    by_folder: dict[Path, dict[str, Path]] = {}
+    for path in data.files:
+        name = path.stem.lower()
+        if path.suffix.lower() == '.txt' and split_in(path.stem):
+            by_folder.setdefault(path.parent, {})['trainval' if 'trainval' in name else str(split_in(path.stem))] = path
+        if path.name == 'train_test_split.txt' and path.with_name('images.txt') in data.files:
+            return _of_numbers(data, path)
+    preferred = [folder for folder in by_folder if folder.name == _PREFERRED.get(task)]
+    splits, files = dict[Path, str](), list[Path]()
+    for folder in preferred or by_folder:
+        lists = by_folder[folder]
+        if 'train' in lists:
+            lists.pop('trainval', None)
+        here: dict[Path, str] = {}
+        for split in [split for split in ('trainval', 'train', 'val', 'test') if split in lists]:
+            images, lost = _of_list(data, lists[split], labelled)
+            if len(images) <= lost and split != 'test':
+                continue
+            here.update(dict.fromkeys(images, 'train' if split == 'trainval' else split))
+            files.append(lists[split])
+        for path, other in here.items():
+            if splits.setdefault(path, other) != other:
+                raise RunError(
+                    f'{path} is of {splits[path]} and of {other} in two of {some(map(str, files))}: give --train and '
+                    '--val, each a list or a folder.'
+                )
+    data.used.update(files)
+    return splits, files
+
+
+def _of_numbers(data: Data, path: Path) -> tuple[dict[Path, str], list[Path]]:
+    """Return the splits of CUB-200: ``train_test_split.txt`` has 1 for train, ``images.txt`` the paths."""
+    names = dict(line.split(maxsplit=1) for line in read_lines(path.with_name('images.txt')))
+    flags = dict(line.split(maxsplit=1) for line in read_lines(path))
+    known = [number for number, name in names.items() if number in flags and data.pictures.named(name)]
+    pictures = data.pictures.find(path, [names[number] for number in known])
+    data.used.update((path, path.with_name('images.txt')))
+    return {p: 'train' if flags[number] == '1' else 'val' for p, number in zip(pictures, known)}, [path]
+
+
+def _draw(items: Sequence) -> set[int]:
+    """Draw about a fifth of the images of each class, rare classes first; at least one image of each class is left.
+
+    Images of a group (a patient, a photograph before its augmentation) stay together.
+    """
+    units: dict[object, list[int]] = {}
+    for i, item in enumerate(items):
+        units.setdefault(i if item.group is None else item.group, []).append(i)
+    members: dict[Optional[str], list[object]] = {}
+    classes: dict[object, set] = {}
+    for unit, indices in units.items():
+        classes[unit] = {name for i in indices for name in items[i].classes}
+        for name in classes[unit] or {None}:
+            members.setdefault(name, []).append(unit)
+    left = {name: len(found) for name, found in members.items()}
+    chosen: set[object] = set()
+    draw = random.Random(0)
+    for name, found in sorted(members.items(), key=lambda item: (len(item[1]), str(item[0]))):
+        wanted = max(name is not None, round(len(found) / 5)) - sum(unit in chosen for unit in found)
+        for unit in draw.sample(found, len(found)):
+            if wanted > 0 and unit not in chosen and all(left[each] > 1 for each in classes[unit]):
+                chosen.add(unit)
+                wanted -= 1
+                for each in classes[unit]:
+                    left[each] -= 1
+    chosen = chosen or set(draw.sample(list(units), int(len(units) > 2)))
+    return {i for unit in chosen for i in units[unit]}
+
+
+def group_of(path: Path, group: str = '') -> Optional[str]:
+    """Return the group of an image: a column's, or the name before Roboflow's augmentation."""
+    augmented = re.fullmatch(r'(.+)\.rf\.\w+', path.stem)
+    return group or (augmented[1] if augmented else None)
+
+
+def class_table(classes: Sequence[str], splits: dict[str, list]) -> list[str]:
+    """Return the numbers of images of each class in train and val, and notes on classes that are in one alone.
+
+    Args:
+        classes: Class names in the order of the labels.
+        splits: Result of :func:`divide`.
+    """
+    counts = {split: Counter(name for item in splits[split] for name in item.classes) for split in ('train', 'val')}
+    width = max(map(len, [*classes, 'class']))
+    lines = [f'{"class":{width}}  train    val  (images)']
+    lines += [f'{name:{width}} {counts["train"][name]:6} {counts["val"][name]:6}' for name in classes[:50]]
+    lines += [f'and {len(classes) - 50} more classes'] if len(classes) > 50 else []
+    nowhere = [name for name in classes if not any(count[name] for count in counts.values())]
+    lines += [f'no image of {some(nowhere)}: nothing of these classes is learnt'] if nowhere else []
+    for split, end in (('train', 'val counts them, and they cannot be learnt'), ('val', 'not measured')):
+        lacking = [name for name in classes if not counts[split][name] and name not in nowhere]
+        lines += [f'no image of {some(lacking)} in {split}: {end}'] if lacking else []
+    return lines

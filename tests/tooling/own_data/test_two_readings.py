@@ -1,0 +1,255 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Data with two readings: the error names the option that decides, and the option decides."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.own_files import HEIGHT, WIDTH, boxes_of, picture, read, text
+from PIL import Image
+
+from mmlinattn.tooling.own_data import drawing
+from mmlinattn.tooling.own_data.names import Splits, shared_key, split_in
+from mmlinattn.utils.errors import RunError
+
+SIDES = (4, 8, 20, 30)
+CORNERS = (4, 8, 24, 38)
+RIGHT = (30, 10, 28, 30)  # no corners; passes no edge as sides
+NAMES = 'abcdef'
+
+
+def images(root, names=NAMES):
+    for name in names:
+        picture(root / f'{name}.jpg')
+
+
+def table(header, row, name='labels.csv', names=NAMES):
+    def write(root):
+        images(root, names)
+        text(root / name, '\n'.join([header, *(row(each, i) for i, each in enumerate(names))]))
+
+    return write
+
+
+def csv_of(box, columns='x,y,w,h'):
+    return table(f'filename,class,{columns}', lambda name, i: f'{name}.jpg,car,{",".join(map(str, box))}')
+
+
+def coco(root, box=SIDES, name='all.json', names=NAMES):
+    images(root, names)
+    listed = [dict(id=i, file_name=f'{each}.jpg', width=WIDTH, height=HEIGHT) for i, each in enumerate(names)]
+    boxes = [dict(id=i, image_id=i, category_id=1, bbox=list(box)) for i in range(len(names))]
+    text(root / name, dict(images=listed, annotations=boxes, categories=[dict(id=1, name='car')]))
+
+
+def voc(root, box=CORNERS, folder='', names=NAMES):
+    images(root, names)
+    edges = ''.join(f'<{key}>{value}</{key}>' for key, value in zip(('xmin', 'ymin', 'xmax', 'ymax'), box))
+    for name in names:
+        item = f'<object><name>car</name><bndbox>{edges}</bndbox></object>'
+        text(root / folder / f'{name}.xml', f'<annotation>{item}</annotation>')
+
+
+def yolo(root, line='0 0.21875 0.479167 0.3125 0.625', folder='', names=NAMES):
+    images(root, names)
+    text(root / 'classes.txt', 'car')
+    for name in names:
+        text(root / folder / f'{name}.txt', line)
+
+
+def both(root):
+    voc(root)
+    yolo(root)
+
+
+def exports(root):
+    coco(root)
+    coco(root, RIGHT, 'old.json')
+
+
+def listed(root):
+    voc(root)
+    text(root / 'one.txt', 'a.jpg\nb.jpg\nc.jpg')
+
+
+def mixed(name, i):
+    return f'{name}.jpg,car,' + ','.join(map(str, (0.1, 0.2, 0.5, 0.9) if i % 2 else CORNERS))
+
+
+@pytest.mark.parametrize(
+    'write, options, expected',
+    [
+        (csv_of(SIDES), {}, '--boxes corners|sides|centre'),
+        (csv_of(SIDES), dict(boxes='sides'), SIDES),
+        (csv_of((14, 23, 20, 30)), dict(boxes='centre'), SIDES),
+        (csv_of(RIGHT), {}, RIGHT),  # other readings fall outside or are empty
+        (csv_of(CORNERS, 'left,top,right,bottom'), {}, SIDES),
+        (csv_of((0.1, 0.2, 0.9, 1.000001), 'xmin,ymin,xmax,ymax'), {}, (6.4, 9.6, 51.2, 38.4)),
+        (table('filename,class,xmin,ymin,xmax,ymax', mixed), {}, '--units pixels|shares'),
+        (csv_of((0.5, 0.5, 0.9, 0.9), 'xmin,ymin,xmax,ymax'), dict(units='pixels'), 'has a box'),
+        (csv_of(CORNERS, 'x_center,y_center,wide,high'), {}, '(columns filename, class, x_center'),
+        (csv_of((*CORNERS, 1, 1), 'x1,y1,x2,y2,x3,y3'), {}, 'CSV of quadrilaterals'),
+        (table('file,kind,xmin,ymin,xmax,ymax', lambda n, i: f'{n},k{i},1,2,9,9'), {}, 'Is it kind? Name it class'),
+        (table('a.jpg,4,8,24,38,car', lambda n, i: f'{n}.jpg,4,8,24,38,car'), {}, 'has no header'),
+        (lambda root: coco(root, (30, 8, 60, 40)), {}, '--boxes corners|sides|centre'),
+        (lambda root: coco(root, (30, 8, 60, 40)), dict(boxes='corners'), (30, 8, 30, 32)),
+        (lambda root: coco(root, (0.1, 0.1, 0.5, 0.5)), {}, 'shares of the image'),
+        (lambda root: voc(root, RIGHT), {}, 'all of them fit: give --boxes'),
+        (lambda root: voc(root, (4, 8, 24, 7)), dict(boxes='corners'), 'ymin 8 is above ymax 7'),
+        (both, {}, 'is labelled by VOC XML (a.xml) and by YOLO text files (a.txt): give --labels FILE'),
+        (both, dict(labels='a.xml'), SIDES),
+        (exports, {}, 'labelled twice: by all.json (None) and by old.json (None): give --labels FILE'),
+        (exports, dict(labels='old.json'), RIGHT),
+        (lambda root: yolo(root, '0 0.3 0.3 0.6 0.6 0.2 0.2 0.3 0.4'), {}, 'write kpt_shape'),
+        (lambda root: yolo(root, '0 0.3 0.3 0.2 0.2 0.9 1'), {}, 'leave the scores out'),
+        (lambda root: yolo(root, '0 0.1 0.1 0.4 0.1 0.4 0.4 0.9'), {}, 'the score of a prediction (--save-conf)'),
+        (lambda root: yolo(root, '0 0.0625 0.166667 0.375 0.166667 0.375 0.791667 0.0625 0.791667'), {}, SIDES),
+        (lambda root: yolo(root, '0 14 23 20 30'), {}, '--units pixels|shares'),
+        (lambda root: yolo(root, '0 14 23 20 30'), dict(units='pixels'), SIDES),
+    ],
+)
+def test_an_option_decides(tmp_path, write, options, expected):
+    root = tmp_path / 'data'
+    write(root)
+    options = {
+        key: Path(value) if key in ('labels', 'images', 'train', 'val') else value for key, value in options.items()
+    }
+    if isinstance(expected, str):
+        with pytest.raises(RunError) as error:
+            read(root, **options)
+        assert expected in str(error.value) and '\n' not in str(error.value)
+    else:
+        found = {box for _, _, box in boxes_of(read(root, **options))}
+        assert np.abs(np.array(list(found)) - expected).max() < 0.01 and len(found) == 1
+
+
+@pytest.mark.parametrize(
+    'options, train, val',
+    [
+        (dict(train='one.txt'), 'abc', ''),
+        (dict(val='one.txt'), 'def', 'abc'),
+        (dict(train='one.txt', val='e.xml'), 'abc', 'e'),
+    ],
+)
+def test_lists_of_the_command_line(tmp_path, options, train, val):
+    listed(tmp_path)
+    data = read(tmp_path, **{key: Path(value) for key, value in options.items()})
+    found = {split: ''.join(path.stem for path in paths) for split, paths in data.images.items()}
+    assert set(''.join(found.values())) == set(train + val)
+    assert not val or (found['train'], found['val']) == (train, val)
+
+
+def test_a_mask_is_no_image_of_a_label(tmp_path):
+    voc(tmp_path / 'images')
+    (tmp_path / 'images/a.jpg').unlink()
+    picture(tmp_path / 'trimaps' / 'a.png', np.zeros((HEIGHT, WIDTH), np.uint8))
+    with pytest.raises(RunError, match='a.xml: the only image of its name is .*trimaps/a.png, a mask'):
+        read(tmp_path)
+
+
+def test_two_formats_of_two_splits_are_read(tmp_path):
+    voc(tmp_path / 'val', names='fgh')
+    coco(tmp_path / 'train', names='abc')
+    data = read(tmp_path)
+    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=3, val=3)
+    assert data.kind == 'COCO JSON and VOC XML' and len(boxes_of(data)) == 6
+
+
+@pytest.mark.parametrize(
+    'name, split',
+    [
+        ('TrainData', 'train'),
+        ('val2017', 'val'),
+        ('test_images', 'test'),
+        ('trainannot', 'train'),
+        ('VALIDATE', 'val'),
+        ('dev', 'val'),
+        ('train station', None),
+        ('crash test 1', None),
+        ('train_val2019', None),
+        ('latest', None),
+    ],
+)
+def test_names_of_splits(name, split):
+    assert split_in(name) == split
+
+
+def test_names_that_differ_by_the_split_alone():
+    splits = Splits(['seg_train', 'seg_test', 'train_station'])
+    assert [splits.of_folder(name) for name in ('seg_train', 'seg_pred', 'train_station')] == ['train', None, None]
+    assert splits.of_file('lvis_v1_val') == 'val'
+    assert shared_key(Path('labels/train2017')) == shared_key(Path('train2017/images')) != shared_key(Path('val2017'))
+
+
+def test_groups_stay_together(tmp_path):
+    names = [f'{i}_jpg.rf.{j}f' for i in range(5) for j in range(3)]
+    voc(tmp_path, names=names)
+    data = read(tmp_path)
+    val = {path.name.partition('.rf.')[0] for path in data.images['val']}
+    assert len(data.images['val']) == 3 and len(val) == 1 and 'as 1 whole groups' in ' '.join(data.notes)
+
+
+@pytest.mark.parametrize(
+    'task, folders, options, expected',
+    [
+        ('classification', ['tr/cat', 'tr/dog', 'te/cat', 'te/dog'], {}, '--train DIR and --val DIR'),
+        ('classification', ['tr/cat', 'tr/dog', 'te/cat', 'te/dog'], dict(train='tr', val='te'), ['cat', 'dog']),
+        ('classification', ['Birds/gull', 'Birds/owl', 'Fish/carp', 'Fish/eel'], {}, 'nested: which are the classes'),
+        ('classification', ['seg_train/seg_train/a', 'seg_train/seg_train/b', 'seg_test/seg_test/a'], {}, ['a', 'b']),
+        ('classification', ['train/a', 'train/b', 'val'], {}, '2 images of val are in no folder of a class'),
+        ('segmentation', ['photos', 'overlays'], {}, 'give --images DIR and --labels DIR'),
+        ('segmentation', ['photos', 'overlays'], dict(images='photos', labels='overlays'), ['class_0', 'class_1']),
+        ('segmentation', ['images', 'masks', 'labels'], {}, 'both have masks of images: give --labels DIR'),
+        ('segmentation', ['images', 'masks', 'labels'], dict(labels='labels'), ['class_0', 'class_1']),
+    ],
+)
+def test_folders_with_two_readings(tmp_path, task, folders, options, expected):
+    for folder in folders:
+        for i in range(2 if task == 'classification' else 4):
+            is_mask = task == 'segmentation' and folder != folders[0]
+            picture(
+                tmp_path / 'data' / folder / f'{i}.png',
+                np.resize([0, 1], (HEIGHT, WIDTH)).astype(np.uint8) if is_mask else None,
+            )
+    options = {key: Path(value) for key, value in options.items()}
+    if isinstance(expected, list):
+        assert read(tmp_path / 'data', task, **options).classes == expected
+    else:
+        with pytest.raises(RunError, match=expected):
+            read(tmp_path / 'data', task, **options)
+
+
+def test_dropped_files_are_named(tmp_path):
+    coco(tmp_path / 'train')
+    picture(tmp_path / 'val' / '0.jpg')
+    data = read(tmp_path)
+    assert '1 images without labels are left out: val/ (1)' in data.notes
+    picture(tmp_path / 'train' / 'a.jpg').write_bytes((tmp_path / 'train' / 'b.jpg').read_bytes()[:900])
+    with pytest.raises(RunError, match='a.jpg is truncated'):
+        read(tmp_path)
+
+
+def test_masks_of_two_codings_and_second_masks(tmp_path):
+    for i in range(4):
+        picture(tmp_path / 'images' / f'{i}.jpg')
+        picture(tmp_path / 'masks' / f'{i}.png', np.resize([0, 255 if i % 2 else 1], (HEIGHT, WIDTH)).astype(np.uint8))
+    with pytest.raises(RunError, match='2 masks have the values 0 and 1, 2 the values 0 and 255: two codings'):
+        read(tmp_path, 'segmentation')
+    picture(tmp_path / 'masks' / '0_1.png', np.zeros((HEIGHT, WIDTH), np.uint8))
+    with pytest.raises(RunError, match='0_1.png is a second mask of 0.jpg'):
+        read(tmp_path, 'segmentation')
+
+
+def test_labels_png_shows_training_images(tmp_path):
+    coco(tmp_path / 'data')
+    file = tmp_path / 'data/all.json'
+    content = json.loads(file.read_text())
+    content['annotations'].append(dict(id=9, image_id=5, category_id=1, bbox=[40, 40, 3, 3]))
+    data = read(text(file, content).parent)
+    assert data.examples[0].objects and {
+        category['supercategory'] for category in json.loads(data.annotations['val'])['categories']
+    } == {'none'}
+    drawing.draw_examples(data, tmp_path / 'labels.png')
+    with Image.open(tmp_path / 'labels.png') as image:
+        assert image.size == (1200, 800) and np.asarray(image).std() > 20
