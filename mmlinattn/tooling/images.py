@@ -71,7 +71,8 @@ def image_dtype(cfg: Config) -> Optional[np.dtype]:
     _, given = next(dataset_configs(cfg, 'test_dataloader'), ('', {}))
     with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry, suppress(Exception):
         dataset = registry.build(dict(given, pipeline=[]))  # data sets of any project
-        return cv2.imread(str(dataset.get_data_info(0)['img_path']), cv2.IMREAD_UNCHANGED).dtype
+        image: Any = cv2.imread(str(dataset.get_data_info(0)['img_path']), cv2.IMREAD_UNCHANGED)
+        return image.dtype
     return None
 
 
