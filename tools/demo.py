@@ -41,21 +41,24 @@ from mmlinattn.tooling.command_line import (
 )
 from mmlinattn.tooling.configs import check_checkpoint, read_config, require
 from mmlinattn.tooling.console import quiet_console, quiet_upstream
-from mmlinattn.tooling.images import read_picture
+from mmlinattn.tooling.images import image_channels, image_dtype, is_8_bit, preprocessor, read_picture
 from mmlinattn.tooling.predictions import (
     add_prediction_arguments,
-    category_ids,
+    annotation_ids,
     check_prediction_arguments,
     coco_results,
+    label_values,
     names_below,
+    notice_values,
     write_coco,
-    write_label_image,
+    write_mask,
     write_yolo,
 )
 from mmlinattn.utils.errors import RunError, described
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 VIDEOS = ('.mp4', '.avi', '.mov', '.mkv', '.webm', '.m4v', '.mpg', '.mpeg', '.wmv')
+MANY_SIZES = 8  # more sizes in a folder limit the caches of oneDNN
 CODECS = {'.mp4': 'mp4v', '.avi': 'MJPG', '.mkv': 'mp4v', '.mov': 'mp4v'}  # of the videos that are written
 
 
@@ -96,6 +99,14 @@ def find_pictures(path: str) -> list:
     return pictures
 
 
+def limit_caches(num_sizes: int) -> None:
+    """Limit PyTorch's caches of oneDNN primitives for images of many sizes. By default each keeps 1024 primitives, many
+    for each size. The caches read the variables before their first primitive."""
+    if num_sizes > MANY_SIZES:
+        for variable in ('LRU_CACHE_CAPACITY', 'ONEDNN_PRIMITIVE_CACHE_CAPACITY'):
+            os.environ.setdefault(variable, '64')
+
+
 def download(url: str, folder: str) -> str:
     path = Path(folder, osp.basename(urlsplit(url).path))
     try:
@@ -123,6 +134,31 @@ def frames_of(video: cv2.VideoCapture) -> Iterator[np.ndarray]:
     while is_read:
         yield frame
         is_read, frame = video.read()
+
+
+def check_frames(cfg) -> None:
+    """Check that the model takes pixels of 8 bits, as frames have, by its normalisation and a test image.
+
+    Raises:
+        RunError: It takes other pixels.
+    """
+    given = preprocessor(cfg)
+    largest = max(np.max(given[key]) if given.get(key) is not None else 0 for key in ('mean', 'std'))
+    dtype = None if is_8_bit(cfg) else image_dtype(cfg)
+    if largest > 255 or dtype not in (None, np.dtype(np.uint8)):
+        found = f'its test images are {dtype}' if dtype else f'data_preprocessor has mean or std {largest}'
+        raise RunError(f'the model takes pixels beyond 8 bits ({found}). Save the frames of the video as such images.')
+
+
+@contextlib.contextmanager
+def frame_file(frame: np.ndarray, cfg) -> Iterator[str]:
+    """Write a frame as a temporary PNG file, so that the test pipeline loads it like any image. Models of one channel
+    get a grey image."""
+    grey = image_channels(cfg) == 1
+    with tempfile.TemporaryDirectory() as folder:
+        path = osp.join(folder, 'frame.png')
+        cv2.imwrite(path, cv2.cvtColor(frame, cv2.COLOR_BGR2GRAY) if grey else frame, [cv2.IMWRITE_PNG_COMPRESSION, 1])
+        yield path
 
 
 def check_out(args: argparse.Namespace, pictures: list) -> None:
@@ -241,29 +277,35 @@ class Predictor:
         names = getattr(self.inferencer, 'classes', None) or (
             getattr(self.inferencer.model, 'dataset_meta', None) or {}
         ).get('classes')
-        self.ids = category_ids(cfg, names) if args.save_json else None
+        self.ids = annotation_ids(cfg, names)
         self.entries: list = []
+        self.num_named = self.num_unnamed = 0  # images with an id of the annotation file, and others
+        if args.save_labels:
+            self.values = label_values(cfg, names)
+            notice_values(self.values, names)
 
-    def predict(self, image, name: str, image_id):
-        """Predict a path or an (H, W, 3) BGR frame, write the files that are asked for, and return the sample.
+    def predict(self, path: str, name: str, file_name: str):
+        """Predict an image, write the files that are asked for, and return the sample.
 
         Args:
-            image (str | np.ndarray): Path or frame.
+            path (str): The image.
             name (str): Name of its files, without suffix.
-            image_id (int | str): Its id in ``--save-json``.
+            file_name (str): Its name in ``--save-json``.
         """
-        args, given = self.args, image
-        if self.scope == 'mmpretrain' and isinstance(image, str):
-            given = read_picture(image, self.cfg)  # of a path, the inferencer reads three channels of eight bits
+        args, given = self.args, path
+        if self.scope == 'mmpretrain':
+            given = read_picture(path, self.cfg)  # of a path, the inferencer reads three channels of eight bits
         data = next(iter(self.inferencer.preprocess([given], batch_size=1)))
         (sample,) = self.inferencer.forward(data[1] if self.scope == 'mmdet' else data)
         if args.save_txt:
             write_yolo(Path(args.save_txt, f'{name}.txt'), sample, args.score_thr, args.save_conf)
         if args.save_labels:
-            write_label_image(Path(args.save_labels, f'{name}.png'), sample)
+            write_mask(Path(args.save_labels, f'{name}.png'), sample, self.values)
         if args.save_json:
-            file_name = osp.basename(image) if isinstance(image, str) else name
-            self.entries += [dict(each, file_name=file_name) for each in coco_results(sample, image_id, self.ids)]
+            self.num_named += file_name in self.ids.images
+            self.num_unnamed += file_name not in self.ids.images
+            image_id = self.ids.images.get(file_name, file_name)
+            self.entries += coco_results(sample, image_id, self.ids.categories, file_name)
         return sample
 
     def draw(self, image, sample) -> np.ndarray:
@@ -289,6 +331,11 @@ class Predictor:
     def finish(self) -> None:
         if self.args.save_json:
             write_coco(self.args.save_json, self.entries, self.ids)
+            if self.num_named:
+                notice(f'--save-json: image_id of {self.num_named} image(s) by file name from {self.ids.file}')
+            if self.num_unnamed:
+                file = self.ids.file or 'the test data'
+                notice(f'--save-json: image_id of {self.num_unnamed} image(s) is the file name: not in {file}')
 
 
 def show(drawn: np.ndarray, wait: int) -> bool:
@@ -301,16 +348,18 @@ def show(drawn: np.ndarray, wait: int) -> bool:
         raise RunError(f'--show: no window can be opened: {error.err}.') from error
 
 
+REFUSALS = (AssertionError, RuntimeError, ValueError)  # of an image too small for the model, for example
+
+
 def run_images(predictor: Predictor, pictures: list) -> None:
     """Predict images one by one. If the model fails on an image, the others are still predicted."""
     args, refused, count = predictor.args, {}, 0
     drawings = drawing_names(pictures) if predictor.scope == 'mmpretrain' else [*map(osp.basename, pictures)]
     names = [osp.splitext(name)[0] for name in names_below(pictures, '.txt')]
     for picture, drawing, name in zip(pictures, drawings, names):
-        stem = Path(picture).stem
         try:
-            sample = predictor.predict(picture, name, int(stem) if stem.isdecimal() else stem)
-        except (AssertionError, RuntimeError, ValueError) as error:  # an image too small for the model, for example
+            sample = predictor.predict(picture, name, osp.basename(picture))
+        except REFUSALS as error:
             if os.environ.get('MMLINATTN_TRACEBACK') == '1' or isinstance(error, RunError):
                 raise
             refused[picture] = described(error)
@@ -341,7 +390,17 @@ def run_video(predictor: Predictor, source: str) -> None:
     stem = 'webcam' if source.isdecimal() else Path(urlsplit(source).path).stem
     try:
         for frame in itertools.islice(frames_of(video), args.max_frames):
-            sample = predictor.predict(frame, f'{stem}_{count:06d}', count)
+            name = f'{stem}_{count:06d}'
+            try:
+                with frame_file(frame, predictor.cfg) as path:
+                    sample = predictor.predict(path, name, name)
+            except REFUSALS as error:
+                if os.environ.get('MMLINATTN_TRACEBACK') == '1' or isinstance(error, RunError):
+                    raise
+                raise RunError(
+                    f'video {source!r}: the model refuses its frames: {described(error)} (MMLINATTN_TRACEBACK=1 shows '
+                    'where)'
+                ) from error
             count += 1
             if not (args.out or args.show):
                 continue
@@ -389,10 +448,12 @@ def main() -> None:
             if '://' in image:
                 image = download(image, stack.enter_context(tempfile.TemporaryDirectory()))
             pictures = find_pictures(image)
-            for path in pictures:
-                read_picture(path, cfg)  # before the model is built
+            # images are read before the model is built
+            limit_caches(len({read_picture(path, cfg).shape for path in pictures}))
         elif '://' not in args.image and not args.image.isdecimal() and not osp.isfile(args.image):
             raise RunError(f'video {args.image!r}: no such file.')
+        if not pictures:
+            check_frames(cfg)
         if args.show:
             check_display()
         check_out(args, pictures)

@@ -15,6 +15,18 @@ from ..utils.errors import CheckpointError, described
 from .safe import load_file
 
 TIMEOUT = 30  # seconds without a byte from the server
+HUB = 'https://huggingface.co'
+
+
+def mirrored(link: str) -> str:
+    """Return a link of Hugging Face's hub with the host of ``HF_ENDPOINT`` (a mirror); other links are unchanged."""
+    endpoint = os.environ.get('HF_ENDPOINT', '').rstrip('/')
+    return f'{endpoint}{link[len(HUB) :]}' if endpoint and link.startswith(f'{HUB}/') else link
+
+
+def is_offline() -> bool:
+    """Return True if ``HF_HUB_OFFLINE`` forbids downloads, read as by Hugging Face's library."""
+    return os.environ.get('HF_HUB_OFFLINE', '').upper() in ('1', 'ON', 'YES', 'TRUE')
 
 
 def fetch(link: str, path: Path) -> None:
@@ -33,7 +45,8 @@ def fetch(link: str, path: Path) -> None:
     """
     if path.exists():
         return
-    advice = f'check the connection, or fetch the file by other means and put it at {path}'
+    mirror = 'set HF_ENDPOINT to a mirror, ' if link.startswith(f'{HUB}/') else ''
+    advice = f'check the connection, {mirror}or fetch the file by other means and put it at {path}'
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f'.{path.name}.lock')):

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import torch
 
 from ..utils.errors import CheckpointError
+from .download import mirrored
 
 _TABLE = Path(__file__).with_name('released_checkpoints.csv')
 
@@ -74,6 +75,8 @@ def find_released(name: str) -> Released:
 
 
 def find_link(link: str) -> Optional[Released]:
-    """Return the published whole-model checkpoint with this link, or None. A ``#`` fragment of the link is ignored."""
+    """Return the published whole-model checkpoint with this link, or None. A ``#`` fragment of the link is ignored.
+    Links of the mirror in ``HF_ENDPOINT`` are known too."""
     plain = link.partition('#')[0]
-    return next((entry for entry in released_checkpoints().values() if entry.link == plain and not entry.bare), None)
+    entries = (entry for entry in released_checkpoints().values() if not entry.bare)
+    return next((entry for entry in entries if plain in (entry.link, mirrored(entry.link))), None)

@@ -60,15 +60,23 @@ def load_from_http(filename: str, map_location: Any = None) -> Any:
 def load_from_mmlinattn(filename: str, map_location: Any = None) -> dict:
     """Load the published checkpoint ``mmlinattn://NAME``, with its weights renamed to those of this project.
 
+    ``HF_ENDPOINT`` names a mirror of Hugging Face's hub. ``HF_HUB_OFFLINE=1`` allows cached files only.
+
     Returns:
-        dict: ``state_dict``, of the backbone if NAME is a backbone's, and of the whole model if NAME is a config's
-            stem; ``meta`` of the file, with ``source`` (NAME) and ``link`` added.
+        dict: ``state_dict``, of the backbone if NAME is a backbone's, and of the whole model if NAME is a config name;
+            ``meta`` of the file, with ``source`` (NAME) and ``link`` added.
 
     Raises:
         CheckpointError: The name is unknown, or the file cannot be downloaded or read.
     """
     entry = released.find_released(filename[len(PREFIX) :])
-    download.fetch(entry.link, entry.path)
+    link = download.mirrored(entry.link)
+    if download.is_offline() and not entry.path.exists():
+        raise CheckpointError(
+            f'HF_HUB_OFFLINE={os.environ["HF_HUB_OFFLINE"]!r} forbids downloads and {filename} is not cached; fetch '
+            f'{link} by other means and put it at {entry.path}'
+        )
+    download.fetch(link, entry.path)
     checkpoint = load_file(entry.path, map_location)
     convert = backbone_state if entry.bare else model_state
     state = convert(checkpoint, str(entry.path))[0]

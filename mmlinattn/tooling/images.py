@@ -3,13 +3,14 @@
 
 import inspect
 import math
+from contextlib import suppress
 from typing import Any, Optional
 
 import cv2
 import numpy as np
 from mmcv.transforms import Compose
 from mmengine.config import Config
-from mmengine.registry import MODELS, init_default_scope
+from mmengine.registry import DATASETS, MODELS, init_default_scope
 
 from ..utils.errors import RunError, described
 from ..utils.registering import bare_name
@@ -65,6 +66,16 @@ def is_8_bit(cfg: Config) -> bool:
         return True
     is_plain = bare_name(loading[0]['type']) == 'LoadImageFromFile' and loading[0].get('imdecode_backend') != 'tifffile'
     return is_plain and loading[0].get('color_type', 'color') != 'unchanged'
+
+
+def image_dtype(cfg: Config) -> Optional[np.dtype]:
+    """Return the type of the pixels in the first file of the test data; None if it cannot be read."""
+    _, given = next(dataset_configs(cfg, 'test_dataloader'), ('', {}))
+    with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry, suppress(Exception):
+        dataset = registry.build(dict(given, pipeline=[]))  # data sets of any project
+        image: Any = cv2.imread(str(dataset.get_data_info(0)['img_path']), cv2.IMREAD_UNCHANGED)
+        return image.dtype
+    return None
 
 
 def transforms(cfg: Config) -> list[dict]:

@@ -1,15 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Write predictions for other programs: COCO results, YOLO text, label images, drawings."""
+"""Write predictions for other programs: COCO results, YOLO text, segmentation masks, drawings."""
 
 import argparse
 import itertools
 import json
 import os
 import os.path as osp
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import cv2
 import mmcv
@@ -20,11 +21,12 @@ from mmengine.dist import collect_results, get_rank, get_world_size, is_main_pro
 from mmengine.dist import utils as dist_utils
 from mmengine.fileio import get as read_bytes
 from mmengine.hooks import Hook
+from mmengine.registry import DATASETS
 
 from ..engine.data.checks import infos_of
-from ..engine.data.files import read_coco
+from ..engine.data.files import load_coco
 from ..utils.errors import RunError
-from .class_names import dataset_configs
+from .class_names import dataset_configs, num_classes
 from .command_line import check_out_file, notice, writing
 
 DRAWN = ('.jpg', '.png')  # suffixes of drawings; .png is appended to others, such as .tif and .JPEG
@@ -42,10 +44,14 @@ def add_prediction_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--save-txt',
         metavar='DIR',
-        help='write YOLO text, a file an image: class, then box or outline in shares of the image (detectors)',
+        help='write YOLO text, one file per image: class, then box or polygon in normalised coordinates (detectors)',
     )
     parser.add_argument('--save-conf', action='store_true', help='append the score to each line of --save-txt')
-    parser.add_argument('--save-labels', metavar='DIR', help='write label maps as grey PNG images (segmentors)')
+    parser.add_argument(
+        '--save-labels',
+        metavar='DIR',
+        help='write segmentation masks as grey PNG images, in the values of the annotation files (segmentors)',
+    )
 
 
 def check_prediction_arguments(args: argparse.Namespace, scope: str, config: str, *sources) -> None:
@@ -73,15 +79,51 @@ def check_prediction_arguments(args: argparse.Namespace, scope: str, config: str
         raise RunError('--save-conf: --save-txt is missing.')
 
 
-def category_ids(cfg: Config, names: Optional[Sequence[str]]) -> Optional[dict[int, int]]:
-    """Return category ids by label from the COCO file of the test data; None if no file has all these class names."""
+class AnnotationIds(NamedTuple):
+    """Ids of a COCO annotation file.
+
+    Attributes:
+        categories (dict[int, int]): Category id of each label; None without such a file.
+        images (dict[str, int | str]): Image id of each file name without folders; empty without such a file.
+        file (str): Path of the file.
+    """
+
+    categories: Optional[dict[int, int]] = None
+    images: dict[str, Any] = {}
+    file: str = ''
+
+
+def annotation_ids(cfg: Config, names: Optional[Sequence[str]]) -> AnnotationIds:
+    """Return the ids of the first COCO file of the test data that has all these class names.
+
+    File names that two images share, in different folders, are left out.
+    """
     for _, dataset in dataset_configs(cfg, 'test_dataloader'):
         path = osp.join(dataset.get('data_root') or '', dataset.get('ann_file') or '')
         if names and path.endswith('.json') and osp.isfile(path):
-            ids = {name: number for number, name in read_coco(path).get('categories', ())}
+            content, _ = load_coco(path)
+            ids = {entry.get('name'): entry.get('id') for entry in content.get('categories', ())}
             if set(names) <= set(ids):
-                return {label: ids[name] for label, name in enumerate(names)}
-    return None
+                images = content.get('images', ())
+                files = [osp.basename(str(entry.get('file_name'))) for entry in images]
+                seen = Counter(files)
+                found = {file: entry.get('id') for file, entry in zip(files, images) if seen[file] == 1}
+                return AnnotationIds({label: ids[name] for label, name in enumerate(names)}, found, path)
+    return AnnotationIds()
+
+
+def label_values(cfg: Config, names: Optional[Sequence[str]]) -> list[int]:
+    """Return the value of each label in the annotation files of the test data.
+
+    It is the label itself unless ``reduce_zero_label`` or ``label_map`` of the data set changes labels on loading.
+    """
+    count = max(num_classes(cfg), len(names or ()), 2)
+    for _, given in dataset_configs(cfg, 'test_dataloader'):
+        with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry, suppress(Exception):
+            dataset = registry.build(dict(given, pipeline=[], lazy_init=True))  # data sets of any project
+            mapping = {new: old for old, new in (dataset.label_map or {}).items()}
+            return [mapping.get(label, label) + bool(dataset.reduce_zero_label) for label in range(count)]
+    return list(range(count))
 
 
 def _instances(sample, threshold: float = 0.0) -> Iterator[tuple[int, float, list[float], Optional[np.ndarray]]]:
@@ -95,20 +137,21 @@ def _instances(sample, threshold: float = 0.0) -> Iterator[tuple[int, float, lis
             yield label, score, box, None if masks is None else np.asarray(masks[i]).astype(np.uint8)
 
 
-def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None) -> list[dict[str, Any]]:
+def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None, file_name: str = '') -> list[dict[str, Any]]:
     """Return the detections of an image in COCO's result format.
 
     Args:
         sample (DetDataSample): Predictions.
         image_id (int | str): Id of the image.
         ids (dict[int, int], optional): Category id of each label; label + 1 by default.
+        file_name (str): Written to each entry, for images in several annotation files.
     """
     from pycocotools import mask as coco_mask
 
     entries = []
     for label, score, (x1, y1, x2, y2), mask in _instances(sample):
         entry: dict[str, Any] = dict(image_id=image_id, category_id=label + 1 if ids is None else ids[label])
-        entry.update(score=score, bbox=[x1, y1, x2 - x1, y2 - y1])
+        entry.update(score=score, bbox=[x1, y1, x2 - x1, y2 - y1], file_name=file_name)
         if mask is not None:
             rle = coco_mask.encode(np.asfortranarray(mask))
             entry['segmentation'] = dict(rle, counts=rle['counts'].decode())
@@ -119,7 +162,7 @@ def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None) -> list
 def yolo_lines(sample, threshold: float, with_score: bool = False) -> list[str]:
     """Return the detections of an image in YOLO's label format, with coordinates relative to the size of the image.
 
-    A box is ``class x_centre y_centre width height``; a mask is ``class x1 y1 x2 y2 ...``, the outline of its largest
+    A box is ``class x_centre y_centre width height``; a mask is ``class x1 y1 x2 y2 ...``, the polygon of its largest
     part.
     """
     height, width = sample.ori_shape[:2]
@@ -144,17 +187,29 @@ def write_yolo(path, sample, threshold: float, with_score: bool = False) -> None
     path.write_text(''.join(f'{line}\n' for line in yolo_lines(sample, threshold, with_score)))
 
 
-def write_label_image(path, sample) -> None:
-    """Write the label map of an image as a grey PNG of 8 bits, or of 16 bits if a label exceeds 255."""
+def write_mask(path, sample, values: Sequence[int]) -> None:
+    """Write the segmentation mask of an image as a grey PNG of 8 bits, or of 16 bits for values above 255.
+
+    Args:
+        values (Sequence[int]): Value of each label, see :func:`label_values`.
+    """
     labels = sample.pred_sem_seg.data.squeeze(0).cpu().numpy()
-    mmcv.imwrite(labels.astype(np.uint8 if labels.max(initial=0) < 256 else np.uint16), str(path))
+    table = np.array(values, np.uint8 if max(values) < 256 else np.uint16)
+    mmcv.imwrite(table[labels], str(path))
 
 
-def write_coco(path: str, entries: Iterable[dict], ids: Optional[dict[int, int]]) -> None:
+def notice_values(values: Sequence[int], names: Optional[Sequence[str]]) -> None:
+    """Print the values of the segmentation masks with the names of their classes."""
+    named = [f'{value} {name}' for value, name in itertools.zip_longest(values, names or (), fillvalue='')]
+    listed = named if len(named) <= 12 else [*named[:10], '...', named[-1]]
+    notice(f'--save-labels: values {", ".join(listed)}'.rstrip())
+
+
+def write_coco(path: str, entries: Iterable[dict], ids: AnnotationIds) -> None:
     """Write COCO results, with a notice if no annotation file gives the category ids."""
     with writing(path, '--save-json'), open(path, 'w') as file:
         json.dump(list(entries), file)
-    if ids is None:
+    if ids.categories is None:
         notice('--save-json: category_id is the label + 1, as no COCO file of the test data names the classes.')
 
 
@@ -216,12 +271,18 @@ class PredictionFilesHook(Hook):
         self.drawings: dict[str, str] = {}
         self.texts: dict[str, str] = {}
         self.labels: dict[str, str] = {}
-        self.ids: Optional[dict[int, int]] = None
+        self.ids = AnnotationIds()
+        self.values: list[int] = []
 
     def before_test_epoch(self, runner) -> None:
         dataset, args = runner.test_dataloader.dataset, self.args
+        names = (getattr(dataset, 'metainfo', None) or {}).get('classes')
         if args.save_json:
-            self.ids = category_ids(self.cfg, (getattr(dataset, 'metainfo', None) or {}).get('classes'))
+            self.ids = annotation_ids(self.cfg, names)
+        if args.save_labels:
+            self.values = label_values(self.cfg, names)
+            if is_main_process():
+                notice_values(self.values, names)
         with drawing_in_every_process():
             if getattr(runner.visualizer, 'dataset_meta', {}) is None:  # set in the first process only
                 runner.visualizer.dataset_meta = dataset.metainfo
@@ -244,9 +305,10 @@ class PredictionFilesHook(Hook):
             if args.save_txt:
                 write_yolo(Path(args.save_txt, self.texts[path]), sample, self.threshold, args.save_conf)
             if args.save_labels:
-                write_label_image(Path(args.save_labels, self.labels[path]), sample)
+                write_mask(Path(args.save_labels, self.labels[path]), sample, self.values)
             if args.save_json:
-                self.entries.append(coco_results(sample, sample.get('img_id', Path(path).stem), self.ids))
+                number, name = sample.get('img_id', osp.basename(path)), osp.basename(path)
+                self.entries.append(coco_results(sample, number, self.ids.categories, name))
 
     def after_test_epoch(self, runner, metrics=None) -> None:
         if self.args.save_json:

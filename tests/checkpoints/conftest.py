@@ -8,6 +8,8 @@ def server(monkeypatch, tmp_path):
     """A server on this machine, and an empty cache."""
     server = FileServer()
     monkeypatch.setenv('no_proxy', '127.0.0.1')
+    for variable in ('HF_ENDPOINT', 'HF_HUB_OFFLINE'):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv('TORCH_HOME', str(tmp_path / 'torch'))
     server.cache = tmp_path / 'torch' / 'hub' / 'checkpoints'
     # lock files aside

@@ -53,6 +53,43 @@ def test_a_link_of_the_table_is_converted_as_well(server):
     assert 'head.fc.weight' in found['state_dict'] and server.kept() == ['RAVLT_T.pth']
 
 
+@pytest.fixture
+def hub(server, monkeypatch):
+    """Links of Hugging Face's hub, which tests do not reach."""
+    table = {
+        name: entry._replace(link=f'{download.HUB}/{entry.name}/?dl=1')
+        for name, entry in released_checkpoints().items()
+    }
+    monkeypatch.setattr(released, 'released_checkpoints', lambda: table)
+    return server
+
+
+@pytest.mark.parametrize('slash', ['', '/'])
+def test_a_mirror_of_hugging_face(hub, monkeypatch, slash):
+    monkeypatch.setenv('HF_ENDPOINT', hub.root + slash)
+    name = serve(hub, 'ravlt_t', 200, WHOLE)
+    state = LOAD(name, 'cpu')['state_dict']
+    assert state.keys() == LOAD(name, 'cpu')['state_dict'].keys() and len(hub.requests) == 1
+    whole = LOAD(f'{hub.root}/ravlt_t_in1k/?dl=1', 'cpu')['state_dict']  # the file is cached
+    assert 'head.fc.weight' in whole and len(hub.requests) == 1
+    link = download.mirrored('https://example.com/ravlt.pth')  # of the authors' own servers
+    assert link == 'https://example.com/ravlt.pth'
+
+
+@pytest.mark.parametrize('value', ['1', 'true', 'ON', '0', ''])
+def test_without_network_only_cached_files_load(server, monkeypatch, value):
+    """Of any server, with Hugging Face's variable."""
+    monkeypatch.setenv('HF_HUB_OFFLINE', value)
+    name = serve(server, 'ravlt_t', 200, WHOLE)
+    if value in ('0', ''):
+        LOAD(name, 'cpu')
+        monkeypatch.setenv('HF_HUB_OFFLINE', '1')
+        assert LOAD(name, 'cpu')['state_dict'] and len(server.requests) == 1
+        return
+    assert f'HF_HUB_OFFLINE={value!r} forbids downloads and {name} is not cached' in error_line(name)
+    assert not server.requests
+
+
 @pytest.mark.parametrize(
     'reply, said',
     [

@@ -52,7 +52,7 @@ def test_coco_reads_its_results(tmp_path, with_masks):
         images=[dict(id=7, height=50, width=100)], annotations=annotations, categories=[dict(id=20), dict(id=30)]
     )
     truth.createIndex()
-    predictions.write_coco(str(tmp_path / 'a.json'), entries, {})
+    predictions.write_coco(str(tmp_path / 'a.json'), entries, predictions.AnnotationIds({}))
     results = truth.loadRes(str(tmp_path / 'a.json'))
     for kind in ('bbox', 'segm')[: 1 + with_masks]:
         evaluator = COCOeval(truth, results, kind)
@@ -67,20 +67,40 @@ def test_coco_reads_its_results(tmp_path, with_masks):
 def test_ids_without_an_annotation_file(tmp_path, capsys):
     entries = predictions.coco_results(detections(False), 'a')
     assert [entry['category_id'] for entry in entries] == [2, 1, 2]
-    predictions.write_coco(str(tmp_path / 'a.json'), entries, None)
+    predictions.write_coco(str(tmp_path / 'a.json'), entries, predictions.AnnotationIds())
     assert 'category_id is the label + 1' in capsys.readouterr().err
 
 
 def test_ids_of_the_annotation_file(tmp_path):
     categories = [dict(id=9, name='cat'), dict(id=4, name='dog'), dict(id=5, name='cow')]
-    (tmp_path / 'a.json').write_text(json.dumps(dict(images=[], annotations=[], categories=categories)))
+    images = [dict(id=i, file_name=name) for i, name in enumerate(['10.jpg', 'a/2.jpg', 'a/3.jpg', 'b/3.jpg'], 1)]
+    (tmp_path / 'a.json').write_text(json.dumps(dict(images=images, annotations=[], categories=categories)))
     loader = dict(dataset=dict(type='CocoDataset', data_root=str(tmp_path), ann_file='a.json'))
-    ids = predictions.category_ids
-    assert ids(Config(dict(test_dataloader=loader)), ('dog', 'cat')) == {0: 4, 1: 9}
-    assert ids(Config(dict(test_dataloader=loader)), ('dog', 'bird')) is None
-    assert ids(Config(dict(test_dataloader=loader)), None) is None
+
+    def ids(names):
+        return predictions.annotation_ids(Config(dict(test_dataloader=loader)), names)
+
+    file = str(tmp_path / 'a.json')  # of two images with one name, neither is known
+    assert ids(('dog', 'cat')) == ({0: 4, 1: 9}, {'10.jpg': 1, '2.jpg': 2}, file)
+    assert ids(('dog', 'bird')) == ids(None) == (None, {}, '')
     loader['dataset']['ann_file'] = 'gone.json'
-    assert ids(Config(dict(test_dataloader=loader)), ('dog', 'cat')) is None
+    assert ids(('dog', 'cat')) == (None, {}, '')
+
+
+@pytest.mark.parametrize(
+    ('data', 'values'),
+    [
+        (dict(type='BaseSegDataset', metainfo=dict(classes=('a', 'b', 'c'))), [0, 1, 2]),
+        (dict(type='BaseSegDataset', metainfo=dict(classes=('a', 'b', 'c')), reduce_zero_label=True), [1, 2, 3]),
+        (dict(type='ADE20KDataset', metainfo=dict(classes=('sky', 'wall', 'building'))), [3, 1, 2]),
+        (dict(type='CityscapesDataset', metainfo=dict(classes=('car', 'road'))), [13, 0]),
+        (dict(type='NoSuchDataset', metainfo=dict(classes=('a', 'b', 'c'))), [0, 1, 2]),
+    ],
+)
+def test_values_of_the_annotation_files(data, values):
+    pytest.importorskip('mmseg.datasets')
+    cfg = Config(dict(default_scope='mmseg', model={}, test_dataloader=dict(dataset=data)))
+    assert predictions.label_values(cfg, data['metainfo']['classes']) == values
 
 
 def test_yolo_lines():
@@ -93,14 +113,15 @@ def test_yolo_lines():
 
 
 @pytest.mark.parametrize(('largest', 'kind'), [(200, np.uint8), (300, np.uint16)])
-def test_label_images(tmp_path, largest, kind):
+def test_segmentation_masks(tmp_path, largest, kind, capsys):
     labels = torch.arange(12).reshape(1, 3, 4)
-    labels[0, 0, 0] = largest
-    sample = BaseDataElement(pred_sem_seg=PixelData(data=labels))
-    predictions.write_label_image(tmp_path / 'new' / 'a.png', sample)
+    sample, values = BaseDataElement(pred_sem_seg=PixelData(data=labels)), [largest, *range(2, 13)]
+    predictions.write_mask(tmp_path / 'new' / 'a.png', sample, values)
     image = mmcv.imread(str(tmp_path / 'new' / 'a.png'), 'unchanged')
     assert image.dtype == kind
-    np.testing.assert_array_equal(image, labels[0])
+    np.testing.assert_array_equal(image, np.array(values)[labels[0]])
+    predictions.notice_values([1, 2], ('sky', 'tree'))
+    assert 'values 1 sky, 2 tree' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -168,6 +189,7 @@ def test_files_of_a_test(tested, tmp_path):
     assert len((tmp_path / 'out/y/1.txt').read_text().splitlines()) == 2
     entries = json.loads((tmp_path / 'out/all.json').read_text())
     assert [entry['image_id'] for entry in entries] == [0] * 3 + [1] * 3 + [2] * 3
+    assert [entry['file_name'] for entry in entries] == ['1.png'] * 6 + ['2.png'] * 3
 
 
 def test_a_visualizer_that_writes_nothing_is_an_error(tested, tmp_path):

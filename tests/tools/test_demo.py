@@ -2,6 +2,7 @@
 """tools/demo.py: drawings of small models of the three tasks, by upstream's inferencers."""
 
 import json
+import os
 import re
 from contextlib import nullcontext
 from pkgutil import resolve_name
@@ -28,11 +29,13 @@ NAMES = {task: [f'name_{i}' for i in range(number)] for task, number in dict(mmd
 def run(tmp_path):
     """Run the tool on a checkpoint of an untrained model with ``meta``; return the inferencer."""
 
-    def start(task, image, out, *args, of_config=None, **meta):
+    def start(task, image, out, *args, of_config=None, channels=3, **meta):
         pytest.importorskip(task)
         init_default_scope(task)
         torch.manual_seed(0)
-        state = MODELS.build(load(f'{task}/ravlt_shapes_quickstart').model).state_dict()
+        model = load(f'{task}/ravlt_shapes_quickstart').model
+        model.backbone.in_channels = channels
+        state = MODELS.build(model).state_dict()
         torch.save(dict(state_dict=state, meta=meta), tmp_path / 'model.pth')
         kind, made = resolve_name(INFERENCERS[task]), []
         keep = mock.patch.object(
@@ -146,20 +149,33 @@ def test_classifiers_of_several_labels_and_tasks(run, pictures, tmp_path, capsys
 # -- files for other programs ------------------------------------------------------------------------------------------
 
 
-def test_detections_of_a_folder_as_coco_results_and_yolo_text(run, pictures, tmp_path):
-    """Without drawings. Ids are the names or their numbers; categories count from 1 without a data set."""
+def test_detections_of_a_folder_as_coco_results_and_yolo_text(run, pictures, tmp_path, capsys):
+    """Without drawings. Image ids are those of the test data's file by name, and others the file names."""
     (pictures / 'b.jpg').rename(pictures / '12.jpg')
+    content = dict(
+        images=[dict(id=3, file_name='12.jpg')],
+        annotations=[],
+        categories=[dict(id=10 * i, name=name) for i, name in enumerate(NAMES['mmdet'])],
+    )
+    (tmp_path / 'truth.json').write_text(json.dumps(content))
+    data = dict(data_root=str(tmp_path), ann_file='truth.json')
+    config = tmp_path / 'config.py'
+    config.write_text(f'_base_ = {QUICK["mmdet"]!r}\ntest_dataloader = dict(dataset={data!r})\n')
     found, texts = tmp_path / 'new' / 'found.json', tmp_path / 'texts'
     words = ['--save-json', found, '--save-txt', texts, '--save-conf', '--score-thr', 0.12]
-    run('mmdet', pictures, None, *words, '--classes', *NAMES['mmdet'])
-    entries = json.loads(found.read_text())
-    assert {entry['image_id'] for entry in entries} <= {'2024.01.01', '2024.01.02', 12, 'b', 'b.png', 'c'}
-    assert {entry['category_id'] for entry in entries} <= {*range(1, 7)}
+    run('mmdet', pictures, None, *words, '--classes', *NAMES['mmdet'], of_config=config)
+    entries, said = json.loads(found.read_text()), capsys.readouterr().err
+    names = {'2024.01.01.jpg', '2024.01.02.jpg', 'b.png', 'b.png.bmp', 'c.TIFF'}
+    assert 3 in {entry['image_id'] for entry in entries} <= {3, *names}
+    assert all((entry['image_id'] == 3) == (entry['file_name'] == '12.jpg') for entry in entries)
+    assert f'image_id of 1 image(s) by file name from {tmp_path}/truth.json' in said
+    assert f'image_id of 5 image(s) is the file name: not in {tmp_path}/truth.json' in said
+    assert {entry['category_id'] for entry in entries} <= {*range(0, 60, 10)}
     names = '12.txt 2024.01.01.txt 2024.01.02.txt b.png.txt b.txt c.txt'
     assert sorted(path.name for path in texts.iterdir()) == names.split()
-    (one,) = [entry for entry in entries if entry['image_id'] == 12][:1]
+    (one,) = [entry for entry in entries if entry['image_id'] == 3][:1]
     lines = [line.split() for line in (texts / '12.txt').read_text().splitlines()]
-    kept = [entry for entry in entries if entry['image_id'] == 12 and entry['score'] >= 0.12]
+    kept = [entry for entry in entries if entry['image_id'] == 3 and entry['score'] >= 0.12]
     assert len(lines) <= len(kept) < len(entries)
     for line in lines:  # an outline of three points or more, then the score
         *numbers, score = map(float, line[1:])
@@ -173,7 +189,9 @@ def test_label_images_of_a_segmentor(run, pictures, tmp_path):
     run('mmseg', pictures, None, '--save-labels', tmp_path / 'labels', '--classes', *NAMES['mmseg'])
     assert sorted(path.name for path in (tmp_path / 'labels').iterdir()) == ['2024.01.01.png', 'b.png', 'c.png']
     labels = mmcv.imread(str(tmp_path / 'labels' / 'c.png'), 'unchanged')
-    assert labels.shape == (70, 101) and labels.dtype == np.uint8 and labels.max() < 10
+    assert (
+        labels.shape == (70, 101) and labels.dtype == np.uint8 and 1 <= labels.min() <= labels.max() <= 10
+    )  # reduce_zero_label
 
 
 # -- videos, webcams, URLs ---------------------------------------------------------------------------------------------
@@ -198,8 +216,53 @@ def test_a_video(run, video, tmp_path, capsys, task, suffix):
     assert (len(drawn), drawn.fps, drawn.resolution) == (5, 10, (96, 64))
     assert f'notice: 5 frame(s) in {out}\n' in capsys.readouterr().err
     if words:
-        assert {entry['image_id'] for entry in json.loads(found.read_text())} <= {*range(5)}
+        assert {entry['image_id'] for entry in json.loads(found.read_text())} <= {f'clip_00000{i}' for i in range(5)}
         assert sorted(path.name for path in texts.iterdir()) == [f'clip_00000{i}.txt' for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ('channels', 'mean', 'message'),
+    [
+        (1, 110, None),
+        (3, 110, None),
+        (4, 110, 'video .*: the model refuses its frames: '),
+        (1, 3000, 'the model takes pixels beyond 8 bits .data_preprocessor has mean or std 3000'),
+    ],
+)
+def test_frames_pass_the_loading_of_the_test_pipeline(run, video, tmp_path, capsys, channels, mean, message):
+    """A frame gives the mask of the same frame as an image, or is refused."""
+    steps = [dict(type='LoadImageFromFile', color_type='unchanged', to_float32=True), dict(type='PackSegInputs')]
+    model = dict(data_preprocessor=dict(mean=[mean] * channels, std=[50] * channels, bgr_to_rgb=False))
+    model['backbone'] = dict(in_channels=channels)
+    path, masks = tmp_path / 'config.py', tmp_path / 'masks'
+    path.write_text(
+        f'_base_ = {QUICK["mmseg"]!r}\nmodel = {model!r}\ntest_dataloader = dict(dataset=dict(pipeline={steps!r}))\n'
+    )
+    still = tmp_path / 'stills' / 'clip_000000.png'
+    _, frame = cv2.VideoCapture(video).read()
+    mmcv.imwrite(cv2.cvtColor(frame, cv2.COLOR_BGR2GRAY) if channels == 1 else frame, str(still))
+    with pytest.raises(SystemExit, match='1') if message else nullcontext():
+        run('mmseg', video, None, '--save-labels', masks, of_config=path, channels=channels)
+    said = capsys.readouterr().err
+    if message:
+        assert re.match(f'error: {message}', said.splitlines()[-1])
+        return
+    words = ['--save-labels', tmp_path / 'still_masks']
+    run('mmseg', still.parent, None, *words, of_config=path, channels=channels)
+    masks = [mmcv.imread(str(tmp_path / name / still.name), 'unchanged') for name in ('masks', 'still_masks')]
+    np.testing.assert_array_equal(*masks)
+
+
+@pytest.mark.parametrize('sizes', [3, 20])
+def test_folders_of_many_sizes_limit_the_caches_of_onednn(run, tmp_path, monkeypatch, sizes):
+    variables = ('LRU_CACHE_CAPACITY', 'ONEDNN_PRIMITIVE_CACHE_CAPACITY')
+    for variable in variables:
+        monkeypatch.setenv(variable, '')  # restored after the test
+        monkeypatch.delenv(variable)
+    for i in range(sizes):
+        mmcv.imwrite(np.zeros((40, 40 + i, 3), np.uint8), str(tmp_path / 'pictures' / f'{i}.png'))
+    run('mmpretrain', tmp_path / 'pictures', tmp_path / 'out')
+    assert [os.environ.get(variable) for variable in variables] == [None if sizes == 3 else '64'] * 2
 
 
 @pytest.mark.parametrize('source', ['0', 'rtsp://camera/stream'])

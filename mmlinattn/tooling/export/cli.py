@@ -63,3 +63,11 @@ def main(args: Optional[list[str]] = None) -> None:
             print(f'one window of those that model.test_cfg tests in: {export.metadata["windows"]}')
         for shape, error in export.errors.items():
             print(f'deviation at {"x".join(map(str, shape))}: {error:.1e} {export.unit}')
+        for shape, error in export.default_errors.items():
+            at = 'x'.join(map(str, shape))
+            print(f'deviation at {at} in {export.precision}: {error:.1e} {export.unit}')
+        if export.default_errors:
+            print(
+                f'{export.precision} is the default of {options.format} on this CPU; for the numbers of the model set '
+                "compile_model(..., config={'INFERENCE_PRECISION_HINT': 'f32'})"
+            )

@@ -58,8 +58,12 @@ class DetectorGraph(nn.Module):
     def features(self, image: Tensor) -> tuple[Tensor, ...]:
         """Pad the images and return their feature maps."""
         if self.divisor > 1:
-            height, width = (round_up(side, self.divisor) - side for side in image.shape[2:])
-            image = nn.functional.pad(image, (0, width, 0, height), value=self.pad_value)
+            # OpenVINO 2026.4 drops a colour conversion before a Pad of dynamic width
+            batch, channels, height, width = image.shape
+            more_rows, more_columns = (round_up(side, self.divisor) - side for side in (height, width))
+            columns = image.new_full((batch, channels, height, more_columns), self.pad_value)
+            rows = image.new_full((batch, channels, more_rows, width + more_columns), self.pad_value)
+            image = torch.cat((torch.cat((image, columns), dim=3), rows), dim=2)
         return tuple(self.model.extract_feat(image))
 
 

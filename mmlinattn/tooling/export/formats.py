@@ -18,7 +18,6 @@ from .nms import register_onnx_symbolic
 METADATA = 'metadata.json'  # name of the metadata inside the files of PyTorch
 OPSET = 17  # of traced ONNX graphs
 THRESHOLD = 'boxes.score_thr'  # ExportableModel's buffer, and its name in ONNX graphs with boxes
-INSTALL = 'pip install "mmlinattn[export]"'
 
 
 class Format:
@@ -27,15 +26,22 @@ class Format:
     suffix: str  # usual suffix of the file
     needs: tuple[str, ...] = ()  # packages to write and run it with
     holds_boxes = False  # heads of detectors, with non-maximum suppression
+    prefers_convolutions = False  # is faster with the modules of ``as_convolutions``
     smallest_of_pyramids = 32  # smallest side, in pixels, of a model with a head or neck on maps of up to stride 64
 
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
         """Write a graph for all sides from ``smallest`` pixels on; None: for the example's size alone."""
         raise NotImplementedError
 
-    def load(self, path: Path, score_thr: Optional[float] = None) -> Callable:
-        """Return the graph as a function of an image. ``score_thr`` replaces the threshold of a graph with boxes."""
+    def load(self, path: Path, score_thr: Optional[float] = None, precision: str = 'f32') -> Callable:
+        """Return the graph as a function of an image. ``score_thr`` replaces the threshold of a graph with boxes.
+        ``precision`` is one of :meth:`default_precision`."""
         raise NotImplementedError
+
+    def default_precision(self, path: Path) -> str:
+        """Return the precision in which the runtime computes here unless told otherwise: ``f32``, ``bf16`` or
+        ``f16``."""
+        return 'f32'
 
     def check_installed(self) -> None:
         """
@@ -44,7 +50,9 @@ class Format:
         """
         for name in self.needs:
             if find_spec(name) is None:
-                raise RunError(f'this format needs the package {name}, which is not installed: {INSTALL}')
+                raise RunError(
+                    f'this format needs the package {name}, which is not installed: pip install {" ".join(self.needs)}'
+                )
 
 
 def _open(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:
@@ -70,7 +78,7 @@ class TorchExport(Format):
             torch.export.save(program, file, extra_files={METADATA: json.dumps(metadata)})
 
     @quiet()
-    def load(self, path: Path, score_thr: Optional[float] = None) -> Callable:
+    def load(self, path: Path, score_thr: Optional[float] = None, precision: str = 'f32') -> Callable:
         with open(path, 'rb') as file:
             return torch.export.load(file).module()
 
@@ -106,7 +114,7 @@ class TorchScript(Format):
         torch.jit.save(torch.jit.freeze(graph.eval()), str(path), _extra_files={METADATA: json.dumps(metadata)})
 
     @quiet()
-    def load(self, path: Path, score_thr: Optional[float] = None) -> Callable:
+    def load(self, path: Path, score_thr: Optional[float] = None, precision: str = 'f32') -> Callable:
         return torch.jit.load(str(path))
 
 
@@ -114,6 +122,7 @@ class Onnx(Format):
     suffix = '.onnx'
     needs = ('onnx', 'onnxscript', 'onnxruntime')
     holds_boxes = True
+    prefers_convolutions = True
 
     @quiet()
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
@@ -144,7 +153,7 @@ class Onnx(Format):
         onnx.helper.set_model_props(graph, properties)
         onnx.save(graph, str(path))
 
-    def load(self, path: Path, score_thr: Optional[float] = None) -> Callable:
+    def load(self, path: Path, score_thr: Optional[float] = None, precision: str = 'f32') -> Callable:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -181,7 +190,13 @@ class OpenVino(Format):
         converted.set_rt_info(json.dumps(metadata), ['mmlinattn'])
         openvino.save_model(converted, str(path), compress_to_fp16=False)
 
-    def load(self, path: Path, score_thr: Optional[float] = None) -> Callable:
+    def default_precision(self, path: Path) -> str:
+        import openvino
+
+        kind = openvino.compile_model(str(path), 'CPU').get_property('INFERENCE_PRECISION_HINT')
+        return {'float': 'f32', 'f32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16'}.get(kind.to_string(), 'f32')
+
+    def load(self, path: Path, score_thr: Optional[float] = None, precision: str = 'f32') -> Callable:
         import openvino
 
         model = openvino.Core().read_model(str(path))
@@ -192,8 +207,7 @@ class OpenVino(Format):
                 if limit.get_type_name() == 'Constant' and limit.data.size == 1 and limit.data.item() == written:
                     lowered = openvino.op.Constant(np.full(limit.data.shape, score_thr, np.float32))
                     node.input(1).replace_source_output(lowered.output(0))
-        # by default CPUs with bfloat16 or float16 units round to it
-        compiled = openvino.compile_model(model, 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})
+        compiled = openvino.compile_model(model, 'CPU', {'INFERENCE_PRECISION_HINT': precision})
         return lambda image: [torch.from_numpy(out.copy()) for out in compiled(image.numpy()).values()]
 
 

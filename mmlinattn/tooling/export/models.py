@@ -19,7 +19,7 @@ from ..class_names import class_names
 from ..images import is_8_bit, preprocessor, resizing, test_pipeline
 from .detectors import DetectorGraph, detector_graph
 from .formats import FORMATS
-from .replacements import StridedPools, replace_modules
+from .replacements import StridedPools, as_convolutions, replace_modules
 
 SMALLEST = 32  # pixels a side, as the backbones take them
 FIRST_PREDICTS = ('DAHead', 'EncHead')  # MMSegmentation's heads of several results that predict by the first
@@ -293,13 +293,23 @@ def detection_deviation(outputs, expected) -> float:
 
 
 class Export(NamedTuple):
-    """Result of an export: files, metadata, deviation from the model at each checked shape, and the unit of the
-    deviations."""
+    """Result of an export.
+
+    Attributes:
+        files (list[Path]): Files.
+        metadata (dict): See :func:`metadata`.
+        errors (dict): Deviation from the model at each checked shape, in float32.
+        unit (str): Unit of the deviations.
+        precision (str): Default precision of the runtime on this machine.
+        default_errors (dict): Deviations in that precision; empty if it is float32.
+    """
 
     files: list[Path]
     metadata: dict
     errors: dict[tuple, float]
     unit: str = 'standard deviations'
+    precision: str = 'f32'
+    default_errors: dict[tuple, float] = {}
 
 
 @torch.no_grad()
@@ -346,6 +356,8 @@ def export_model(
     except TypeError as error:  # heads that want data samples beside the image (PointRend)
         raise RunError(f'{type(model).__name__} does not run on images alone: {described(error)}') from error
     exportable.fold()
+    if backend.prefers_convolutions:
+        replace_modules(exportable, as_convolutions)
     meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]))
     if exportable.task != 'detector':
         meta.update(decision(exportable.head))
@@ -362,6 +374,10 @@ def export_model(
         except Exception as error:  # each exporter and runtime has its own
             raise RunError(f'{form} cannot express this model: {printable(described(error))}') from error
         errors = {tuple(image.shape): compare(*pair) for image, *pair in zip(images, outputs, expected)}
+        precision, default_errors = backend.default_precision(part), {}
+        if precision != 'f32':
+            run = backend.load(part, score_thr=None if boxes is None else 0.0, precision=precision)
+            default_errors = {tuple(image.shape): compare(run(image), truth) for image, truth in zip(images, expected)}
         del run
         if max(errors.values()) > TOLERANCE:
             listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in errors.items())
@@ -372,4 +388,4 @@ def export_model(
         files = sorted(Path(folder).iterdir())
         for path in files:
             os.replace(path, target.parent / path.name)
-    return Export([target.parent / path.name for path in files], meta, errors, unit)
+    return Export([target.parent / path.name for path in files], meta, errors, unit, precision, default_errors)

@@ -1,13 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Replace modules of upstream heads that cannot be exported with dynamic image sizes by equivalent ones."""
+"""Replace modules before an export by equivalent ones that support dynamic image sizes or run faster."""
 
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ...layers.block import ConvFFN, DWConvFFN, ResidualDWConv
 from ...ops.sizes import as_tensor
+from ...utils.private_apis import is_altered
 
 
 class StridedPools(TorchFunctionMode):
@@ -55,6 +58,54 @@ class BinMeans(nn.Module):
         return inside / (end - first)[:, None].to(like.dtype)
 
 
+def _as_convolution(linear: nn.Linear) -> nn.Conv2d:
+    """Return a linear layer as a convolution with a kernel of one pixel."""
+    weight = linear.weight
+    conv = nn.Conv2d(linear.in_features, linear.out_features, 1, bias=linear.bias is not None).to(weight)
+    conv.weight.data.copy_(weight[:, :, None, None])
+    if linear.bias is not None:
+        conv.bias.data.copy_(linear.bias)  # type: ignore[union-attr]
+    return conv
+
+
+def _with_residual(conv: nn.Conv2d) -> nn.Conv2d:
+    """Return ``x + conv(x)`` of a depth-wise convolution as one convolution."""
+    size = conv.kernel_size[0]
+    new = nn.Conv2d(conv.in_channels, conv.out_channels, size, padding=size // 2, groups=conv.groups)
+    new.to(conv.weight).load_state_dict(conv.state_dict())
+    new.weight.data[:, :, size // 2, size // 2] += 1
+    return new
+
+
+class OnMaps(nn.Sequential):
+    """Layers on (B, C, H, W) maps, called with (B, H, W, C) maps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+def as_convolutions(module: Any) -> Optional[nn.Module]:
+    """Return a feed-forward network with a depth-wise convolution, or a conditional position encoding, as convolutions
+    alone; None for other modules and for altered layers.
+
+    ONNX Runtime keeps a chain of convolutions in its blocked layout. Between linear layers it transposes the hidden
+    map, its largest, twice.
+    """
+    kind = type(module)
+    if kind not in (ConvFFN, DWConvFFN, ResidualDWConv) or any(is_altered(each) for each in module.modules()):
+        return None
+    if kind is ResidualDWConv:
+        is_plain = module.padding_mode == 'zeros' and not module.of_gelu
+        return OnMaps(_with_residual(module)) if is_plain else None
+    kinds = (nn.Linear, ResidualDWConv if kind is ConvFFN else nn.Conv2d, nn.Linear)
+    if tuple(map(type, (module.fc1, module.dwconv, module.fc2))) != kinds or module.dwconv.padding_mode != 'zeros':
+        return None
+    first, last = _as_convolution(module.fc1), _as_convolution(module.fc2)
+    if kind is ConvFFN:
+        return OnMaps(first, nn.GELU(), _with_residual(module.dwconv), last)
+    return OnMaps(first, module.dwconv, nn.GELU(), last)
+
+
 def replacement(module: Any) -> Optional[nn.Module]:
     """Return an exportable module equivalent to an adaptive pool or to MMSegmentation's ``Upsample``; None for other
     modules."""
@@ -69,10 +120,11 @@ def replacement(module: Any) -> Optional[nn.Module]:
     return None
 
 
-def replace_modules(model: nn.Module) -> None:
-    """Replace adaptive pools and MMSegmentation's ``Upsample`` in ``model`` by exportable modules, in place."""
+def replace_modules(model: nn.Module, new: Callable[[Any], Optional[nn.Module]] = replacement) -> None:
+    """Replace modules for which ``new`` returns another one, in place: by default adaptive pools and MMSegmentation's
+    ``Upsample``."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            new = replacement(child)
-            if new is not None:
-                setattr(parent, name, new)
+            other = new(child)
+            if other is not None:
+                setattr(parent, name, other.train(child.training))

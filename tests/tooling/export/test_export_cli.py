@@ -7,8 +7,10 @@ from helpers.graphs import metadata_of
 from helpers.tool_runs import QUICK, ROOT
 from mmengine.config import Config
 
+from mmlinattn.layers.block import ConvFFN
 from mmlinattn.tooling.export import FORMATS
 from mmlinattn.tooling.export.cli import main
+from mmlinattn.tooling.export.formats import OpenVino
 from mmlinattn.utils.building import build_model
 
 CLASSIFIER = f"""
@@ -61,6 +63,27 @@ def test_a_static_graph_names_the_size_it_was_traced_for(config, tmp_path, capsy
     assert graph(torch.randn(1, 3, 64, 80)).shape == (1, 3)
     with pytest.raises(Exception, match=r'traced for \[1, 3, 64, 80\] and serves no other'):
         graph(torch.randn(1, 3, 80, 64))
+
+
+def test_openvino_is_measured_in_its_default_precision_too(config, tmp_path, capsys, monkeypatch):
+    pytest.importorskip('openvino')
+    monkeypatch.setattr(OpenVino, 'default_precision', lambda self, path: 'bf16')  # of CPUs with units for it
+    out = tmp_path / 'graph.xml'
+    main([str(config), 'none', '--format', 'openvino', '--out', str(out), '--shape', '64', '80'])
+    said = capsys.readouterr().out
+    assert 'deviation at 1x3x64x80: ' in said and 'deviation at 1x3x64x80 in bf16: ' in said
+    assert "set compile_model(..., config={'INFERENCE_PRECISION_HINT': 'f32'})" in said
+
+
+def test_onnx_graphs_have_convolutions_in_place_of_linear_layers_of_maps(config, tmp_path):
+    onnx = pytest.importorskip('onnx')
+    pytest.importorskip('onnxruntime')
+    main([str(config), 'none', '--format', 'onnx', '--out', str(tmp_path / 'a.onnx'), '--shape', '64', '80'])
+    operators = [node.op_type for node in onnx.load(str(tmp_path / 'a.onnx')).graph.node]
+    modules = list(build_model(Config.fromfile(config)).modules())
+    convolutions = sum(isinstance(module, torch.nn.Conv2d) for module in modules)
+    networks = sum(type(module) is ConvFFN for module in modules)
+    assert networks and operators.count('Conv') == convolutions + 2 * networks
 
 
 # --- whole models -----------------------------------------------------------------------------
