@@ -29,7 +29,7 @@ from ..engine import (
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .command_line import notice
-from .console import quiet_console
+from .console import quiet_console, quiet_programs
 from .environment import lacking_on_gpu
 
 # hooks that the tools add to any config
@@ -47,6 +47,10 @@ class ToolRunner(SafeRunner):
         logger = super().build_logger(*args, **kwargs)
         quiet_console(logger)
         return logger
+
+    def _log_env(self, env_cfg: dict) -> None:
+        with quiet_programs():
+            super()._log_env(env_cfg)
 
     def build_train_loop(self, loop: Any) -> BaseLoop:
         built = super().build_train_loop(loop)
