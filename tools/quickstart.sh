@@ -18,7 +18,7 @@ done
 CONFIG=configs/mmdet/ravlt_shapes_quickstart.py
 DATA=${DATA:-data/shapes_coco}
 WORK_DIR=${WORK_DIR:-work_dirs/quickstart}
-SHOW_DIR=$WORK_DIR/predictions
+FOUND=$WORK_DIR/predictions.json
 SHEET=$WORK_DIR/contact_sheet.png
 METRICS=$WORK_DIR/metrics.json
 LOG=$WORK_DIR/quickstart.log
@@ -84,9 +84,8 @@ if is_done test "$made_from"; then
     step '4/5 test: done before'
 else
     step '4/5 test on held-out pictures'
-    rm -rf "$SHOW_DIR"
     logged "$PY" tools/test.py "$CONFIG" "$(cat "$WORK_DIR/last_checkpoint")" --data-root "$DATA" \
-        --work-dir "$WORK_DIR" --show-dir "$SHOW_DIR" --out "$METRICS" --out-item metrics
+        --work-dir "$WORK_DIR" --save-json "$FOUND" --out "$METRICS" --out-item metrics
     done_with test "$made_from"
 fi
 
@@ -94,7 +93,8 @@ if is_done sheet "$made_from" && [ -f "$SHEET" ]; then
     step '5/5 pictures: done before'
 else
     step '5/5 pictures'
-    logged "$PY" tools/analysis_tools/contact_sheet.py "$SHOW_DIR" "$SHEET"
+    logged "$PY" tools/analysis_tools/contact_sheet.py "$FOUND" "$SHEET" \
+        --annotations "$DATA/annotations/instances_val2017.json" --images "$DATA/val2017"
     done_with sheet "$made_from"
 fi
 

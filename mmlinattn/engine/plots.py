@@ -54,10 +54,11 @@ def plot_training(path: str, losses: dict, rates: dict, metrics: dict, unit: str
 
 
 def running_mean(values, window: int) -> np.ndarray:
-    """Return the mean of the last ``window`` values (fewer at the start) at every position."""
+    """Return the mean of about ``window`` values around every position, of fewer at both ends."""
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
-    ends = np.arange(1, len(sums))
-    starts = np.maximum(ends - window, 0)
+    places = np.arange(len(values))
+    starts = np.maximum(places - window // 2, 0)
+    ends = np.minimum(places + window // 2, len(values) - 1) + 1
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
