@@ -31,6 +31,9 @@ GUIDES = [
     'other_frameworks',
 ]
 INSIDE = ['design', 'attentions', 'add_an_attention', 'add_a_host', 'testing']
+# pages of the repository outside of docs/
+OUTSIDE = ['CONTRIBUTING.md', 'benchmarks/README.md', 'mmcv_ops/README.md']
+IMAGES = ['benchmarks/attentions_cpu.png']
 REFERENCE = [
     'attention',
     'layers',
@@ -131,9 +134,14 @@ def front_page() -> str:
     return re.sub(r'(\]\(|src=")(?!\w+:|#)(docs/)?', lambda m: m[1] + ('' if m[2] else '../'), text)
 
 
+def outside_page(path: str) -> str:
+    """Return a page outside of ``docs/`` with its links relative to the site."""
+    return re.sub(r'(\]\((?:\.\./)*)docs/', r'\1', (ROOT / path).read_text(encoding='utf-8'))
+
+
 def pages() -> dict:
     """Return the text of every generated page by its path."""
-    made = {'index.md': front_page()}
+    made = {'index.md': front_page(), **{path: outside_page(path) for path in OUTSIDE}}
     made.update({f'backbones/{name}.md': backbone_page(name, host) for name, host in hosts().items()})
     made.update({f'reference/{package}.md': reference_page(package) for package in REFERENCE})
     return made
@@ -147,7 +155,7 @@ def on_config(config):
         'index.md',
         {'Guides': [existing[name] for name in [*GUIDES, *others] if name in existing]},
         {'Backbones': [{name: f'backbones/{name}.md'} for name in hosts()]},
-        {'Inside': [existing[name] for name in INSIDE if name in existing]},
+        {'Inside': [*(existing[name] for name in INSIDE if name in existing), *OUTSIDE]},
         {'Reference': [{name: f'reference/{name}.md'} for name in REFERENCE]},
     ]
     return config
@@ -157,7 +165,15 @@ def on_files(files: Files, config) -> Files:
     """Add the generated pages."""
     for path, text in pages().items():
         files.append(File.generated(config, path, content=text))
+    for path in IMAGES:
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     return files
+
+
+def on_page_markdown(markdown: str, **kwargs) -> str:
+    """Lead links out of ``docs/`` to the generated pages."""
+    places = {'README.md': 'index.md', **{path: path for path in OUTSIDE}}
+    return re.sub(r'\]\(\.\./([\w/]+\.md)', lambda match: f']({places.get(match[1], match[0][2:])}', markdown)
 
 
 def on_page_content(html: str, page, **kwargs) -> str:

@@ -5,11 +5,14 @@
 mmengine and mmcv (or mmcv-lite) only.
 """
 
+import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, distribution
 
 from mmengine.config.utils import MODULE2PACKAGE
 
+if not sys.warnoptions:  # MMEngine imports it at every look-up of a package
+    warnings.filterwarnings('ignore', message='pkg_resources is deprecated')
 with warnings.catch_warnings():
     # mmengine.model imports parts of torch.distributed that PyTorch still writes in TorchScript: nothing of ours
     warnings.filterwarnings('ignore', message='`torch.jit', category=DeprecationWarning)

@@ -38,5 +38,5 @@ if __name__ == '__main__':
     for line in lines:
         print(line, file=sys.stderr)
     sys.exit(bool(lines))
-if line := environment['missing']() or environment['refused']():
+if line := environment['missing']() or environment['refused']() or environment['unusable']():
     raise SystemExit(f'error: {line}')

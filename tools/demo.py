@@ -66,7 +66,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('image', help='image, folder of images, video, URL of one, or number of a webcam')
     parser.add_argument('config', help='config file')
-    parser.add_argument('checkpoint', help='checkpoint file, URL or mmlinattn://NAME')
+    parser.add_argument('checkpoint', help='checkpoint file, work dir (its last checkpoint), URL or mmlinattn://NAME')
     parser.add_argument('--out', help='image or video to write; for a folder of images, a folder')
     add_prediction_arguments(parser)
     parser.add_argument('--show', action='store_true', help='show drawings in a window; q ends')
@@ -283,6 +283,7 @@ class Predictor:
         if args.save_labels:
             self.values = label_values(cfg, names)
             notice_values(self.values, names)
+        self.scores: list[float] = []  # of detectors: the highest of each image
 
     def predict(self, path: str, name: str, file_name: str):
         """Predict an image, write the files that are asked for, and return the sample.
@@ -297,6 +298,8 @@ class Predictor:
             given = read_picture(path, self.cfg)  # of a path, the inferencer reads three channels of eight bits
         data = next(iter(self.inferencer.preprocess([given], batch_size=1)))
         (sample,) = self.inferencer.forward(data[1] if self.scope == 'mmdet' else data)
+        if self.scope == 'mmdet' and 'pred_instances' in sample:
+            self.scores.append(max(sample.pred_instances.scores.tolist(), default=0.0))
         if args.save_txt:
             write_yolo(Path(args.save_txt, f'{name}.txt'), sample, args.score_thr, args.save_conf)
         if args.save_labels:
@@ -329,6 +332,9 @@ class Predictor:
         return found or 'no class'
 
     def finish(self) -> None:
+        if self.scores and max(self.scores) < self.args.score_thr:
+            best = max(self.scores)
+            notice(f'no box has a score of at least --score-thr {self.args.score_thr:g}; the highest is {best:.2g}.')
         if self.args.save_json:
             write_coco(self.args.save_json, self.entries, self.ids)
             if self.num_named:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
-from mmlinattn.tooling.command_line import check_out_file, clean_end, one_line_errors
+from mmlinattn.tooling.command_line import check_out_file, clean_end, console_command, one_line_errors
 from mmlinattn.utils.errors import RunError
 
 
@@ -39,6 +39,7 @@ def parse_args() -> argparse.Namespace:
     for split in ('train', 'val'):
         settle.add_argument(f'--{split}', type=Path, metavar='LIST', help=f'list, folder or label file of {split}')
     parser.add_argument('--scratch', action='store_true', help='start without the released weights')
+    parser.add_argument('--overwrite', action='store_true', help='replace a config that was edited')
     return parser.parse_args()
 
 
@@ -63,8 +64,8 @@ def main() -> None:
         lines, trial = make_config(ConfigArgs(**vars(args)))
     print('\n'.join(f'  {line}' for line in lines))
     print(f'{args.out}: trained one step on your images (loss {trial.loss:.4g}) and predicted. Next:')
-    command = 'mmlinattn train' if '.mim' in Path(__file__).parts else 'python tools/train.py'  # of a wheel
-    print(f'{command} {args.out}')
+    print(f'{console_command()} train {args.out}')
+    print(f'{console_command()} demo IMAGE {args.out} work_dirs/{args.out.stem} --out found.jpg')
 
 
 if __name__ == '__main__':

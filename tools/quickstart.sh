@@ -18,7 +18,7 @@ done
 CONFIG=configs/mmdet/ravlt_shapes_quickstart.py
 DATA=${DATA:-data/shapes_coco}
 WORK_DIR=${WORK_DIR:-work_dirs/quickstart}
-SHOW_DIR=$WORK_DIR/predictions
+FOUND=$WORK_DIR/predictions.json
 SHEET=$WORK_DIR/contact_sheet.png
 METRICS=$WORK_DIR/metrics.json
 LOG=$WORK_DIR/quickstart.log
@@ -35,14 +35,20 @@ is_done() { [ -f "$WORK_DIR/.$1.done" ] && [ "$(cat "$WORK_DIR/.$1.done")" = "$2
 done_with() { echo "$2" >"$WORK_DIR/.$1.done"; }
 fingerprint() { cksum "$@" | cksum | cut -d' ' -f1; }
 
-# Progress goes to the screen, all output to the log; a failure names the log.
-logged() {
-    "$@" >>"$LOG" 2>&1 || {
-        tail -n 20 "$LOG" >&2
-        echo "error: '$*' failed; the whole log is in $LOG" >&2
-        exit 1
-    }
+# A failure names the log; 130 and 143 are Ctrl-C and SIGTERM.
+failed() { # STATUS WHAT
+    case $1 in
+        130 | 143)
+            echo 'stopped. The same command goes on from the last checkpoint.' >&2
+            exit "$1"
+            ;;
+    esac
+    tail -n 20 "$LOG" >&2
+    echo "error: $2 failed; the whole log is in $LOG" >&2
+    exit 1
 }
+# Progress goes to the screen, all output to the log.
+logged() { "$@" >>"$LOG" 2>&1 || failed $? "'$*'"; }
 
 step '1/5 environment'
 PY=$(bash tools/setup_env.sh "$@" | tail -n 1)
@@ -70,11 +76,7 @@ else
     step "3/5 training, 425 iterations (some minutes; log: $LOG)"
     "$PY" tools/train.py "$CONFIG" --data-root "$DATA" --work-dir "$WORK_DIR" \
         --no-validate "${resume[@]}" 2>&1 | tee -a "$LOG" | { grep --line-buffered -E \
-        'Epoch\(train\)|^(error|notice):' || true; } | sed -u -E 's/.*(Epoch.train.).*(\[[0-9]+\]\[ *[0-9]+\/[0-9]+\]).*(eta: [^ ]+).* (loss: [0-9.]+).*/   \2  \3  \4/' >&2 || {
-        tail -n 20 "$LOG" >&2
-        echo "error: the training failed; the whole log is in $LOG" >&2
-        exit 1
-    }
+        'Epoch\(train\)|^(error|notice):' || true; } | sed -u -E 's/.*(Epoch.train.).*(\[[0-9]+\]\[ *[0-9]+\/[0-9]+\]).*(eta: [^ ]+).* (loss: [0-9.]+).*/   \2  \3  \4/' >&2 || failed $? 'the training'
     done_with train "$made_from"
 fi
 
@@ -82,9 +84,8 @@ if is_done test "$made_from"; then
     step '4/5 test: done before'
 else
     step '4/5 test on held-out pictures'
-    rm -rf "$SHOW_DIR"
     logged "$PY" tools/test.py "$CONFIG" "$(cat "$WORK_DIR/last_checkpoint")" --data-root "$DATA" \
-        --work-dir "$WORK_DIR" --show-dir "$SHOW_DIR" --out "$METRICS" --out-item metrics
+        --work-dir "$WORK_DIR" --save-json "$FOUND" --out "$METRICS" --out-item metrics
     done_with test "$made_from"
 fi
 
@@ -92,7 +93,8 @@ if is_done sheet "$made_from" && [ -f "$SHEET" ]; then
     step '5/5 pictures: done before'
 else
     step '5/5 pictures'
-    logged "$PY" tools/analysis_tools/contact_sheet.py "$SHOW_DIR" "$SHEET"
+    logged "$PY" tools/analysis_tools/contact_sheet.py "$FOUND" "$SHEET" \
+        --annotations "$DATA/annotations/instances_val2017.json" --images "$DATA/val2017"
     done_with sheet "$made_from"
 fi
 

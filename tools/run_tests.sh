@@ -10,11 +10,11 @@ usage() {
 usage: tools/run_tests.sh [--with-onedl] [--with-newest] [--use-existing] [pytest arguments]
 
 Without pytest arguments: ruff, mypy, the fast tests, those of ops, attentions and layers again with the
-reference backends, then the slow tests; stops at the first failing step. If CI is set, both --with
-options apply. With pytest arguments: one pytest run with these.
+reference backends, then the slow tests. The end lists the time and result of each step. If CI is set,
+both --with options apply. With pytest arguments: one pytest run with these.
 
-  --with-newest    the fast tests of ops, attentions, layers, hosts and engine, and one train -> resume
-                   -> test round, on the newest PyTorch (requirements/lock-newest.txt)
+  --with-newest    lint, types, the fast tests of ops, attentions, layers, hosts and engine, and one train ->
+                   resume -> test round, on the newest PyTorch (requirements/lock-newest.txt) and Python
   --with-onedl     the fast tests of the engine, and one such round, on the onedl-* distributions
   --use-existing   in the active Python instead of .venv (as does MMLINATTN_USE_EXISTING_ENV=1)
 USAGE
@@ -58,23 +58,6 @@ if [ ${#arguments[@]} -gt 0 ]; then
   exec "$py" -m pytest "${arguments[@]}"
 fi
 
-# in parallel to lint, which uses one core
-make_others() {
-  export MMLINATTN_USE_EXISTING_ENV=''
-  [ -z "$onedl" ] || tools/setup_env.sh --stack onedl >/dev/null
-  [ -z "$newest" ] || tools/setup_env.sh --venv .venv-newest --lock requirements/lock-newest.txt >/dev/null
-}
-if [ -n "$newest" ] && ! "$py" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-  echo 'run_tests: the newest PyTorch needs Python 3.11: skipped' >&2
-  newest=''
-fi
-make_others & making=$!
-
-"$py" -m ruff check .
-"$py" -m ruff format --check .
-"$py" -m mypy
-wait "$making"
-
 # glibc would return the memory of large tensors and request the same pages again
 export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=268435456
 
@@ -82,19 +65,76 @@ export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=268435456
 # together, since they share trained models.
 cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2) # nproc obeys OMP_NUM_THREADS
 workers=$((cores < 8 ? cores : 8))
-OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
-# reference backends, used by compilers, exporters and unknown devices
-MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow' \
-  --ignore tests/ops/test_dispatch.py \
-  tests/attention tests/layers tests/ops tests/backbones/test_hosts_parity.py
-OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=20 -m slow
+
+report=''
+step() { # NAME COMMAND...: run a step and note its time and result; the next steps run after a failure too
+  local name=$1 started=$SECONDS status=0
+  shift
+  echo "== $name" >&2
+  "$@" || status=$?
+  report+=$(printf '%-34s %6d s  %s' "$name" $((SECONDS - started)) "$([ "$status" = 0 ] && echo passed || echo FAILED)")$'\n'
+}
+# ruff on the files that git tracks: a reader's own config may lie beside them
+lint() {
+  local files=() file
+  while IFS= read -r file; do [ ! -e "$file" ] || files+=("$file"); done < \
+    <(git -c safe.directory='*' ls-files -- '*.py' '*.ipynb' 2>/dev/null)
+  [ ${#files[@]} -gt 0 ] || files=(.)
+  "$1" -m ruff check --force-exclude "${files[@]}" && "$1" -m ruff format --check --force-exclude "${files[@]}"
+}
+# the newest Python that works; pyenv's need not be on PATH
+newest_python() {
+  local candidate
+  for candidate in python3.14 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.14*/bin/python \
+    python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.13*/bin/python; do
+    if "$candidate" -c '' 2>/dev/null; then echo "$candidate" && return; fi
+  done
+  echo "$py"
+}
+
+pythons=("$py")
+if [ -n "$newest" ]; then
+  python=$(newest_python)
+  version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+  if [ "$version" = 3.10 ]; then
+    echo 'run_tests: the newest PyTorch needs Python 3.11: skipped' >&2
+    newest=''
+  else
+    newest=.venv-newest-$version
+    pythons+=("$newest/bin/python")
+  fi
+fi
+# in parallel to the first lint, which uses one core
+make_others() {
+  local status=0
+  export MMLINATTN_USE_EXISTING_ENV=''
+  [ -z "$newest" ] || tools/setup_env.sh --venv "$newest" --lock requirements/lock-newest.txt --python "$python" >/dev/null || status=1
+  [ -z "$onedl" ] || tools/setup_env.sh --stack onedl >/dev/null || status=1
+  return $status
+}
+make_others & making=$!
+for python in "${pythons[@]}"; do
+  [ "$python" = "$py" ] || step 'other environments' wait "$making"
+  step "lint, ${python#"$PWD"/}" lint "$python"
+  step "types, ${python#"$PWD"/}" "$python" -m mypy
+done
+wait "$making" || true
 
 export OMP_NUM_THREADS=1
+fast=(-m pytest -n "$workers" --dist worksteal -m 'not slow')
+step 'fast tests' "$py" "${fast[@]}"
+# used by compilers, exporters and unknown devices
+step 'reference backends' env MMLINATTN_OPS=reference "$py" "${fast[@]}" --ignore tests/ops/test_dispatch.py \
+  tests/attention tests/layers tests/ops tests/backbones/test_hosts_parity.py
+step 'slow tests' pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=20 -m slow
 if [ -n "$newest" ]; then
-  .venv-newest/bin/python -m pytest -n "$workers" --dist worksteal -m 'not slow' \
+  step 'fast tests, newest PyTorch' "$newest/bin/python" "${fast[@]}" \
     tests/attention tests/backbones tests/engine tests/layers tests/ops
 fi
-[ -z "$onedl" ] || .venv-onedl/bin/python -m pytest -n "$workers" --dist worksteal -m 'not slow' tests/engine
-for venv in ${newest:+.venv-newest} ${onedl:+.venv-onedl}; do
-  pytest_if_any "$venv/bin/python" -m pytest -m roundtrip tests/tools/test_roundtrip.py
+[ -z "$onedl" ] || step 'fast tests, onedl' .venv-onedl/bin/python "${fast[@]}" tests/engine
+for venv in $newest ${onedl:+.venv-onedl}; do
+  step "train, resume and test, $venv" pytest_if_any "$venv/bin/python" -m pytest -m roundtrip tests/tools/test_roundtrip.py
 done
+
+printf '\n%s%-34s %6d s\n' "$report" 'all steps' "$SECONDS" >&2
+case $report in *FAILED*) exit 1 ;; esac

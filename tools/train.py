@@ -8,6 +8,7 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
+from mmlinattn.checkpoints.download import DownloadError
 from mmlinattn.engine.runner import find_latest_checkpoint
 from mmlinattn.tooling.command_line import (
     add_common_arguments,
@@ -74,7 +75,7 @@ def configure(args: argparse.Namespace):
     cfg.resume = last is not None
     cfg.load_from = last or cfg.get('load_from') or None
     if cfg.load_from:
-        check_checkpoint(cfg.load_from, '--resume' if cfg.resume else 'load_from')
+        cfg.load_from = check_checkpoint(cfg.load_from, '--resume' if cfg.resume else 'load_from')
     check_data_config(cfg, ['train', 'val'] if cfg.get('val_dataloader') else ['train'])
     return cfg
 
@@ -88,7 +89,10 @@ def main() -> None:
             run.work_dir, run.since = cfg.work_dir, 0 if cfg.get('resume') else run.since
             runner = build_runner(cfg, compiles=args.compile)
         with setup_errors(args.config, whole=False):
-            runner.train()
+            try:
+                runner.train()
+            except DownloadError as error:
+                raise RunError(f'{error}, or write the config with `mmlinattn config --scratch`') from error
 
 
 if __name__ == '__main__':

@@ -14,6 +14,11 @@ from mmengine.logging import print_log
 from ..utils.errors import CheckpointError, described
 from .safe import load_file
 
+
+class DownloadError(CheckpointError):
+    """Checkpoint that cannot be downloaded."""
+
+
 TIMEOUT = 30  # seconds without a byte from the server
 HUB = 'https://huggingface.co'
 
@@ -40,7 +45,7 @@ def fetch(link: str, path: Path) -> None:
         path (Path): The target. A file put there by hand is used unchecked.
 
     Raises:
-        CheckpointError: The link cannot be reached, its content is no checkpoint, or the file cannot be written. The
+        DownloadError: The link cannot be reached, its content is no checkpoint, or the file cannot be written. The
             message has the link and ``path``.
     """
     if path.exists():
@@ -53,11 +58,9 @@ def fetch(link: str, path: Path) -> None:
             if not path.exists():
                 _fetch(link, path)
     except CheckpointError as error:
-        raise CheckpointError(
-            f'{link} did not send a usable checkpoint: {error}; nothing was kept; {advice}'
-        ) from error
+        raise DownloadError(f'{link} did not send a usable checkpoint: {error}; nothing was kept; {advice}') from error
     except (OSError, ValueError, HTTPException, NotImplementedError) as error:  # the last from a disk without locks
-        raise CheckpointError(f'cannot download {link} ({described(error)}); {advice}') from error
+        raise DownloadError(f'cannot download {link} ({described(error)}); {advice}') from error
 
 
 def _fetch(link: str, path: Path) -> None:

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 MAX_NAMED = 20  # most classes with legible names and numbers
+LINE_STYLES = ('-', '--', ':', '-.')  # after ten colours
+SMOOTHED = 25  # a smoothed loss is the mean of this part of the training
 
 
 def _grid(axes) -> None:
@@ -17,6 +20,8 @@ def _grid(axes) -> None:
 def plot_training(path: str, losses: dict, rates: dict, metrics: dict, unit: str) -> None:
     """Plot losses and learning rate over iterations, and metrics over epochs or iterations.
 
+    Long losses are plotted faintly below their running mean. A panel without curves is left out.
+
     Args:
         path (str): Image file to write.
         losses (dict): Pairs (iterations, values) by name of the loss.
@@ -24,22 +29,37 @@ def plot_training(path: str, losses: dict, rates: dict, metrics: dict, unit: str
         metrics (dict): Pairs (positions, values) by name of the metric.
         unit (str): Unit of the positions of ``metrics``, ``'epoch'`` or ``'iteration'``.
     """
-    figure = Figure(figsize=(16, 4.8), layout='constrained')
-    panels = ('loss', losses, 'iteration'), ('learning rate', rates, 'iteration'), ('metric', metrics, unit)
-    for axes, (title, curves, label) in zip(figure.subplots(1, 3), panels):
-        for name, (positions, values) in curves.items():
-            marker = 'o' if len(values) < 50 and label == unit else None
-            bold = name in ('loss', 'lr')
-            axes.plot(positions, values, label=name, marker=marker, markersize=4, linewidth=2 if bold else 1)
+    panels = [
+        panel
+        for panel in (('loss', losses, 'iteration'), ('learning rate', rates, 'iteration'), ('metric', metrics, unit))
+        if panel[1]
+    ]
+    figure = Figure(figsize=(5.4 * max(1, len(panels)), 4.8), layout='constrained')
+    for axes, (title, curves, label) in zip(figure.subplots(1, max(1, len(panels)), squeeze=False).flat, panels):
+        for number, (name, (positions, values)) in enumerate(curves.items()):
+            colour, style = f'C{number % 10}', LINE_STYLES[number // 10 % len(LINE_STYLES)]
+            if title == 'loss' and len(values) >= 2 * SMOOTHED:
+                axes.plot(positions, values, color=colour, alpha=0.2, linewidth=0.8)
+                values = running_mean(values, len(values) // SMOOTHED)
+            marker = 'o' if len(values) < 50 and title == 'metric' else None
+            width = 2 if name in ('loss', 'lr') else 1
+            axes.plot(positions, values, style, color=colour, label=name, marker=marker, markersize=4, linewidth=width)
         axes.set(title=title, xlabel=label)
-        if label == unit == 'epoch':
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        if curves and all(min(values) >= 0 for _, values in curves.values()):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        if all(min(values) >= 0 for _, values in curves.values()):
             axes.set_ylim(bottom=0)
-        if curves:
-            axes.legend(fontsize='x-small', ncols=1 + len(curves) // 9)
+        axes.legend(fontsize='x-small', ncols=1 + len(curves) // 9)
         _grid(axes)
     figure.savefig(path, dpi=120)
+
+
+def running_mean(values, window: int) -> np.ndarray:
+    """Return the mean of about ``window`` values around every position, of fewer at both ends."""
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
+    places = np.arange(len(values))
+    starts = np.maximum(places - window // 2, 0)
+    ends = np.minimum(places + window // 2, len(values) - 1) + 1
+    return (sums[ends] - sums[starts]) / (ends - starts)
 
 
 def plot_confusion(path: str, matrix: np.ndarray, names: Sequence[str], title: str) -> None:
@@ -97,7 +117,7 @@ def plot_precision_recall(path: str, precision: np.ndarray, scores: np.ndarray, 
     if known:
         mean, f1 = precision[:, known].mean(axis=1), np.mean(curves, axis=0)
         left.plot(recall, mean, 'k', linewidth=2.5, label=f'mean  AP50 {mean.mean():.3f}')
-        at = f1.argmax()
+        at = np.argmax(f1)
         right.plot(thresholds, f1, 'k', linewidth=2.5, label=f'mean  {f1[at]:.3f} at score {thresholds[at]:.2f}')
     left.set(title='precision and recall at IoU 0.5', xlabel='recall', ylabel='precision')
     right.set(title='F1 and score threshold at IoU 0.5', xlabel='lowest score that is kept', ylabel='F1')

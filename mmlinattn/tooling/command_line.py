@@ -6,6 +6,7 @@ import errno
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -114,6 +115,13 @@ def check_out_file(out, *sources, name: str = '--out') -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out.parent) if not out.exists() else out.open('ab'):
             pass
+
+
+def console_command() -> str:
+    """Return the command ``mmlinattn`` of this Python, or ``python -m mmlinattn`` if it is not on the path."""
+    found = shutil.which('mmlinattn')
+    is_own = found is not None and Path(found).parent == Path(sys.executable).parent
+    return 'mmlinattn' if is_own else f'{sys.executable} -m mmlinattn'
 
 
 def check_display() -> None:

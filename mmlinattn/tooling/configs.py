@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
@@ -18,6 +19,7 @@ from ..checkpoints.released import find_released
 from ..checkpoints.schemes import PREFIX
 from ..engine import hooks as engine_hooks
 from ..engine.data.checks import check_names
+from ..engine.runner import find_latest_checkpoint
 from ..utils.building import scope_of
 from ..utils.errors import RunError, described
 from ..utils.private_apis import checkpoint_loaders
@@ -220,19 +222,33 @@ def set_data_root(cfg: Config, root: str) -> None:
 
 
 def check_checkpoint(path: str, name: str) -> str:
-    """Check that a checkpoint is an existing file, or an address for which MMEngine has a loader.
+    """Return a checkpoint file, the last one of a work dir, or an address for which MMEngine has a loader.
 
     Raises:
-        RunError: ``path`` is local and not a file.
+        RunError: ``path`` is local, and neither a file nor a work dir with a checkpoint.
     """
     is_address = '://' in path and any(re.match(prefix, path) for prefix in filter(None, checkpoint_loaders()))
     local = osp.expanduser(path)
+    if not is_address and osp.isdir(local):
+        last = find_latest_checkpoint(local)
+        if last is None:
+            raise RunError(f'{name} {path!r}: no last_checkpoint in this folder.{_checkpoints_in(local)}')
+        notice(f'{name} {path!r}: {last}')
+        return last
     if not is_address and not osp.isfile(local):
-        kind = 'a folder' if osp.isdir(local) else 'a pipe or a device'
-        raise RunError(f'{name} {path!r}: {f"{kind}, not a file" if osp.exists(local) else "no such file"}.')
+        if osp.exists(local):
+            raise RunError(f'{name} {path!r}: a pipe or a device, not a file.')
+        raise RunError(f'{name} {path!r}: no such file.{_checkpoints_in(osp.dirname(local) or ".")}')
     if path.startswith(PREFIX):
         find_released(path[len(PREFIX) :])
     return path
+
+
+def _checkpoints_in(folder: str) -> str:
+    """Return a sentence that lists the checkpoints in a folder, newest first, or ''."""
+    files = sorted(Path(folder).glob('*.pth'), key=osp.getmtime, reverse=True) if osp.isdir(folder) else []
+    more = ', ...' if len(files) > 5 else ''
+    return f' There are: {", ".join(str(file) for file in files[:5])}{more}.' if files else ''
 
 
 def require(cfg: Config, config: str, *keys: str) -> None:

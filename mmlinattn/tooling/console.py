@@ -2,8 +2,11 @@
 """Hide configuration dumps and deprecation warnings of upstream libraries on the console; the log file has them."""
 
 import logging
+import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mmengine.logging import MMLogger
 
@@ -53,6 +56,21 @@ def quiet_console(logger: MMLogger) -> None:
     for handler in logger.handlers:
         if not isinstance(handler, logging.FileHandler) and handler.level > logging.DEBUG:
             handler.addFilter(lambda record: not hides(record))
+
+
+@contextmanager
+def quiet_programs() -> Iterator[None]:
+    """Hide stderr of started programs: MMEngine asks a compiler that may be missing for its version."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, 'w') as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def quiet_upstream() -> None:

@@ -12,34 +12,77 @@ import re
 import shlex
 import sys
 import traceback
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple, Optional
 
 HERE = Path(__file__).resolve().parents[1]
 # the checkout, else the files that a wheel brings along
 ROOT = HERE.parent if (HERE.parent / 'mmcv_ops').is_dir() else HERE / '.mim'
 
 _OPERATORS = shlex.quote(str(ROOT / 'mmcv_ops'))
+OPENCV = ('opencv-python-headless', 'opencv-python', 'opencv-contrib-python', 'opencv-contrib-python-headless')
+# Distributions of a module that write the same files. The first is installed; on the onedl stack, its own.
+FAMILIES = {
+    'cv2': OPENCV,
+    'mmengine': ('mmengine', 'onedl-mmengine'),
+    'mmcv': ('mmcv-lite', 'mmcv', 'onedl-mmcv'),
+    'mmpretrain': ('mmpretrain', 'onedl-mmpretrain'),
+    'mmdet': ('mmdet', 'onedl-mmdetection'),
+    'mmseg': ('mmsegmentation', 'onedl-mmsegmentation'),
+}
 
-# arguments of `pip install` by module, with the version ranges of requirements/mminstall.txt
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ''
+
+
+def _accepted() -> dict:
+    """Return the accepted versions by distribution: ``{'numpy': '>=1.26'}``, from requirements/*.txt or the wheel."""
+    folder = ROOT / 'requirements'
+    if folder.is_dir():
+        texts = [(folder / f'{name}.txt').read_text(encoding='utf-8') for name in ('runtime', 'mminstall')]
+        lines = '\n'.join(texts).splitlines()
+    else:
+        given = (requires('mmlinattn') or []) if _version('mmlinattn') else []
+        lines = [line for line in given if ';' not in line or 'mim' in line.partition(';')[2]]
+    found = (re.match(r'([\w-]+)\s*([^;#]*)', line) for line in lines)
+    ranges = {match[1]: re.sub(r'(\d+\.\d+)\.0\b', r'\1', match[2].strip()) for match in found if match}
+    # setuptools 82 dropped pkg_resources; older ones need pkgutil.ImpImporter, removed in Python 3.12. MMPretrain 1.2
+    # imports classes and functions that transformers 4.52 and 4.56 moved.
+    return {**ranges, 'setuptools': '>=77,<82', 'transformers': '>=4.28,<4.52'}
+
+
+ACCEPTED = _accepted()
+
+
+def _pip(*names: str) -> str:
+    """Return distributions with their accepted versions as arguments of ``pip install``."""
+    return ' '.join(f'"{name}{ACCEPTED[name]}"' if ACCEPTED.get(name) else name for name in names)
+
+
+# arguments of `pip install` by module
 PIP = {
     'torch': 'torch torchvision',
     'torchvision': 'torchvision',
     'einops': 'einops',
     'filelock': 'filelock',
     'numpy': 'numpy',
-    'cv2': 'opencv-python-headless',
-    'pkg_resources': '"setuptools>=77,<82"',
-    'transformers': '"transformers>=4.28,<4.52"',
-    'mmengine': 'mmengine "setuptools>=77,<82"',
-    'mmcv': f'"mmcv-lite>=2.1,<2.2" {_OPERATORS}',
+    'cv2': OPENCV[0],
+    'pkg_resources': _pip('setuptools'),
+    'transformers': _pip('transformers'),
+    'mmengine': f'mmengine {_pip("setuptools")}',
+    'mmcv': f'{_pip("mmcv-lite")} {_OPERATORS}',
     'mmcv._ext': _OPERATORS,
     'ftfy': 'ftfy',
     'regex': 'regex',
-    'mmdet': '"mmdet>=3.3,<3.4"',
-    'mmseg': '"mmsegmentation>=1.2.2,<1.3" ftfy regex',
-    'mmpretrain': '"mmpretrain>=1.2,<1.3"',
+    'mmdet': _pip('mmdet'),
+    'mmseg': f'{_pip("mmsegmentation")} ftfy regex',
+    'mmpretrain': _pip('mmpretrain'),
     'mmlinattn': f'--no-deps {ROOT}',
     'PIL': 'pillow',
     'yaml': 'pyyaml',
@@ -50,12 +93,44 @@ WHOLE = (
     *('torch', 'einops', 'filelock', 'numpy', 'cv2', 'torchvision', 'mmengine', 'mmcv', 'mmcv.ops', 'ftfy', 'regex'),
     *('mmpretrain.models', 'mmdet.models', 'mmseg.models', 'mmlinattn'),
 )
-OPENCV = ('opencv-python', 'opencv-contrib-python', 'opencv-python-headless', 'opencv-contrib-python-headless')
 REPORTED = (
     *('torch', 'torchvision', 'numpy', *OPENCV, 'setuptools', 'transformers'),
     *('mmengine', 'mmcv', 'mmcv-lite', 'mmlinattn-mmcv-ops', 'mmdet', 'mmsegmentation', 'mmpretrain', 'mmlinattn'),
     *('onedl-mmengine', 'onedl-mmcv', 'onedl-mmdetection', 'onedl-mmsegmentation', 'onedl-mmpretrain'),
 )
+
+
+class Repair(NamedTuple):
+    """Parts of the command that repairs a module, in the order of the command."""
+
+    remove: tuple = ()  # distributions
+    first: tuple = ()  # whole commands
+    install: tuple = ()  # arguments of pip
+    alone: tuple = ()  # arguments of pip, without dependencies, which would bring opencv-python back
+
+    def __add__(self, other: tuple) -> 'Repair':
+        return Repair(*(tuple(dict.fromkeys((*mine, *theirs))) for mine, theirs in zip(self, other)))
+
+    def __str__(self) -> str:
+        parts = [f'pip uninstall -y {" ".join(self.remove)}'] if self.remove else []
+        parts += self.first
+        if self.install:
+            parts.append(f'pip install {" ".join(self.install)}')
+        if self.alone:
+            parts.append(f'pip install --force-reinstall --no-deps {" ".join(self.alone)}')
+        return ' && '.join(parts)
+
+
+class Problem(NamedTuple):
+    """Broken module of :data:`WHOLE`, the reason, and the repair."""
+
+    module: str
+    reason: str
+    repair: Repair
+
+    @property
+    def line(self) -> str:
+        return f'{self.module} does not work in {sys.executable}: {self.reason}; mend it with: {self.repair}'
 
 
 def missing() -> str:
@@ -73,49 +148,140 @@ def refused() -> str:
     return f"MMLINATTN_OPS={value!r}: expected 'auto' or 'reference'{remedy}"
 
 
+def unusable() -> str:
+    """Import the packages that every tool needs, and return a message for the first that is broken, or ''."""
+    for module in ('torch', 'numpy', 'cv2', 'mmengine', 'mmcv'):
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            return describe_failure(module, error)
+    return ''
+
+
 def describe_failure(module: str, error: Exception) -> str:
     """Return one line for a module that fails on import or in use: the module, the reason, and the command to repair
     it."""
+    return _problem(module, error).line
+
+
+def _problem(module: str, error: Exception) -> Problem:
     reason = ' '.join(str(error).split())[:300]
-    return f'{module} does not work in {sys.executable}: {reason}; mend it with: {_remedy(module, error, reason)}'
+    return Problem(module, reason, _diagnosed(module, error, reason) or _reinstalled(module.partition('.')[0]))
 
 
-def _remedy(module: str, error: Exception, reason: str) -> str:
-    package = module.partition('.')[0]
-    culprit = (error.name or module) if isinstance(error, ModuleNotFoundError) else ''
+def _diagnosed(module: str, error: Exception, reason: str) -> Optional[Repair]:
+    """Return the repair of a known cause, or None."""
+    culprit = (error.name or '') if isinstance(error, ImportError) else ''
+    is_missing, package = isinstance(error, ModuleNotFoundError), culprit.partition('.')[0]
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    # setuptools 82 dropped pkg_resources; older ones need pkgutil.ImpImporter, removed in Python 3.12
-    if culprit.partition('.')[0] == 'pkg_resources' or any('pkg_resources' in file for file in files):
-        return f'pip install {PIP["pkg_resources"]}'
-    if culprit in PIP:
-        return f'pip install {PIP[culprit]}'
-    if culprit and find_spec(culprit.partition('.')[0]) is None:
-        return f'pip install {culprit.partition(".")[0]}'
-    # MMPretrain 1.2 imports classes and functions that transformers 4.52 and 4.56 moved
-    if module.endswith('.models') and tuple(map(int, re.findall(r'\d+', _version('transformers'))[:2])) >= (4, 52):
-        return f'pip install {PIP["transformers"]}'
-    if module == 'cv2':  # the desktop wheel without X libraries, or two wheels over each other
-        names = ' '.join(name for name in OPENCV if _version(name)) or PIP['cv2']
-        return f'pip uninstall -y {names} && pip install {PIP["cv2"]}'
+    if package == 'pkg_resources' or any('pkg_resources' in file for file in files):
+        return Repair(install=(PIP['pkg_resources'],))
+    if is_missing and culprit in PIP:
+        return _installed(culprit)
+    if is_missing and find_spec(package) is None:
+        return _installed(package)
+    if module.endswith('.models') and _is_refused('transformers'):
+        return Repair(install=(PIP['transformers'],))
+    # the desktop wheel without X libraries, or one wheel written over another
+    if 'cv2' in (module, package) or reason.startswith("module 'cv2'") or files and f'{os.sep}cv2{os.sep}' in files[-1]:
+        return _reinstalled('cv2')
     if 'torchvision::' in reason or module == 'torchvision':
-        return 'pip install --force-reinstall torch torchvision, both from the same index'
+        return _torchvision()
     if 'find_loader' in reason:  # Python 3.14 removed it
-        return f'pip install {_OPERATORS}'
-    if reason.startswith('MMCV==') or (module == 'mmcv.ops' and _version('mmcv')):  # compiled for another PyTorch
-        return f'pip uninstall -y mmcv && pip install {PIP["mmcv"]}'
-    if reason.startswith('MMEngine=='):
-        return f'pip install {PIP["mmengine"]}'
-    if module == 'mmcv.ops' and _version('onedl-mmcv'):
-        return f'pip install --force-reinstall --no-deps onedl-mmcv {_OPERATORS}'
-    target = PIP.get(module) or PIP.get(package) or _OPERATORS
-    return f'pip install --force-reinstall --no-deps {target.removeprefix("--no-deps ")}'
+        return Repair(install=(_OPERATORS,))
+    for name, part in (('MMCV', 'mmcv'), ('MMEngine', 'mmengine')):
+        if reason.startswith(f'{name}=='):
+            return _reinstalled(part)
+    return None
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ''
+def _installed(module: str) -> Repair:
+    """Return the repair of a module that is not installed."""
+    if module in ('torch', 'torchvision'):
+        return _torch() if module == 'torch' else _torchvision()
+    if module == 'mmlinattn':
+        return Repair(alone=(str(ROOT),))
+    if module in ('mmengine', 'mmcv'):  # with their own requirements but OpenCV's desktop wheel
+        needed = 'addict matplotlib packaging pillow pyyaml rich termcolor yapf', PIP['pkg_resources']
+        return Repair(install=needed) + _reinstalled(module)
+    return Repair(install=(PIP.get(module, module),))
+
+
+def _reinstalled(module: str) -> Repair:
+    """Return the repair of a module by a new copy of its distribution, and no others that write the same files."""
+    family = FAMILIES.get(module)
+    if module == 'torch':
+        return _torch()
+    if module == 'mmlinattn' or not family:
+        return Repair(alone=(PIP.get(module, module).removeprefix('--no-deps '),))
+    present = [name for name in family if _version(name)]
+    if module == 'cv2':
+        return Repair(tuple(present), install=(OPENCV[0],))
+    onedl = [name for name in family if name.startswith('onedl-')]
+    chosen = onedl[0] if _is_onedl() else family[0]
+    extra = (_OPERATORS,) if module == 'mmcv' else ()
+    return Repair(tuple(name for name in present if name != chosen), alone=(_pip(chosen), *extra))
+
+
+def _torch() -> Repair:
+    names = tuple(name for name in ('torch', 'torchvision') if _version(name))
+    # PyTorch requires setuptools; the newest lacks pkg_resources
+    return Repair(names, (f'pip install {PIP["torch"]} {PIP["pkg_resources"]}',))
+
+
+def _torchvision() -> Repair:
+    """Return the repair of a torchvision for another PyTorch: the one of the installed PyTorch, from its index."""
+    torch = _version('torch')
+    if not torch:
+        return _torch()
+    local = torch.partition('+')[2]
+    index = f' --index-url https://download.pytorch.org/whl/{local}' if local else ''
+    remove = ('torchvision',) if _version('torchvision') else ()
+    return Repair(remove, (f'pip install torchvision torch=={torch}{index}',))
+
+
+def _is_onedl() -> bool:
+    """Return True on the onedl stack: its detection, segmentation or classification without the originals."""
+    parts = [FAMILIES[module] for module in ('mmpretrain', 'mmdet', 'mmseg')]
+    return any(_version(name) for _, name in parts) and not any(_version(name) for name, _ in parts)
+
+
+def _is_refused(name: str) -> bool:
+    """Return True if a distribution is installed in a version outside of its accepted range."""
+
+    def numbers(text: str) -> list:
+        found = [int(number) for number in re.findall(r'\d+', re.split(r'[^\d.]', text)[0])]
+        while found and not found[-1]:  # 2.1.0 is 2.1
+            found.pop()
+        return found
+
+    have = numbers(_version(name))
+    bounds = re.findall(r'(>=|<)\s*([\d.]+)', ACCEPTED.get('mmcv-lite' if name == 'mmcv' else name, ''))
+    return bool(have) and not all((have >= numbers(end)) == (sign == '>=') for sign, end in bounds)
+
+
+def _of_versions() -> list:
+    """Return the problems that the list of installed distributions shows."""
+    problems = []
+    modules = {name: module for module, family in FAMILIES.items() for name in family if module != 'cv2'}
+    modules.update(setuptools='mmengine', transformers='mmpretrain.models')
+    for package in dict.fromkeys(module.partition('.')[0] for module in WHOLE):
+        family = [name for name in FAMILIES.get(package, ()) if _version(name)]
+        if find_spec(package) is None:
+            problems.append(Problem(package, 'it is not installed', _installed(package)))
+        elif package != 'cv2' and len(family) > 1:
+            reason = f'{" and ".join(family)} write the same files'
+            problems.append(Problem(package, reason, _reinstalled(package)))
+    for name in (*ACCEPTED, 'mmcv'):
+        needs = {'setuptools': 'mmengine', 'transformers': 'mmpretrain'}.get(name, name)  # not the onedl ones
+        if _is_refused(name) and _version(needs):
+            reason = f'{name} {_version(name)} is installed, expected {ACCEPTED.get(name) or ACCEPTED["mmcv-lite"]}'
+            module = modules.get(name, name)
+            repair = Repair(install=(_pip(name),))
+            if name == 'torch' or module in FAMILIES and needs == name:
+                repair = _reinstalled(module)
+            problems.append(Problem(module, reason, repair))
+    return problems
 
 
 def use(module: str) -> None:
@@ -129,6 +295,8 @@ def use(module: str) -> None:
         import torch
 
         imported.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([0.5]), 0.5)
+    elif module == 'cv2':
+        importlib.import_module('cv2').imread  # noqa: B018, an uninstalled second wheel leaves an empty folder
     elif module == 'mmengine':
         imported.utils.is_installed('mmengine')  # imports pkg_resources in MMEngine's own distribution
     elif module == 'mmcv':
@@ -157,9 +325,7 @@ def lacking_on_gpu() -> str:
         run_operators('cuda')
     except Exception as error:
         reason = ' '.join(str(error).split())[:200]
-        command = 'pip install --force-reinstall torchvision, from the index that your torch is from'
-        if _version('mmcv'):  # compiled without CUDA
-            command = f'pip uninstall -y mmcv && pip install {PIP["mmcv"]}'
+        command = _reinstalled('mmcv') if _version('mmcv') else _torchvision()  # compiled without CUDA
         return (
             f'NMS and RoIAlign do not run on the GPU ({reason}), so no detector trains there; mend it with: {command}'
         )
@@ -167,21 +333,27 @@ def lacking_on_gpu() -> str:
 
 
 def check(modules=WHOLE) -> list:
-    """Return one line for every module that does not work, except those repaired by the command in an earlier line."""
-    lines: list = []
-    broken: set = set()
-    known: set = set()  # reasons and commands
+    """Return one line for every module that does not work, in the order of repair, and after several of them one with
+    the command that repairs all."""
+    order = {name: place for place, module in reversed([*enumerate(WHOLE)]) for name in (module, module.split('.')[0])}
+    problems: list = _of_versions() if modules is WHOLE else []
     for module in modules:
         try:
             use(module)
         except Exception as error:
-            line = describe_failure(module, error)
-            causes = {str(error), line.rpartition('; mend it with: ')[2]}
-            if not causes & known:
-                lines.append(line)
-            known |= causes
-            broken.add(module)
-    gpu = '' if {'torch', 'mmcv', 'mmcv.ops'} & broken else lacking_on_gpu()
+            problem = _problem(module, error)
+            before = [other for other in problems if order[other.module] <= order[module]]
+            known = {other.reason for other in problems}
+            repairs = sum((other.repair for other in problems), Repair())
+            is_known = problem.reason in known or repairs + problem.repair == repairs
+            # behind another one, a failure without a diagnosis may be its consequence
+            if not is_known and (not before or _diagnosed(module, error, problem.reason)):
+                problems.append(problem)
+    problems.sort(key=lambda problem: order[problem.module])
+    lines = [problem.line for problem in problems]
+    if len(lines) > 1:
+        lines.append(f'mend all with: {sum((problem.repair for problem in problems), Repair())}')
+    gpu = '' if {'torch', 'mmcv'} & {problem.module.split('.')[0] for problem in problems} else lacking_on_gpu()
     return [*lines, gpu] if gpu else lines
 
 

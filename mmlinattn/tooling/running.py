@@ -29,7 +29,7 @@ from ..engine import (
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .command_line import notice
-from .console import quiet_console
+from .console import quiet_console, quiet_programs
 from .environment import lacking_on_gpu
 
 # hooks that the tools add to any config
@@ -47,6 +47,10 @@ class ToolRunner(SafeRunner):
         logger = super().build_logger(*args, **kwargs)
         quiet_console(logger)
         return logger
+
+    def _log_env(self, env_cfg: dict) -> None:
+        with quiet_programs():
+            super()._log_env(env_cfg)
 
     def build_train_loop(self, loop: Any) -> BaseLoop:
         built = super().build_train_loop(loop)
@@ -176,9 +180,12 @@ def fit_schedule(cfg: Config, before: dict, options: dict) -> None:
         if f'train_cfg.{key}' not in options or not all(type(each) is int and each > 0 for each in (old, new)):
             continue
         listed = schedules if isinstance(schedules, (list, tuple)) else [schedules]
-        listed = [each for each in listed if each.get('by_epoch', True) is by_epoch]
-        made_for = max([old, *(each['end'] for each in listed if 0 < each.get('end', 0) < INF)])
-        changed = [bare_name(each['type']) for each in listed if stretch(each, new / made_for, new)]
+        of_unit = [each for each in listed if each.get('by_epoch', True) is by_epoch]
+        made_for = max([old, *(each['end'] for each in of_unit if 0 < each.get('end', 0) < INF)])
+        changed = [bare_name(each['type']) for each in of_unit if stretch(each, new / made_for, new)]
+        if by_epoch and new < made_for:  # a warm-up by iteration would be a larger part of the training
+            others = [each for each in listed if not each.get('by_epoch', True)]
+            changed += [bare_name(each['type']) for each in others if stretch(each, new / made_for, INF)]
         if changed:
             names = ', '.join(changed)
             notice(f'param_scheduler is fitted to train_cfg.{key}={new} (it was made for {made_for}): {names}.')
@@ -195,7 +202,8 @@ def stretch(schedule: dict, ratio: float, length: int) -> bool:
         if isinstance(schedule.get(key), (int, float)):
             schedule[key] = scaled(schedule[key])
     if schedule.get('milestones'):
-        schedule['milestones'] = sorted({scaled(step) for step in schedule['milestones']})
+        milestones = {scaled(step) for step in schedule['milestones']}
+        schedule['milestones'] = sorted(step for step in milestones if step + schedule.get('begin', 0) < length)
     if schedule.get('begin', 0) >= length:  # rounded up, as a warm-up shorter than a step
         schedule['begin'] = length - 1
     for key in _PERIODS:

@@ -23,7 +23,10 @@ from .viewer import AttentionViewer
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config', help='config file')
-    parser.add_argument('checkpoint', help='checkpoint file, URL, mmlinattn://NAME, or none for random weights')
+    parser.add_argument(
+        'checkpoint',
+        help='checkpoint file, work dir (its last checkpoint), URL, mmlinattn://NAME, or none for random weights',
+    )
     parser.add_argument('--port', type=int, default=7860, help='[7860]')
     parser.add_argument('--host', default='127.0.0.1', help='address to listen on [127.0.0.1: this machine only]')
     parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ... [cpu]')

@@ -12,8 +12,6 @@ BLOCKS = dict(zip(('detection', 'segmentation', 'classification'), re.findall(r'
 # options that shorten a command to seconds
 FEWER = [
     (r'--num-train \d+ --num-val \d+', '--num-train 12 --num-val 3 --size 64 64'),
-    (r'epoch_\d+', 'epoch_1'),
-    (r'iter_\d+', 'iter_2'),
 ]
 PROPOSALS = ['model.train_cfg.rpn_proposal.max_per_img=20', 'model.test_cfg.rpn.max_per_img=20']
 SHORT = dict(

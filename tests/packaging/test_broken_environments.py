@@ -2,71 +2,101 @@
 """Environments broken by a later ``pip install``: tools/check_env.py names the command, and the command mends them."""
 
 import os
-import re
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(sysconfig.get_paths()['purelib'])
-REPLACED = 'setuptools', 'pkg_resources', '_distutils', 'distutils-', 'cv2', 'opencv', 'transformers', 'pip'
+# installed into each environment, without their requirements; the others are seen from this one
+OWN = ('pip', 'setuptools', 'numpy', 'torchvision', 'mmengine', 'mmcv-lite', 'mmpretrain', 'mmdet', 'mmsegmentation')
 HEADLESS = 'opencv-python-headless'
-# the modules that break, the packages that break them, the end of the command
+NOT_SEEN = (*OWN, 'pkg_resources', '_distutils', 'distutils-', 'cv2', 'opencv', 'transformers', 'mmcv', 'mmseg', 'ftfy')
+NOT_SEEN += ('mmlinattn_mmcv',)
+SETUPTOOLS, OPERATORS = '"setuptools>=77,<82"', str(ROOT / 'mmcv_ops')
+# what was done to the environment, the modules of the lines, parts of the command
 BROKEN = {
-    'newest setuptools': (['mmengine'], ['setuptools>=82', HEADLESS], 'pip install "setuptools>=77,<82"'),
-    'oldest setuptools': (['mmengine'], ['setuptools==60.2.0', HEADLESS], 'pip install "setuptools>=77,<82"'),
-    'newest transformers': (
-        ['mmpretrain.models', 'mmdet.models'],
-        ['setuptools==81.0.0', HEADLESS, 'transformers>=5'],
-        'pip install "transformers>=4.28,<4.52"',
+    'newest setuptools': (['install setuptools>=82'], ['mmengine'], [SETUPTOOLS]),
+    'oldest setuptools': (['install setuptools==60.2.0'], ['mmengine'], [SETUPTOOLS]),
+    'newest transformers': (['install transformers>=5'], ['mmpretrain.models'], ['"transformers>=4.28,<4.52"']),
+    'no X libraries': ([f'uninstall {HEADLESS}', 'install opencv-python'], ['cv2'], ['-y opencv-python &&', HEADLESS]),
+    'half of OpenCV': (['install --no-deps opencv-python', f'uninstall {HEADLESS}'], ['cv2'], ['-y opencv-python &&']),
+    'onedl-mmcv': (
+        ['install onedl-mmcv'],
+        ['mmengine', 'mmcv'],
+        ['-y onedl-mmengine onedl-mmcv', '"mmcv-lite>=2.1,<2.2"', OPERATORS],
     ),
-    'no X libraries': (['cv2', 'mmcv'], ['setuptools==81.0.0', 'opencv-python'], 'pip install opencv-python-headless'),
+    'onedl-mmcv, removed': (
+        ['install onedl-mmcv', 'uninstall onedl-mmcv'],
+        ['mmengine', 'mmcv'],
+        ['"mmcv-lite>=2.1,<2.2"'],
+    ),
+    'old NumPy': (['install --no-deps numpy==1.25.2'], ['numpy'], ['"numpy>=1.26"']),
+    'newest MMCV': (['install --no-deps mmcv-lite==2.2.0'], ['mmcv'], ['"mmcv-lite>=2.1,<2.2"']),
+    'torchvision of another PyTorch': (['install --no-deps torchvision==0.28.0'], ['torchvision'], ['torch==']),
+    'no operators': (['uninstall mmlinattn-mmcv-ops'], ['mmcv.ops'], [OPERATORS]),
+    'several': (
+        ['install --no-deps setuptools>=82 mmcv-lite==2.2.0', 'install transformers>=5', 'uninstall mmdet ftfy'],
+        ['mmengine', 'mmcv', 'ftfy', 'mmpretrain.models', 'mmdet'],
+        [SETUPTOOLS, 'ftfy', '"transformers>=4.28,<4.52"', '"mmdet>=3.3,<3.4"', '"mmcv-lite>=2.1,<2.2"'],
+    ),
 }
 
 
-def overlay(folder: Path, packages) -> Path:
-    """Install packages into a new environment that sees the rest of this one's, which pip then leaves alone."""
+def overlay(folder: Path, commands) -> Path:
+    """Make an environment with packages of its own that sees the rest of this one's, and run commands of uv there."""
     view, python = folder / 'view', folder / 'env' / 'bin' / 'python'
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', folder / 'env'], check=True)
     view.mkdir()
     for entry in SITE.iterdir():
-        if not entry.name.startswith(REPLACED):
+        if not entry.name.startswith(NOT_SEEN):
             (view / entry.name).symlink_to(entry)
-    uv = [sys.executable, '-m', 'uv', 'pip', 'install', '-q', '--python', python, 'pip', *packages]
-    done = subprocess.run(uv, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f'needs a package index: {done.stderr[-200:]}')
     (site,) = folder.glob('env/lib/python3*/site-packages')
     (site / 'view.pth').write_text(f"import site; site.addsitedir('{view}')\n")
+    own = ' '.join(f'{name}=={version(name).partition("+")[0]}' for name in OWN)
+    first = f'install --no-deps {own} {HEADLESS} ftfy', f'install --no-deps --no-build-isolation {OPERATORS}'
+    for command in (*first, *commands):
+        verb, *names = command.split()
+        uv = [sys.executable, '-m', 'uv', 'pip', verb, '-q', '--python', python, *names]
+        done = subprocess.run(uv, capture_output=True, text=True, env={**os.environ, 'MMCV_WITH_OPS': '0'})
+        if done.returncode:
+            pytest.skip(f'{command}: {done.stderr[-300:]}')
     return python
 
 
-def lines(python: Path, modules, env) -> list:
-    """The lines of tools/check_env.py about some modules; all of them take half a minute."""
-    code = "import runpy, sys; print(*runpy.run_path(sys.argv[1])['check'](sys.argv[2:]), sep='\\n')"
-    command = [python, '-W', 'ignore', '-c', code, ROOT / 'mmlinattn' / 'tooling' / 'environment.py', *modules]
-    return subprocess.run(command, capture_output=True, text=True, env=env, check=True).stdout.split('\n')[:-1]
+def lines(python: Path, env) -> list:
+    """Return the lines of tools/check_env.py."""
+    command = [python, '-W', 'ignore', ROOT / 'tools' / 'check_env.py']
+    return subprocess.run(command, capture_output=True, text=True, env=env).stderr.splitlines()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('kind', BROKEN)
+ONCE = 'onedl-mmcv'
+
+
+@pytest.mark.parametrize(
+    'kind', [pytest.param(kind, marks=pytest.mark.slow if kind == ONCE else pytest.mark.exhaustive) for kind in BROKEN]
+)
 def test_the_named_command_mends_it(kind, tmp_path):
     pytest.importorskip('uv')
-    modules, packages, command = BROKEN[kind]
+    commands, modules, parts = BROKEN[kind]
     if not (SITE / 'mmdet').is_dir():
         pytest.skip('the packages of this Python lie elsewhere')
     if kind == 'oldest setuptools' and sys.version_info < (3, 12):
         pytest.skip('works on this Python')
-    python, env = overlay(tmp_path, packages), {**os.environ, 'OMP_NUM_THREADS': '1'}
+    python, env = overlay(tmp_path, commands), {**os.environ, 'OMP_NUM_THREADS': '1'}
     env.update(PATH=f'{python.parent}{os.pathsep}{os.environ["PATH"]}', PYTHONPATH='')
     if kind == 'no X libraries':  # hides the one of this machine
         (tmp_path / 'libGL.so.1').touch()
         env['LD_LIBRARY_PATH'] = str(tmp_path)
-    (line,) = lines(python, modules, env)
-    found = re.search('; mend it with: (.*)', line).group(1)
-    assert found.endswith(command)
-    subprocess.run(found, shell=True, env=env, check=True, capture_output=True)
-    assert lines(python, modules, env) == ['']
+    found = lines(python, env)
+    described = found[: len(modules)]
+    assert [line.partition(' does not work in ')[0] for line in described] == modules, found
+    command = found[-1].partition('mend all with: ' if len(modules) > 1 else '; mend it with: ')[2]
+    assert len(found) == len(modules) + (len(modules) > 1) and all(part in command for part in parts), found
+    done = subprocess.run(command, shell=True, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert lines(python, env) == []

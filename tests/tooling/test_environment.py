@@ -36,7 +36,6 @@ def test_config_of_a_detector_says_that_mmcv_has_no_operators(no_operators, tmp_
         ('mmengine', ModuleNotFoundError('x', name='pkg_resources'), 'pip install "setuptools>=77,<82"'),
         ('mmcv', AttributeError("module 'pkgutil' has no attribute 'find_loader'"), 'mmcv_ops'),
         ('mmpretrain.models', ModuleNotFoundError("No module named 'x'", name='x.y'), 'pip install x'),
-        ('mmcv.ops', RuntimeError('operator torchvision::nms does not exist'), 'torch torchvision, both from the same'),
         ('mmdet.models', ImportError('cannot import name'), '--no-deps "mmdet>=3.3,<3.4"'),
     ],
 )
@@ -46,12 +45,79 @@ def test_line_names_the_part_and_the_command(module, error, command):
     assert command in line and '\n' not in line
 
 
-def test_packages_of_other_versions_are_replaced(monkeypatch):
-    line = environment.describe_failure('mmdet.models', AssertionError('MMCV==2.2.0 is used but incompatible'))
-    assert 'mend it with: pip uninstall -y mmcv && pip install "mmcv-lite>=2.1,<2.2"' in line
-    monkeypatch.setattr(environment, '_version', lambda name: '4.57.1' if name == 'transformers' else '')
-    line = environment.describe_failure('mmdet.models', ImportError('moved'))
-    assert 'pip install "transformers>=4.28,<4.52"' in line
+INCOMPATIBLE = AssertionError('MMCV==2.2.0 is used but incompatible')
+NO_OPERATOR = RuntimeError('operator torchvision::nms does not exist')
+
+
+@pytest.mark.parametrize(
+    ('installed', 'module', 'error', 'command'),
+    [
+        (
+            {'mmcv': '2.2.0'},
+            'mmdet.models',
+            INCOMPATIBLE,
+            'pip uninstall -y mmcv && {alone} "mmcv-lite>=2.1,<2.2" {ops}',
+        ),
+        ({'mmcv-lite': '2.2.0'}, 'mmdet.models', INCOMPATIBLE, '{alone} "mmcv-lite>=2.1,<2.2" {ops}'),
+        (
+            {'mmcv-lite': '2.1.0', 'onedl-mmcv': '2.3.6', 'mmdet': '3.3.0'},
+            'mmcv.ops',
+            ImportError('_ext'),
+            'pip uninstall -y onedl-mmcv && {alone} "mmcv-lite>=2.1,<2.2" {ops}',
+        ),
+        (
+            {'onedl-mmcv': '2.3.6', 'mmcv-lite': '2.1.0', 'onedl-mmdetection': '3.5.1'},
+            'mmcv.ops',
+            ImportError('_ext'),
+            'pip uninstall -y mmcv-lite && {alone} onedl-mmcv {ops}',
+        ),
+        ({'transformers': '4.57.1'}, 'mmdet.models', ImportError('moved'), 'pip install "transformers>=4.28,<4.52"'),
+        (
+            {'torch': '2.14.1+cu126', 'torchvision': '0.28.0'},
+            'mmcv.ops',
+            NO_OPERATOR,
+            'pip uninstall -y torchvision && '
+            'pip install torchvision torch==2.14.1+cu126 --index-url https://download.pytorch.org/whl/cu126',
+        ),
+        (
+            {'torch': '2.14.1'},
+            'torch',
+            OSError('libtorch.so'),
+            'pip uninstall -y torch && pip install torch torchvision "setuptools>=77,<82"',
+        ),
+    ],
+)
+def test_other_versions_are_replaced(monkeypatch, installed, module, error, command):
+    monkeypatch.setattr(environment, '_version', lambda name: installed.get(name, ''))
+    alone, ops = 'pip install --force-reinstall --no-deps', environment.PIP['mmcv._ext']
+    line = environment.describe_failure(module, error)
+    assert line.endswith(f'; mend it with: {command.format(alone=alone, ops=ops)}')
+
+
+@pytest.mark.parametrize(
+    ('version', 'is_refused'), [('1.25.2', True), ('1.26', False), ('1.26.0rc1', False), ('2.5.5', False), ('', False)]
+)
+def test_versions_are_those_of_the_requirements(monkeypatch, version, is_refused):
+    monkeypatch.setattr(environment, '_version', lambda name: version)
+    assert environment._is_refused('numpy') is is_refused
+    assert {'torch': '>=2.4', 'mmcv-lite': '>=2.1,<2.2'}.items() <= environment.ACCEPTED.items()
+
+
+def test_several_causes_are_one_command(monkeypatch):
+    def use(module):
+        if module in ('numpy', 'cv2', 'mmcv', 'mmdet.models', 'ftfy'):
+            name = 'cv2' if module in ('cv2', 'mmcv') else module.partition('.')[0]
+            raise (ImportError if name == 'cv2' else ModuleNotFoundError)(f'no {name}', name=name)
+        if module == 'mmseg.models':
+            raise ValueError('a consequence')
+
+    monkeypatch.setattr(environment, 'use', use)
+    monkeypatch.setattr(environment, '_version', lambda name: '4.9' if name == 'opencv-python' else '')
+    *lines, last = environment.check([*environment.WHOLE])
+    assert [line.split()[0] for line in lines] == ['numpy', 'cv2', 'ftfy', 'mmdet.models']
+    assert last.startswith(
+        'mend all with: pip uninstall -y opencv-python && pip install numpy opencv-python-headless f'
+    )
 
 
 def test_one_cause_is_one_line(monkeypatch):

@@ -105,6 +105,20 @@ def test_checkpoints_by_path_and_by_address(tmp_path, monkeypatch):
         configs.check_checkpoint('mmlinattn://ravlt', 'checkpoint')
 
 
+def test_a_work_dir_is_its_last_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('epoch_96.pth', 'epoch_100.pth'):
+        os.makedirs('work_dirs/mine', exist_ok=True)
+        Path('work_dirs/mine', name).touch()
+    with pytest.raises(RunError, match=r"'work_dirs/mine': no last_checkpoint in this folder. There are: .*epoch_96"):
+        configs.check_checkpoint('work_dirs/mine', 'checkpoint')
+    with pytest.raises(RunError, match=r"epoch_20.pth': no such file. There are: .*epoch_.*epoch_"):
+        configs.check_checkpoint('work_dirs/mine/epoch_20.pth', 'checkpoint')
+    Path('work_dirs/mine/last_checkpoint').write_text('/elsewhere/mine/epoch_100.pth')
+    for given in ('work_dirs/mine', 'work_dirs/mine/'):
+        assert configs.check_checkpoint(given, 'checkpoint') == os.path.join(given, 'epoch_100.pth')
+
+
 @pytest.mark.parametrize('root', ['', '.', './'])
 def test_a_new_data_root_moves_relative_files(root):
     others = [dict(ann_file='/ann/a.json'), dict(ann_file=''), dict(ann_file=None)]

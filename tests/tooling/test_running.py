@@ -119,8 +119,8 @@ def schedules():
 @pytest.mark.parametrize(
     ('epochs', 'expected'),
     [
-        (6, [dict(end=1), dict(begin=1, end=6, T_max=5), dict(milestones=[4, 5]), {}]),
-        (1, [dict(end=1), dict(begin=0, end=1, T_max=1), dict(milestones=[1]), {}]),
+        (6, [dict(end=1), dict(begin=1, end=6, T_max=5), dict(milestones=[4, 5]), dict(end=10)]),
+        (1, [dict(end=1), dict(begin=0, end=1, T_max=1), dict(milestones=[]), dict(end=2)]),
         (600, [dict(end=10), dict(begin=10, end=600, T_max=590), dict(milestones=[400, 500]), {}]),
     ],
 )

@@ -106,7 +106,7 @@ ROWS = [
     bad(SHAPES.replace('out', 'file', 1), "OUT 'file' cannot be written: "),
     # checkpoints
     bad('test.py {mmdet} no.pth', "checkpoint 'no.pth': no such file."),
-    bad('test.py {mmdet} empty', "checkpoint 'empty': a folder, not a file."),
+    bad('test.py {mmdet} empty', "checkpoint 'empty': no last_checkpoint in this folder."),
     bad('test.py {mmdet} pipe', "checkpoint 'pipe': a pipe or a device, not a file."),
     bad('train.py {mmdet} --resume no.pth', "--resume 'no.pth': no such file"),
     bad('train.py {mmdet} --cfg-options load_from=no.pth', "load_from 'no.pth': no such file"),

@@ -36,7 +36,10 @@ from mmlinattn.utils.errors import RunError
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config', help='config file')
-    parser.add_argument('checkpoint', help='checkpoint file, URL, mmlinattn://NAME, or none for random weights')
+    parser.add_argument(
+        'checkpoint',
+        help='checkpoint file, work dir (its last checkpoint), URL, mmlinattn://NAME, or none for random weights',
+    )
     parser.add_argument('images', nargs='+', metavar='IMAGE', help='images; numbers are means over them')
     parser.add_argument('--out', type=Path, required=True, help='folder for summary.json and the plots')
     parser.add_argument('--what', nargs='+', choices=WHAT, default=list(WHAT), help='what to measure [all]')

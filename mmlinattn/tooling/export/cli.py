@@ -25,7 +25,10 @@ def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add('config', help='config file')
-    add('checkpoint', help='checkpoint file, URL, mmlinattn://NAME, or none for random weights')
+    add(
+        'checkpoint',
+        help='checkpoint file, work dir (its last checkpoint), URL, mmlinattn://NAME, or none for random weights',
+    )
     add('--format', required=True, choices=list(FORMATS))
     add('--out', required=True, metavar='FILE', help='file to write')
     add('--shape', nargs=2, type=int, metavar=('H', 'W'), help='size of the image [size of the test pipeline]')
@@ -43,6 +46,8 @@ def main(args: Optional[list[str]] = None) -> None:
         if options.format == 'openvino' and target.suffix != form.suffix:  # the weights are in a .bin beside it
             raise RunError(f'--out {options.out!r} has to end with {form.suffix} for --format {options.format}.')
         form.check_installed()
+        if options.checkpoint != 'none':
+            options.checkpoint = check_checkpoint(options.checkpoint, 'checkpoint')
         check_out_file(target, options.config, options.checkpoint)
         cfg = read_config(options.config)
         height, width = options.shape or usual_size(cfg)
@@ -51,7 +56,7 @@ def main(args: Optional[list[str]] = None) -> None:
         if options.checkpoint == 'none':
             model, meta = build_model(cfg), None
         else:
-            model, meta = trained_model(cfg, check_checkpoint(options.checkpoint, 'checkpoint'), name=options.config)
+            model, meta = trained_model(cfg, options.checkpoint, name=options.config)
         export = export_model(model, cfg, target, options.format, sizes, meta, options.neck)
         size = sum(path.stat().st_size for path in export.files)
         files, outputs = ' and '.join(map(str, export.files)), ', '.join(export.metadata['outputs'])

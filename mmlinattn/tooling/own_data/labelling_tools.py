@@ -44,7 +44,7 @@ def _objects(shapes: Iterator[_Shape]) -> list[Object]:
         marks = frozenset().union(*(shape.marks for shape in several)) | ({'parts'} if len(several) > 1 else set())
         name, points = several[0].name, [shape.points for shape in several]
         if points[0].dtype == bool:
-            found.append(_of_mask(name, np.logical_or.reduce(points), marks))
+            found.append(_of_mask(name, np.any(points, axis=0), marks))
         else:
             found.append(from_points(name, points, marks, several[0].is_outline))
     return found

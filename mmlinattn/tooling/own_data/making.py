@@ -5,6 +5,9 @@ import copy
 import io
 import math
 import os
+import re
+import textwrap
+import zlib
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -54,6 +57,7 @@ class ConfigArgs(NamedTuple):
     labels: Optional[Path] = None
     train: Optional[Path] = None
     val: Optional[Path] = None
+    overwrite: bool = False
 
     @property
     def root(self) -> Path:
@@ -94,6 +98,8 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
         raise RunError(f'--out {str(args.out)!r} is inside of DATA: write it beside, as annotation files go with it.')
     if args.data in (_file(args, split) for split in ('train', 'val', 'test')):
         raise RunError(f'--out {str(args.out)!r}: an annotation file beside it would be written over DATA; rename it.')
+    if args.out.exists() and not args.overwrite and _is_edited(args.out.read_text(encoding='utf-8', errors='replace')):
+        raise RunError(f'--out {str(args.out)!r} was edited or written by hand. Set --overwrite, or name another file.')
     given = Options(**{key: getattr(args, key) for key in Options._fields})
     files = Data(args.data, given)
     if args.task == 'detection':
@@ -112,14 +118,28 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
         _file(args, split).write_text(text, encoding='utf-8')
     counts = ', '.join(f'{len(paths)} of {split}' for split, paths in data.images.items())
     found = f'{data.kind}: {counts}; {len(data.classes)} classes: {", ".join(data.classes)}'
-    header = f'# {printable(found)}; by tools/make_config.py of mmlinattn\n{_BASE % base}\n'
-    body = ''.join(statement(key, value) for key, value in values.items())
-    args.out.write_text(header + body, encoding='utf-8')
+    body = f'{_BASE % base}\n' + ''.join(statement(key, value) for key, value in values.items())
+    args.out.write_text(_header(found, body) + body, encoding='utf-8')
     trial = _try(args)
     picture = args.out.with_name('labels.png')
     draw_examples(data, picture)
     notes.append(f'{picture} shows {min(6, len(data.examples))} training images with their labels: look at it')
     return [found, *data.notes, *pixels.notes, *notes, *_durations(args, values, data, trial)], trial
+
+
+_SIGNATURE = '# by tools/make_config.py of mmlinattn, checksum '
+
+
+def _header(found: str, body: str) -> str:
+    """Return the comment above a config: the data, and a checksum that shows later edits."""
+    lines = textwrap.wrap(printable(found), 118, break_on_hyphens=False)
+    return ''.join(f'# {line}\n' for line in lines) + f'{_SIGNATURE}{zlib.crc32(body.encode()):08x}\n'
+
+
+def _is_edited(text: str) -> bool:
+    """Return True if the text of a config is not as this module wrote it."""
+    found = re.search(f'^{re.escape(_SIGNATURE)}([0-9a-f]{{8}})\n', text, re.MULTILINE)
+    return found is None or int(found[1], 16) != zlib.crc32(text[found.end() :].encode())
 
 
 def _base(args: ConfigArgs, data: OwnData) -> str:
@@ -178,6 +198,13 @@ def _values(
         model['backbone']['init_cfg'] = None
     if is_whole:
         values['load_from'] = f'mmlinattn://{stem}'
+    name = stem if is_whole else str(weights).partition('://')[2]
+    released = None if is_scratch else released_checkpoints().get(name)
+    if released and not released.path.exists():
+        notes.append(
+            f'the training downloads the weights from {released.link}; offline, put the file at {released.path}, '
+            'or set --scratch'
+        )
     most = _widen(model, data, notes)
 
     preprocessor: dict[str, Any] = dict(num_classes=len(data.classes)) if args.task == 'classification' else {}

@@ -1,13 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import csv
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from helpers.engine_toys import Count, make_runner, validation
+from matplotlib.figure import Figure
 from mmengine.structures import BaseDataElement, InstanceData, LabelData, PixelData
 
+from mmlinattn.engine import plots
 from mmlinattn.engine.hooks import results
 
 HOOKS = [dict(type='ResultsHook')]
@@ -112,3 +115,21 @@ def test_other_predictions_have_no_plots(tmp_path):
     predictions = results._Predictions(loader_of())
     predictions.add([BaseDataElement(pred_depth_map=torch.zeros(1)), label_map([[0]], [[0, 1]]), LabelData()])
     assert predictions.write(str(tmp_path), '') == []
+
+
+def test_panels_of_a_training(tmp_path):
+    """No panel without curves, ticks at whole epochs, a style for each of many metrics, and a smoothed loss."""
+    figures = []
+    with mock.patch.object(Figure, 'savefig', lambda self, path, dpi: figures.append(self)):
+        noisy = np.arange(100), np.tile([1.0, 3.0], 50)
+        plots.plot_training('a.png', dict(loss=noisy), dict(lr=noisy), {}, 'epoch')
+        plots.plot_training('a.png', dict(loss=noisy), {}, {f'm{i}': ([1], [i / 16]) for i in range(16)}, 'epoch')
+    assert [[axes.get_title() for axes in figure.axes] for figure in figures] == [
+        ['loss', 'learning rate'],
+        ['loss', 'metric'],
+    ]
+    raw, smoothed = (line.get_ydata() for line in figures[0].axes[0].lines)
+    assert np.ptp(raw) == 2 and np.ptp(smoothed) < 1
+    lines = figures[1].axes[1].lines
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 16
+    assert [tick for tick in figures[1].axes[1].get_xticks() if tick % 1] == []

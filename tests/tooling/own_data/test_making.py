@@ -70,6 +70,21 @@ def test_detectors(tmp_path, untried, backbone, outline, kind, count):
     assert (cfg.load_from is not None, cfg.model.backbone.get('init_cfg') is None) == (whole, whole)
 
 
+def test_an_edited_config_is_kept(tmp_path, untried):
+    data, out = boxes(tmp_path / 'data'), tmp_path / 'mine.py'
+    _, lines = made(data, 'detection', 'ravlt_t')
+    assert any('downloads the weights from http' in line and '--scratch' in line for line in lines)
+    assert max(map(len, out.read_text().splitlines()[:3])) <= 120
+    _, lines = made(data, 'detection', 'ravlt_t', batch=4, scratch=True)  # as it was written: replaced
+    assert 'lr=0.0002' in out.read_text() and not any('download' in line for line in lines)
+    out.write_text(edited := out.read_text().replace('lr=0.0002', 'lr=0.0003'))
+    with pytest.raises(RunError, match='mine.py. was edited .* Set --overwrite, or name another file'):
+        made(data, 'detection', 'ravlt_t')
+    assert out.read_text() == edited
+    made(data, 'detection', 'ravlt_t', overwrite=True)
+    assert 'lr=0.0003' not in out.read_text()
+
+
 @pytest.mark.parametrize('shape, dtype', [((96, 128, 4), np.uint8), ((96, 128), np.uint16)])
 def test_other_channels_start_from_none_and_are_tried(tmp_path, shape, dtype):
     cfg, lines = made(boxes(tmp_path / 'data', shape=shape, dtype=dtype), 'detection', 'flatten_pvt_v2_b1')
