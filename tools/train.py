@@ -20,6 +20,7 @@ from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_
 from mmlinattn.tooling.console import quiet_upstream
 from mmlinattn.tooling.running import add_checks, build_runner, set_precision, was_restarted
 from mmlinattn.utils.errors import RunError
+from mmlinattn.utils.registering import bare_name
 
 
 def parse_args() -> argparse.Namespace:
@@ -43,6 +44,9 @@ def parse_args() -> argparse.Namespace:
         help='scale the learning rate by images an update / auto_scale_lr.base_batch_size',
     )
     parser.add_argument('--no-validate', action='store_true', help='do not evaluate while training')
+    parser.add_argument(
+        '--no-rehearsal', action='store_true', help='do not validate two images before the first step (rehearsal=False)'
+    )
     parser.add_argument('--no-persistent-workers', action='store_true', help='restart loader workers every epoch')
     add_common_arguments(parser)
     return parser.parse_args()
@@ -52,6 +56,8 @@ def configure(args: argparse.Namespace):
     cfg = load_config(args)
     require(cfg, args.config, 'model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
     add_checks(cfg)
+    if args.no_rehearsal or cfg.get('rehearsal') is False:
+        next(hook for hook in cfg.custom_hooks if bare_name(hook['type']) == 'RehearsalHook')['enabled'] = False
     if args.no_validate:
         cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
     if args.no_persistent_workers:

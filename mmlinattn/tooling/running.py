@@ -21,6 +21,7 @@ from ..engine import (
     CompileHook,
     DataCheckHook,
     ProgressHook,
+    RehearsalHook,
     ResultsHook,
     SafeRunner,
     ScheduleCheckHook,
@@ -33,7 +34,7 @@ from .console import quiet_console
 from .environment import lacking_on_gpu
 
 # hooks that the tools add to any config
-TOOL_HOOKS = (DataCheckHook, CheckpointMatchHook, ScheduleCheckHook, ProgressHook, ResultsHook)
+TOOL_HOOKS = (DataCheckHook, CheckpointMatchHook, RehearsalHook, ScheduleCheckHook, ProgressHook, ResultsHook)
 
 
 class ToolRunner(SafeRunner):
