@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """A validation of two images before the first step."""
 
+import contextlib
 import random
 from types import SimpleNamespace
 
