@@ -8,7 +8,7 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
-from mmlinattn.engine.runner import find_latest_checkpoint
+from mmlinattn.engine.runner import find_latest_checkpoint, launched_rank
 from mmlinattn.tooling.command_line import (
     add_common_arguments,
     clean_end,
@@ -18,7 +18,7 @@ from mmlinattn.tooling.command_line import (
 )
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
 from mmlinattn.tooling.console import quiet_upstream
-from mmlinattn.tooling.running import add_checks, build_runner, set_precision, was_restarted
+from mmlinattn.tooling.running import add_checks, build_runner, set_precision
 from mmlinattn.utils.errors import RunError
 from mmlinattn.utils.registering import bare_name
 
@@ -71,8 +71,9 @@ def configure(args: argparse.Namespace):
         cfg.auto_scale_lr.enable = True
 
     resume = args.resume or ((cfg.get('load_from') or 'auto') if cfg.get('resume') else None)
-    if was_restarted(cfg.work_dir):
-        resume = 'auto'
+    if launched_rank(args.launcher) > 0:  # the first process chooses the checkpoint, and looks for its file
+        cfg.resume, cfg.load_from = False, None
+        return checked(cfg)
     last = find_latest_checkpoint(cfg.work_dir) if resume == 'auto' else resume
     if resume == 'auto' and last is None:
         start = f'with the weights of {cfg.load_from!r}' if cfg.get('load_from') else 'from the start'
@@ -81,6 +82,10 @@ def configure(args: argparse.Namespace):
     cfg.load_from = last or cfg.get('load_from') or None
     if cfg.load_from:
         check_checkpoint(cfg.load_from, '--resume' if cfg.resume else 'load_from')
+    return checked(cfg)
+
+
+def checked(cfg):
     check_data_config(cfg, ['train', 'val'] if cfg.get('val_dataloader') else ['train'])
     return cfg
 

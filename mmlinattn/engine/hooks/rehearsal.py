@@ -20,7 +20,7 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
 from mmengine.structures import InstanceData
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from ...checkpoints.states import some
 from ...utils.building import unwrapped
@@ -231,6 +231,56 @@ def rehearse(runner: Any) -> Optional[dict]:
     return metrics if isinstance(metrics, dict) else None
 
 
+def _private(dataset: Any) -> Any:
+    """Copy a data set and those inside it, with their transforms: some keep images. Annotations are shared."""
+    made = copy.copy(dataset)
+    for key, value in vars(made).items():
+        if key in ('dataset', '_dataset'):
+            setattr(made, key, _private(value))
+        elif key == 'datasets':
+            setattr(made, key, [*map(_private, value)])
+        elif key == 'pipeline':
+            setattr(made, key, copy.deepcopy(value))
+    return made
+
+
+def rehearse_training_data(runner: Any) -> None:
+    """Load two training images, and compare masks with boxes and image: some transforms move boxes alone.
+
+    Raises:
+        RunError: Loading fails, or masks do not fit. With ``MMLINATTN_TRACEBACK=1`` an error is raised unchanged.
+    """
+    dataset = getattr(getattr(runner._train_loop, 'dataloader', None), 'dataset', None)
+    if not isinstance(dataset, Dataset) or not hasattr(type(dataset), '__getitem__') or not len(dataset):  # type: ignore
+        return
+    try:
+        with unchanged(runner):
+            made = _private(dataset)
+            samples = [made[i] for i in sorted({0, len(made) // 2})]
+    except Exception as error:
+        if os.environ.get('MMLINATTN_TRACEBACK') == '1':
+            raise
+        raise RunError(
+            f'loading the training data fails: {described(error)} (in {raising_object(error)}). Correct '
+            'train_dataloader; MMLINATTN_TRACEBACK=1 shows where it fails.'
+        ) from error
+    for sample in samples:
+        packed = sample.get('data_samples') if isinstance(sample, dict) else None
+        found = packed.get('gt_instances') if hasattr(packed, 'get') else None
+        masks, boxes = (found.get('masks'), found.get('bboxes')) if found is not None else (None, None)
+        if masks is None or boxes is None or not hasattr(masks, 'height'):
+            continue
+        sizes = (len(masks), masks.height, masks.width), (len(boxes), *sample['inputs'].shape[-2:])
+        if sizes[0] != sizes[1] and len(masks):
+            steps = getattr(dataset, 'pipeline', ())
+            names = ', '.join(type(step).__name__ for step in getattr(steps, 'transforms', steps))
+            raise RunError(
+                f'train_dataloader: masks do not fit the boxes and the image: {sizes[0][0]} masks of '
+                f'{sizes[0][1]}x{sizes[0][2]} for {sizes[1][0]} boxes in {sizes[1][1]}x{sizes[1][2]}. One of the '
+                f'transforms {names} moves boxes and leaves masks behind: leave it out where masks are learnt.'
+            )
+
+
 def monitored(runner: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield setting, metric and rule of each hook and scheduler that reads a metric of the validation."""
     for hook in runner.hooks:
@@ -290,7 +340,7 @@ class RehearsalHook(Hook):
     """Run the validation on two images before the first step, so that its errors show at once.
 
     The names of its metrics are compared with those that ``save_best``, ``EarlyStoppingHook`` and ``ReduceOnPlateauLR``
-    monitor. The training is the same, bit for bit, with and without this hook.
+    monitor. Two training images are loaded, too. The training is the same, bit for bit, with and without this hook.
 
     Args:
         enabled (bool): Run the rehearsal.
@@ -307,6 +357,7 @@ class RehearsalHook(Hook):
     def before_train(self, runner) -> None:
         if not self.enabled:
             return
+        rehearse_training_data(runner)
         if not isinstance(runner._val_loop, BaseLoop):
             for setting, name, _ in monitored(runner):
                 runner.logger.warning(f'{setting}={name!r} has no effect: the run has no validation.')

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.engine_toys import Count, make_runner, validation
 from mmengine.hooks import Hook
+from mmengine.registry import DATASETS
 from mmengine.structures import BaseDataElement, InstanceData
 
 from mmlinattn.engine.hooks import rehearsal
@@ -171,3 +172,49 @@ def test_files_of_metrics_are_left_alone(tmp_path):
     made.names.append('b')
     assert made.outfile_prefix == str(tmp_path / 'a') and made.out_file_path is None and made.results == []
     assert metric.names == ['a'] and metric.results == [1]
+
+
+class Masks:
+    height, width = 6, 8
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+
+@DATASETS.register_module(force=True)
+class MaskedData(torch.utils.data.Dataset):
+    """Two boxes and some masks in an image, as left by transforms that keep state."""
+
+    def __init__(self, masks, size):
+        self.masks, self.size, self.pipeline = masks, size, [[]]
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        self.pipeline[0].append(index)
+        found = InstanceData(bboxes=torch.zeros(2, 4))
+        vars(found)['_data_fields'].add('masks')
+        vars(found)['masks'] = self.masks
+        return dict(inputs=torch.zeros(3, *self.size), data_samples=BaseDataElement(gt_instances=found))
+
+
+@pytest.mark.parametrize(
+    ('masks', 'size', 'line'),
+    [
+        (Masks(2), (6, 8), ''),
+        (Masks(1), (6, 8), '1 masks of 6x8 for 2 boxes in 6x8. One of the transforms list moves boxes'),
+        (Masks(2), (12, 16), '2 masks of 6x8 for 2 boxes in 12x16'),
+        (None, (-1, 1), 'loading the training data fails: RuntimeError: .* .in MaskedData.'),
+    ],
+)
+def test_masks_that_transforms_leave_behind(masks, size, line):
+    data = MaskedData(masks, size)
+    loop = SimpleNamespace(dataloader=SimpleNamespace(dataset=data))
+    runner = SimpleNamespace(_train_loop=loop, model=torch.nn.Identity(), visualizer=None)
+    with pytest.raises(RunError, match=line) if line else contextlib.nullcontext():
+        rehearsal.rehearse_training_data(runner)
+    assert data.pipeline == [[]]
