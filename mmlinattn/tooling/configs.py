@@ -25,7 +25,7 @@ from ..utils.registering import bare_name
 from .class_names import dataset_configs, num_classes
 from .command_line import notice, writing
 from .environment import PIP, describe_failure, use
-from .running import fit_schedule
+from .running import add_checks, fit_schedule
 from .settings import check_options, check_single, check_variables
 
 # arguments of pip by default_scope
@@ -50,6 +50,7 @@ def load_config(args: argparse.Namespace) -> Config:
     if scope == 'mmpretrain':
         _set_mmpretrain_loader_defaults(cfg)
     check_variables(cfg)
+    add_checks(cfg)
     if args.data_root:
         set_data_root(cfg, args.data_root)
     if args.cfg_options:

@@ -21,11 +21,15 @@ from ..engine import (
     CheckpointMatchHook,
     CompileHook,
     DataCheckHook,
+    ExactResumeHook,
+    FiniteLossHook,
     ProgressHook,
     RehearsalHook,
     ResultsHook,
     SafeRunner,
     ScheduleCheckHook,
+    StopHook,
+    UnusedParametersHook,
     prepare_distributed,
 )
 from ..utils.errors import RunError
@@ -34,8 +38,19 @@ from .command_line import notice
 from .console import quiet_console
 from .environment import lacking_on_gpu
 
-# hooks that the tools add to any config
-TOOL_HOOKS = (DataCheckHook, CheckpointMatchHook, RehearsalHook, ScheduleCheckHook, ProgressHook, ResultsHook)
+# hooks that the tools add to any config, in the order of docs/configs.md
+TOOL_HOOKS = (
+    DataCheckHook,  # classes, labels and annotation files that do not fit: before training
+    FiniteLossHook,  # NaN or infinity: stop, naming the images
+    ExactResumeHook,  # --resume continues the same loss curve
+    CheckpointMatchHook,  # a checkpoint of other classes: name the weights left out
+    StopHook,  # SIGTERM: save a checkpoint, then end
+    UnusedParametersHook,  # maps that nothing reads: named after the first iteration
+    RehearsalHook,  # a validation of two images
+    ScheduleCheckHook,
+    ProgressHook,
+    ResultsHook,
+)
 
 
 class ToolRunner(SafeRunner):

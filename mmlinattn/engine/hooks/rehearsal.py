@@ -265,7 +265,7 @@ def rehearse_training_data(runner: Any) -> None:
             'train_dataloader; MMLINATTN_TRACEBACK=1 shows where it fails.'
         ) from error
     for sample in samples:
-        packed = sample.get('data_samples') if isinstance(sample, dict) else None
+        packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
         found = packed.get('gt_instances') if hasattr(packed, 'get') else None
         masks, boxes = (found.get('masks'), found.get('bboxes')) if found is not None else (None, None)
         if masks is None or boxes is None or not hasattr(masks, 'height'):

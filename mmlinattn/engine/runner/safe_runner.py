@@ -77,7 +77,7 @@ class SafeRunner(Runner):
     - All processes start from the checkpoint of the first one, with equal weights.
     - A run resumed with another batch size goes on at the same epoch.
 
-    Our configs set ``runner_type='SafeRunner'``; our tools use this class for all configs without ``runner_type``.
+    The tools use this class for all configs without ``runner_type``.
 
     Raises:
         CheckpointError: A file cannot be loaded or resumed from. The message is one line with the name of the file.

@@ -6,7 +6,6 @@ from typing import Any
 from mmengine.config import Config
 
 from ...utils.errors import RunError
-from ...utils.files import project_files
 from ...utils.registering import bare_name
 from ..configs import LOADERS
 from .upstream import Upstream, find_dict, listed
@@ -51,17 +50,12 @@ def check_pipelines(cfg: Config) -> None:
 
 
 def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tuple[dict, list[str]]:
-    """Return hooks, imports and optimizer of the file, and remarks on them."""
+    """Return imports and optimizer of the file, and remarks on them."""
     cfg, remarks = source.cfg.to_dict(), list[str]()
-    runtime = Config.fromfile(str(project_files('configs') / '_base_' / 'default_runtime.py')).to_dict()
     imports = (cfg.get('custom_imports') or {}).get('imports', [])
     imports = [name for name in ([imports] if isinstance(imports, str) else imports) if name != 'mmlinattn']
-    hooks = cfg.get('custom_hooks') or []
-    present = {bare_name(hook['type']) for hook in hooks}  # of a config that was swapped before
     settings: dict[str, Any] = dict(
         custom_imports=dict(imports=[*imports, 'mmlinattn'], allow_failed_imports=False),
-        custom_hooks=hooks + [hook for hook in runtime['custom_hooks'] if hook['type'] not in present],
-        runner_type=cfg.get('runner_type', runtime['runner_type']),
     )
     if cfg.get('load_from') is not None:
         settings['load_from'] = None
