@@ -24,7 +24,7 @@ second() {
 first > "$work.first.log" 2>&1 & one=$!
 second > "$work.second.log" 2>&1 & two=$!
 if [ "$other" = "$work" ]; then
-    until [ -e "$work/epoch_1.pth" ] || ! kill -0 $one; do sleep 0.2; done
+    until [ -e "$work/last_checkpoint" ] || ! kill -0 $one; do sleep 0.2; done
     pkill -9 -P $two || true # the launcher; its worker ends with it
     kill -9 $two 2> /dev/null || true
     second > "$work.again.log" 2>&1 & two=$!

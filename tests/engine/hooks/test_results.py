@@ -112,3 +112,23 @@ def test_other_predictions_have_no_plots(tmp_path):
     predictions = results._Predictions(loader_of())
     predictions.add([BaseDataElement(pred_depth_map=torch.zeros(1)), label_map([[0]], [[0, 1]]), LabelData()])
     assert predictions.write(str(tmp_path), '') == []
+
+
+def test_a_second_run_in_a_folder_keeps_the_results_of_the_first(tmp_path):
+    for _ in range(2):
+        runner, said = make_runner(tmp_path, HOOKS, **validation()), []
+        runner.logger.warning = said.append
+        runner.train()
+    (kept,) = tmp_path.glob('results_*.csv')
+    assert kept.name in said[0] and len(kept.read_text().splitlines()) == 3 == len(rows(tmp_path)) + 1
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(results, 'atomic_write', fail)
+    runner, said = make_runner(tmp_path, HOOKS), []
+    runner.logger.warning = said.append
+    runner.train()
+    assert runner.iter == 6 and 'results.csv could not be written: No space left on device.' in said[0]
