@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from itertools import islice
+from traceback import walk_tb
 from typing import Any, Optional
 
 import numpy as np
@@ -20,7 +21,7 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
 from mmengine.structures import InstanceData
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ...checkpoints.states import some
 from ...utils.building import unwrapped
@@ -244,41 +245,57 @@ def _private(dataset: Any) -> Any:
     return made
 
 
+def _mask_fault(masks: Any, boxes: Any, size: Any) -> str:
+    """Describe masks that do not fit the boxes and the image; '' if they do."""
+    if masks is None or boxes is None or not hasattr(masks, 'height') or not len(masks):
+        return ''
+    shape, expected = (len(masks), masks.height, masks.width), (len(boxes), *size)
+    if shape == expected:
+        return ''
+    return (
+        f'{shape[0]} masks of {shape[1]}x{shape[2]} for {expected[0]} boxes in an image of {expected[1]}x{expected[2]}'
+    )
+
+
 def rehearse_training_data(runner: Any) -> None:
     """Load two training images, and compare masks with boxes and image: some transforms move boxes alone.
 
     Raises:
         RunError: Loading fails, or masks do not fit. With ``MMLINATTN_TRACEBACK=1`` an error is raised unchanged.
     """
-    dataset = getattr(getattr(runner._train_loop, 'dataloader', None), 'dataset', None)
-    if not isinstance(dataset, Dataset) or not hasattr(type(dataset), '__getitem__') or not len(dataset):  # type: ignore
+    dataset: Any = getattr(getattr(runner._train_loop, 'dataloader', None), 'dataset', None)
+    if not hasattr(dataset, '__getitem__') or not hasattr(dataset, '__len__') or not len(dataset):
         return
+    faults, reason, cause = [], '', None
     try:
         with unchanged(runner):
             made = _private(dataset)
-            samples = [made[i] for i in sorted({0, len(made) // 2})]
+            for index in sorted({0, len(made) // 2}):
+                sample = made[index]
+                packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
+                found = packed.get('gt_instances') if hasattr(packed, 'get') else None
+                if found is not None:
+                    faults.append(_mask_fault(found.get('masks'), found.get('bboxes'), sample['inputs'].shape[-2:]))
     except Exception as error:
         if os.environ.get('MMLINATTN_TRACEBACK') == '1':
             raise
-        raise RunError(
-            f'loading the training data fails: {described(error)} (in {raising_object(error)}). Correct '
-            'train_dataloader; MMLINATTN_TRACEBACK=1 shows where it fails.'
-        ) from error
-    for sample in samples:
-        packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
-        found = packed.get('gt_instances') if hasattr(packed, 'get') else None
-        masks, boxes = (found.get('masks'), found.get('bboxes')) if found is not None else (None, None)
-        if masks is None or boxes is None or not hasattr(masks, 'height'):
-            continue
-        sizes = (len(masks), masks.height, masks.width), (len(boxes), *sample['inputs'].shape[-2:])
-        if sizes[0] != sizes[1] and len(masks):
-            steps = getattr(dataset, 'pipeline', ())
-            names = ', '.join(type(step).__name__ for step in getattr(steps, 'transforms', steps))
-            raise RunError(
-                f'train_dataloader: masks do not fit the boxes and the image: {sizes[0][0]} masks of '
-                f'{sizes[0][1]}x{sizes[0][2]} for {sizes[1][0]} boxes in {sizes[1][1]}x{sizes[1][2]}. One of the '
-                f'transforms {names} moves boxes and leaves masks behind: leave it out where masks are learnt.'
-            )
+        cause, reason = error, f'loading fails: {described(error)} (in {raising_object(error)})'
+        for frame, _ in walk_tb(error.__traceback__):
+            known = frame.f_locals.get('results')
+            if isinstance(known, dict) and 'img' in known:
+                faults.append(_mask_fault(known.get('gt_masks'), known.get('gt_bboxes'), known['img'].shape[:2]))
+    fault = next(filter(None, faults), '')
+    if not fault and not reason:
+        return
+    steps = getattr(dataset, 'pipeline', ())
+    names = ', '.join(type(step).__name__ for step in getattr(steps, 'transforms', steps))
+    remedy = f'Correct the transforms ({names}); MMLINATTN_TRACEBACK=1 shows where it fails.'
+    if fault:
+        remedy = (
+            f'Masks do not fit: {fault}. One of the transforms ({names}) moves boxes and leaves masks behind: leave it '
+            'out where masks are learnt.'
+        )
+    raise RunError(f'train_dataloader: {reason}{". " if reason else ""}{remedy}') from cause
 
 
 def monitored(runner: Any) -> Iterator[tuple[str, str, Any]]:

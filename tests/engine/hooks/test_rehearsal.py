@@ -206,9 +206,9 @@ class MaskedData(torch.utils.data.Dataset):
     ('masks', 'size', 'line'),
     [
         (Masks(2), (6, 8), ''),
-        (Masks(1), (6, 8), '1 masks of 6x8 for 2 boxes in 6x8. One of the transforms list moves boxes'),
-        (Masks(2), (12, 16), '2 masks of 6x8 for 2 boxes in 12x16'),
-        (None, (-1, 1), 'loading the training data fails: RuntimeError: .* .in MaskedData.'),
+        (Masks(1), (6, 8), '1 masks of 6x8 for 2 boxes in an image of 6x8. One of the transforms .list. moves boxes'),
+        (Masks(2), (12, 16), '2 masks of 6x8 for 2 boxes in an image of 12x16'),
+        (None, (-1, 1), 'train_dataloader: loading fails: RuntimeError: .* .in MaskedData.. Correct the tr'),
     ],
 )
 def test_masks_that_transforms_leave_behind(masks, size, line):
