@@ -9,7 +9,7 @@ from pathlib import Path
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
 from mmlinattn.checkpoints.download import DownloadError
-from mmlinattn.engine.runner import find_latest_checkpoint
+from mmlinattn.engine.runner import find_latest_checkpoint, launched_rank
 from mmlinattn.tooling.command_line import (
     add_common_arguments,
     clean_end,
@@ -19,8 +19,9 @@ from mmlinattn.tooling.command_line import (
 )
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
 from mmlinattn.tooling.console import quiet_upstream
-from mmlinattn.tooling.running import add_checks, build_runner, set_precision, was_restarted
+from mmlinattn.tooling.running import add_checks, build_runner, set_precision
 from mmlinattn.utils.errors import RunError
+from mmlinattn.utils.registering import bare_name
 
 
 def parse_args() -> argparse.Namespace:
@@ -44,6 +45,9 @@ def parse_args() -> argparse.Namespace:
         help='scale the learning rate by images an update / auto_scale_lr.base_batch_size',
     )
     parser.add_argument('--no-validate', action='store_true', help='do not evaluate while training')
+    parser.add_argument(
+        '--no-rehearsal', action='store_true', help='do not validate two images before the first step (rehearsal=False)'
+    )
     parser.add_argument('--no-persistent-workers', action='store_true', help='restart loader workers every epoch')
     add_common_arguments(parser)
     return parser.parse_args()
@@ -53,6 +57,8 @@ def configure(args: argparse.Namespace):
     cfg = load_config(args)
     require(cfg, args.config, 'model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
     add_checks(cfg)
+    if args.no_rehearsal or cfg.get('rehearsal') is False:
+        next(hook for hook in cfg.custom_hooks if bare_name(hook['type']) == 'RehearsalHook')['enabled'] = False
     if args.no_validate:
         cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
     if args.no_persistent_workers:
@@ -66,8 +72,9 @@ def configure(args: argparse.Namespace):
         cfg.auto_scale_lr.enable = True
 
     resume = args.resume or ((cfg.get('load_from') or 'auto') if cfg.get('resume') else None)
-    if was_restarted(cfg.work_dir):
-        resume = 'auto'
+    if launched_rank(args.launcher) > 0:  # the first process chooses the checkpoint, and looks for its file
+        cfg.resume, cfg.load_from = False, None
+        return checked(cfg)
     last = find_latest_checkpoint(cfg.work_dir) if resume == 'auto' else resume
     if resume == 'auto' and last is None:
         start = f'with the weights of {cfg.load_from!r}' if cfg.get('load_from') else 'from the start'
@@ -76,6 +83,10 @@ def configure(args: argparse.Namespace):
     cfg.load_from = last or cfg.get('load_from') or None
     if cfg.load_from:
         cfg.load_from = check_checkpoint(cfg.load_from, '--resume' if cfg.resume else 'load_from')
+    return checked(cfg)
+
+
+def checked(cfg):
     check_data_config(cfg, ['train', 'val'] if cfg.get('val_dataloader') else ['train'])
     return cfg
 
@@ -88,7 +99,7 @@ def main() -> None:
             cfg = configure(args)
             run.work_dir, run.since = cfg.work_dir, 0 if cfg.get('resume') else run.since
             runner = build_runner(cfg, compiles=args.compile)
-        with setup_errors(args.config, whole=False):
+        with setup_errors(args.config, whole=False, work_dir=cfg.work_dir):
             try:
                 runner.train()
             except DownloadError as error:

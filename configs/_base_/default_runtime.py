@@ -4,12 +4,4 @@
 # custom_hooks = [*_base_.custom_hooks, dict(...)]
 custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)
 
-runner_type = 'SafeRunner'  # a full disk leaves the last checkpoint intact
-custom_hooks = [
-    dict(type='DataCheckHook'),  # classes, labels and annotation files that do not fit: before training
-    dict(type='FiniteLossHook'),  # NaN or Inf: stop, naming the images
-    dict(type='ExactResumeHook'),  # --resume continues the same loss curve
-    dict(type='CheckpointMatchHook'),  # a checkpoint of other classes: name the weights left out
-    dict(type='StopHook'),  # SIGTERM: save a checkpoint, then end
-    dict(type='UnusedParametersHook'),  # maps that nothing reads: named after the first iteration
-]
+custom_hooks = []  # the tools of mmlinattn add checks, exact resumption and more: docs/configs.md

@@ -6,24 +6,27 @@ import errno
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import walk_tb
 from types import SimpleNamespace
-from typing import Optional
+from typing import NamedTuple, Optional
 
+import torch
 from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 
 from ..engine.data.files import read_coco
 from ..engine.runner import leave_process_group
-from ..utils.errors import RunError, described, printable, say_last
+from ..utils.errors import RunError, described, printable, raising_object, say_last
 from ..utils.files import PACKAGE
 
 INTERRUPTED = 128 + signal.SIGINT  # exit status, as shells count
@@ -152,10 +155,7 @@ def _interrupted(work_dir: Optional[str], since: float) -> str:
     """Return the message after Ctrl-C; it names the last checkpoint if one was written after ``since``."""
     if work_dir is None:
         return 'interrupted.'
-    pointer, path = Path(work_dir, 'last_checkpoint'), ''
-    with suppress(OSError, ValueError):
-        if pointer.stat().st_mtime >= since - 1:  # file systems round down
-            path = pointer.read_text().strip()
+    path = _last_checkpoint(work_dir, since)
     if path:
         return f'interrupted: the last checkpoint is {path!r}; the same command with --resume goes on from there.'
     return f'interrupted: no checkpoint was written to {work_dir!r} yet; the same command begins anew.'
@@ -175,6 +175,8 @@ def clean_end():
         yield run
         leave_process_group(failed=False)
     except BaseException as error:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
         _end_workers()
         leave_process_group(failed=True)
         if not isinstance(error, KeyboardInterrupt):
@@ -184,36 +186,127 @@ def clean_end():
         raise SystemExit(INTERRUPTED) from None
 
 
-# remedies by substring of an upstream error
-ADVICE = {
-    'Expected more than 1 value per channel': 'BatchNorm cannot train on one image whose map is one pixel. Set '
-    'train_dataloader.drop_last=True if the last batch of an epoch has one image, else a larger '
-    'train_dataloader.batch_size, or a norm_cfg of another type, such as GN',
-    'The image size in a batch should be the same': 'images of one batch differ in size. Set batch_size=1 in '
-    'val_dataloader and test_dataloader, or resize to one size in the pipeline',
-    'stack expects each tensor to be equal size': 'images of one batch differ in size. Set batch_size=1 in that '
-    'dataloader, or resize or crop to one size in the pipeline',
-    'is not a subset of classes': 'metainfo.classes can only choose among the classes of this data set. For others set '
-    "type='BaseSegDataset' of each data set (with reduce_zero_label=True if 0 is no class)",
-    'selected index k out of range': 'the detector has fewer boxes: lower max_per_img or max_per_image in its test_cfg',
-    'accuracy is unavailable since the number of categories': 'set topk=(1,) in val_evaluator, test_evaluator and the '
-    'head',
-    'None is not a callable object': 'optim_wrapper.optimizer.type is no known optimizer',
-    'Scale must be a number or tuple of int': 'a scale is a list; write it in brackets, scale="(96,96)"',
-    'base_wd should not be None': 'paramwise_cfg has *_decay_mult: set optim_wrapper.optimizer.weight_decay, too',
-    'weight tensor should be defined': 'class_weight of a loss has to have a number for each class of its head',
-    'Cannot generate one-hot format labels': 'mixed images need data_preprocessor=dict(num_classes=...), the number of '
-    'the head',
-    "unexpected keyword argument 'pretrained'": 'weights of a backbone go into its init_cfg=dict(type="Pretrained", '
-    'checkpoint=...)',
-    '!_src.empty()': 'OpenCV cannot read an image. If a transform of your own reads them, leave --show-dir out',
-    'LoadImageFromFile is not found': "upstream's inferencers read images by LoadImageFromFile alone; tools/test.py "
-    'reads them by your own transform',
-    'is out of bounds': 'a label is beyond num_classes of the head: in a label image that DataCheckHook did not open '
-    '(custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file), or as padding, if '
-    'data_preprocessor.seg_pad_val differs from ignore_index. Or a loss has class_weight beside ignored pixels: '
-    "MMSegmentation 1.2's CrossEntropyLoss looks them up in it",
-}
+class Advice(NamedTuple):
+    """Remedy for an error of upstream, which is told by its type, its origin and words of its message."""
+
+    kind: type
+    origin: str  # prefix of the name of a module near the end of the traceback
+    words: str
+    remedy: str
+
+
+_NEAR = 4  # innermost frames of a traceback that are searched for the origin
+
+ADVICE = [
+    Advice(
+        ValueError,
+        'torch.nn.modules.batchnorm',
+        'Expected more than 1 value per channel',
+        'BatchNorm cannot train on one image whose map is one pixel. Set train_dataloader.drop_last=True if the last '
+        'batch of an epoch has one image, else a larger train_dataloader.batch_size, or a norm_cfg of another type, '
+        'such as GN',
+    ),
+    Advice(
+        AssertionError,
+        'mmseg.models.data_preprocessor',
+        'The image size in a batch should be the same',
+        'Images of one batch differ in size. Set batch_size=1 in val_dataloader and test_dataloader, or resize to one '
+        'size in the pipeline',
+    ),
+    Advice(
+        RuntimeError,
+        'torch.utils.data._utils.collate',
+        'stack expects each tensor to be equal size',
+        'Images of one batch differ in size. Set batch_size=1 in that dataloader, or resize or crop to one size in the '
+        'pipeline',
+    ),
+    Advice(
+        ValueError,
+        'mmseg.datasets',
+        'is not a subset of classes',
+        'metainfo.classes can only choose among the classes of this data set. For others set '
+        "type='BaseSegDataset' of each data set (with reduce_zero_label=True if 0 is no class)",
+    ),
+    Advice(
+        RuntimeError,
+        '',  # raised by an operator
+        'selected index k out of range',
+        'The detector has fewer boxes: lower max_per_img or max_per_image in its test_cfg',
+    ),
+    Advice(
+        ValueError,
+        'mmpretrain.evaluation',
+        'accuracy is unavailable since the number of categories',
+        'Set topk=(1,) in val_evaluator, test_evaluator and the head',
+    ),
+    Advice(
+        TypeError,
+        'mmengine.optim',
+        'None is not a callable object',
+        'optim_wrapper.optimizer.type is no known optimizer',
+    ),
+    Advice(
+        TypeError,
+        'mmcv.image',
+        'Scale must be a number or tuple of int',
+        'A scale is a list; write it in brackets, scale="(96,96)"',
+    ),
+    Advice(
+        ValueError,
+        'mmengine.optim',
+        'base_wd should not be None',
+        'paramwise_cfg has *_decay_mult: set optim_wrapper.optimizer.weight_decay, too',
+    ),
+    Advice(
+        RuntimeError,
+        'torch.nn.functional',
+        'weight tensor should be defined',
+        'class_weight of a loss has to have a number for each class of its head',
+    ),
+    Advice(
+        AssertionError,
+        'mmpretrain.',
+        'Cannot generate one-hot format labels',
+        'Mixed images need data_preprocessor=dict(num_classes=...), the number of the head',
+    ),
+    Advice(
+        TypeError,
+        'mmengine.registry',
+        "unexpected keyword argument 'pretrained'",
+        'Weights of a backbone go into its init_cfg=dict(type="Pretrained", checkpoint=...)',
+    ),
+    Advice(
+        Exception,  # of OpenCV
+        'mmcv.image',
+        '!_src.empty()',
+        'OpenCV cannot read an image. If a transform of your own reads them, leave --show-dir out',
+    ),
+    Advice(
+        ValueError,
+        'mmdet.apis',
+        'LoadImageFromFile is not found',
+        "Upstream's inferencers read images by LoadImageFromFile alone; tools/test.py reads them by your own transform",
+    ),
+    Advice(
+        IndexError,
+        'torch.nn.functional',
+        'is out of bounds',
+        'A label is beyond num_classes of the head: in a label image that DataCheckHook did not open '
+        '(custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file), or as padding, if '
+        'data_preprocessor.seg_pad_val differs from ignore_index. Or a loss has class_weight beside ignored pixels: '
+        "MMSegmentation 1.2's CrossEntropyLoss looks them up in it",
+    ),
+]
+
+
+def advice_for(error: BaseException) -> str:
+    """Return the remedy of :data:`ADVICE` for an error, or ''."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)][-_NEAR:]
+    origins = [str(frame.f_globals.get('__name__', '')) for frame in frames]
+    for kind, origin, words, remedy in ADVICE:
+        if isinstance(error, kind) and words in str(error) and any(each.startswith(origin) for each in origins):
+            return remedy
+    return ''
 
 
 def _annotations(error: BaseException) -> str:
@@ -228,16 +321,63 @@ def _annotations(error: BaseException) -> str:
     return ''
 
 
+def _last_checkpoint(work_dir: Optional[str], since: float = 0.0) -> str:
+    """Return the path in ``last_checkpoint`` of a work dir if the file was written after ``since``, or ''."""
+    with suppress(OSError, ValueError, TypeError):
+        pointer = Path(str(work_dir), 'last_checkpoint')
+        if work_dir is not None and pointer.stat().st_mtime >= since - 1:  # file systems round down
+            return pointer.read_text().strip()
+    return ''
+
+
+def world_error(error: BaseException) -> str:
+    """Describe an error of files, memory, processes or data in the middle of a run; '' for other errors.
+
+    Errors of loading data are among them: missing and broken images, transforms that fail, workers that are killed.
+    """
+    text, modules = str(error), [str(f.f_globals.get('__name__', '')) for f, _ in walk_tb(error.__traceback__)]
+    if isinstance(error, RuntimeError) and text.startswith('DataLoader worker (pid'):
+        return (
+            f'{text.splitlines()[0]} The system killed a loader worker, mostly for memory: set num_workers or '
+            'batch_size lower, or give /dev/shm more room'
+        )
+    in_worker = re.match(r'Caught (\w+) in DataLoader worker process \d+\.\n', text)
+    if in_worker:  # PyTorch's text is the traceback of the worker
+        last = next((line for line in reversed(text.splitlines()) if line.strip()), '')
+        places = re.findall(r'File "([^"]+)", line (\d+), in (?!wrapper|__call__|fetch|<)(\w+)', text)
+        where = '{}:{}, {}'.format(*places[-1]) if places else 'a worker'
+        return f'loading data failed: {last} (at {where}, in a loader worker)'
+    if any(name.startswith('torch.utils.data._utils.fetch') for name in modules):
+        path = _image_of(error)
+        return f'loading data failed: {described(error)} (in {raising_object(error)}{path})'
+    if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
+        return f'{described(error).splitlines()[0]} Set a smaller batch_size, --amp, or with_cp=True of the backbone'
+    if isinstance(error, OSError):
+        return described(error)
+    is_group = any(name.startswith('torch.distributed') for name in modules) and isinstance(error, RuntimeError)
+    return f'a process of the run was lost: {described(error).splitlines()[0]}' if is_group else ''
+
+
+def _image_of(error: BaseException) -> str:
+    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
+        for known in (frame.f_locals.get('results'), frame.f_locals.get('data_info')):
+            if isinstance(known, dict) and isinstance(known.get('img_path'), str):
+                return f', image {known["img_path"]}'
+    return ''
+
+
 @contextmanager
-def setup_errors(config: str, whole: bool = True):
+def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None):
     """Convert an error in the set-up of a run to a RunError of one line.
 
-    MMEngine raises errors of any type while it builds a model, data set, optimizer or hook from wrong arguments.
+    MMEngine raises errors of any type while it builds a model, data set, optimizer or hook from wrong arguments. The
+    error comes first in the line, then a remedy if one is known.
 
     Args:
         config (str): The config file, for messages.
         whole (bool): Convert all errors. If False, only errors while MMEngine builds something, errors in
-            :data:`ADVICE`, and ValueErrors of this package are converted.
+            :data:`ADVICE`, errors of :func:`world_error`, and ValueErrors of this package are converted.
+        work_dir (str, optional): Folder of a training; its last checkpoint is named if the world is at fault.
 
     Raises:
         RunError: The message names the class under construction, if any, and the reason. With ``MMLINATTN_TRACEBACK=1``
@@ -253,12 +393,17 @@ def setup_errors(config: str, whole: bool = True):
         # MMEngine's builders: build_from_cfg, Runner.build_train_loop and so on
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if 'mmengine' in frame.f_code.co_filename]
         building = [frame for frame in frames if frame.f_code.co_name.startswith('build_')]
-        advice = next((advice for words, advice in ADVICE.items() if words in str(error)), '')
+        advice = advice_for(error)
         if advice:
-            raise RunError(f'{config}: {advice} ({described(error).splitlines()[-1]})') from error
+            raise RunError(f'{config}: {described(error).splitlines()[-1]}. {advice}.') from error
         if not (whole or building):
-            *_, (last, _) = walk_tb(error.__traceback__)
-            if isinstance(error, ValueError) and Path(last.f_code.co_filename).is_relative_to(PACKAGE):
+            world = world_error(error)
+            if world:
+                last = _last_checkpoint(work_dir)
+                resume = f' The last checkpoint is {last!r}; the same command with --resume continues.' if last else ''
+                raise RunError(f'{config}: {world}.{resume} (MMLINATTN_TRACEBACK=1 shows where)') from error
+            *_, (last_frame, _) = walk_tb(error.__traceback__)
+            if isinstance(error, ValueError) and Path(last_frame.f_code.co_filename).is_relative_to(PACKAGE):
                 raise RunError(f'{config}: {error}') from error
             raise
         built = [frame.f_locals.get('obj_cls') for frame in building]

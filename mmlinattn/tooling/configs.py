@@ -27,7 +27,8 @@ from ..utils.registering import bare_name
 from .class_names import dataset_configs, num_classes
 from .command_line import notice, writing
 from .environment import PIP, describe_failure, use
-from .running import fit_schedule
+from .running import add_checks, fit_schedule
+from .settings import check_options, check_single, check_variables
 
 # arguments of pip by default_scope
 PIP_NAMES = {scope: PIP[scope] for scope in ('mmdet', 'mmseg', 'mmpretrain')}
@@ -50,15 +51,21 @@ def load_config(args: argparse.Namespace) -> Config:
     cfg.launcher = args.launcher
     if scope == 'mmpretrain':
         _set_mmpretrain_loader_defaults(cfg)
+    check_variables(cfg)
+    add_checks(cfg)
     if args.data_root:
         set_data_root(cfg, args.data_root)
     if args.cfg_options:
         before = dict(cfg.get('train_cfg') or {})
         try:
-            cfg.merge_from_dict(index_hooks(cfg, args.cfg_options))
+            options = index_hooks(cfg, args.cfg_options)
+            content = cfg._cfg_dict.to_dict()
+            cfg.merge_from_dict(options)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise RunError(f'--cfg-options {args.cfg_options} does not fit the config: {error}') from error
+        check_options(content, cfg, options)
         fit_schedule(cfg, before, args.cfg_options)
+    check_single(cfg)
     if scope == 'mmpretrain':
         adapt_inherited_classes(cfg)
     if args.no_pin_memory:

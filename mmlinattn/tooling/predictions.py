@@ -285,7 +285,7 @@ class PredictionFilesHook(Hook):
                 notice_values(self.values, names)
         with drawing_in_every_process():
             if getattr(runner.visualizer, 'dataset_meta', {}) is None:  # set in the first process only
-                runner.visualizer.dataset_meta = dataset.metainfo
+                runner.visualizer.dataset_meta = getattr(dataset, 'metainfo', None)
         if not (args.show_dir or args.save_txt or args.save_labels):
             return
         paths = [str(info['img_path']) for info in infos_of(dataset) if info.get('img_path')]

@@ -7,6 +7,7 @@ import os.path as osp
 from typing import Any, Optional
 
 import torch
+from filelock import FileLock, Timeout
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import MMLogger
@@ -20,10 +21,15 @@ from ..engine import (
     CheckpointMatchHook,
     CompileHook,
     DataCheckHook,
+    ExactResumeHook,
+    FiniteLossHook,
     ProgressHook,
+    RehearsalHook,
     ResultsHook,
     SafeRunner,
     ScheduleCheckHook,
+    StopHook,
+    UnusedParametersHook,
     prepare_distributed,
 )
 from ..utils.errors import RunError
@@ -32,8 +38,19 @@ from .command_line import notice
 from .console import quiet_console, quiet_programs
 from .environment import lacking_on_gpu
 
-# hooks that the tools add to any config
-TOOL_HOOKS = (DataCheckHook, CheckpointMatchHook, ScheduleCheckHook, ProgressHook, ResultsHook)
+# hooks that the tools add to any config, in the order of docs/configs.md
+TOOL_HOOKS = (
+    DataCheckHook,  # classes, labels and annotation files that do not fit: before training
+    FiniteLossHook,  # NaN or infinity: stop, naming the images
+    ExactResumeHook,  # --resume continues the same loss curve
+    CheckpointMatchHook,  # a checkpoint of other classes: name the weights left out
+    StopHook,  # SIGTERM: save a checkpoint, then end
+    UnusedParametersHook,  # maps that nothing reads: named after the first iteration
+    RehearsalHook,  # a validation of two images
+    ScheduleCheckHook,
+    ProgressHook,
+    ResultsHook,
+)
 
 
 class ToolRunner(SafeRunner):
@@ -61,6 +78,25 @@ class ToolRunner(SafeRunner):
                 'set, and drop_last=True leaves no batch. Set a smaller batch_size.'
             )
         return built
+
+    def train(self) -> torch.nn.Module:
+        """Train, with a lock on the work dir.
+
+        Raises:
+            RunError: Another run trains in this work dir.
+        """
+        if self.rank != 0:
+            return super().train()
+        path = osp.join(self.work_dir, '.locks', 'train.lock')
+        os.makedirs(osp.dirname(path), exist_ok=True)
+        lock = FileLock(path, timeout=0)
+        try:
+            with lock:
+                return super().train()
+        except Timeout as error:
+            if error.lock_file != path:
+                raise
+            raise RunError(f'--work-dir {self.work_dir!r}: another run trains in it. Set another folder.') from error
 
     def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Optional[dict] = None) -> None:
         """Multiply learning rates by (images of an optimizer update) / ``base_batch_size``.
@@ -93,14 +129,6 @@ def add_checks(cfg: Config) -> None:
     given = cfg.get('custom_hooks') or []
     names = [bare_name(hook.get('type')) for hook in given]
     cfg.custom_hooks = [*given, *(dict(type=kind.__name__) for kind in TOOL_HOOKS if kind.__name__ not in names)]
-
-
-def was_restarted(work_dir: str) -> bool:
-    """Return True if torchrun restarted this process after a checkpoint newer than the start of ``tools/launch.py``."""
-    if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) == 0 or 'MMLINATTN_LAUNCHED' not in os.environ:
-        return False
-    pointer = osp.join(work_dir, 'last_checkpoint')
-    return osp.isfile(pointer) and osp.getmtime(pointer) >= float(os.environ['MMLINATTN_LAUNCHED']) - 1
 
 
 def set_precision(cfg: Config, is_requested: bool) -> None:

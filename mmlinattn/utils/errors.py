@@ -1,8 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Errors that a user can fix, and their one-line messages."""
 
+import difflib
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
+from traceback import walk_tb
+from typing import Optional
 
 
 class RunError(RuntimeError):
@@ -33,6 +37,24 @@ def described(error: BaseException) -> str:
     """Format an error as ``Class: reason``. The reason of a KeyError is its key without quotes."""
     reason = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
     return f'{type(error).__name__}: {reason}' if reason else type(error).__name__
+
+
+def closest(name: str, names: Iterable[str]) -> Optional[str]:
+    """Return the most similar of ``names``; one with the same last part (``coco/bbox_mAP`` for ``bbox_mAP``) first."""
+    names = list(names)
+    last = name.rpartition('/')[2].lower()
+    same = [each for each in names if each.rpartition('/')[2].lower() == last]
+    return next(iter(same or difflib.get_close_matches(name, names, 1)), None)
+
+
+def raising_object(error: BaseException) -> str:
+    """Return the class name of the module, metric, transform, hook or data set in which an error was raised."""
+    kinds = ('Module', 'BaseMetric', 'BaseTransform', 'BaseDataset', 'Dataset', 'Evaluator', 'Visualizer', 'Hook')
+    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
+        kind = type(frame.f_locals.get('self'))
+        if any(base.__name__ in kinds for base in kind.__mro__):
+            return kind.__name__
+    return 'the validation loop'
 
 
 def say_last(line: str) -> None:

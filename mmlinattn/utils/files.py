@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Union
@@ -40,13 +41,13 @@ def link_checkout() -> None:
 def atomic_write(path: Union[str, 'os.PathLike[str]']) -> Iterator[BinaryIO]:
     """Open a file for writing that replaces ``path`` only once it is complete and on disk.
 
-    The bytes are written to ``NAME.part``. On an error, ``NAME.part`` is removed and an existing ``path`` stays. If the
-    process is killed, ``NAME.part`` remains until the next write.
+    The bytes are written to ``NAME.RANDOM.part`` beside it. On an error, that file is removed and an existing ``path``
+    stays. If the process is killed, that file remains.
 
     Yields:
         BinaryIO: The open file.
     """
-    part = f'{os.fspath(path)}.part'
+    part = f'{os.fspath(path)}.{secrets.token_hex(4)}.part'
     try:
         with open(part, 'wb') as file:
             yield file

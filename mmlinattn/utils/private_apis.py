@@ -97,6 +97,11 @@ def default_scopes() -> list[str]:
     return [scope.scope_name for scope in DefaultScope._instance_dict.values()]
 
 
+def default_store() -> Any:
+    """Return the key-value store of the default process group, which works without the other processes' help."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def checkpoint_loaders() -> dict[str, Callable]:
     """Return the registered checkpoint loaders by address prefix. Private API, checked with MMEngine 0.10.7: no public
     list."""

@@ -1,7 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Remedies for errors of upstream. Each error is raised by upstream itself."""
 
+import os
 import re
+import signal
 
 import mmcv
 import numpy as np
@@ -122,11 +124,66 @@ def test_the_remedy_beside_upstream_s_error(monkeypatch, error):
     for package in ('mmdet', 'mmseg', 'mmpretrain'):
         pytest.importorskip(package)
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
-    remedy = re.escape(command_line.ADVICE[ERRORS[error]])
-    with pytest.raises(RunError, match=rf'^c\.py: {remedy} \(.*{re.escape(ERRORS[error])}'):
+    (advice,) = [each for each in command_line.ADVICE if each.words == ERRORS[error]]
+    line = rf'^c\.py: .*{re.escape(advice.words)}.*\. {re.escape(advice.remedy)}\.$'
+    with pytest.raises(RunError, match=line):
         with command_line.setup_errors('c.py', whole=False):
             error()
 
 
 def test_every_remedy_has_its_error():
-    assert set(command_line.ADVICE) == set(ERRORS.values())
+    assert sorted(each.words for each in command_line.ADVICE) == sorted(ERRORS.values())
+
+
+@pytest.mark.parametrize(
+    'error',
+    [
+        lambda: np.zeros(3)[5],  # of a user's own code
+        lambda: nn.GroupNorm(1, 1)(torch.ones(1, 1, 1, 1)),
+        lambda: exec("raise TypeError('None is not a callable object')"),
+    ],
+)
+def test_the_same_words_of_another_origin_get_no_remedy(error):
+    with pytest.raises(Exception) as caught, command_line.setup_errors('c.py', whole=False):
+        error()
+    assert not isinstance(caught.value, RunError)
+
+
+class Faulty(torch.utils.data.Dataset):
+    """Images of which one is missing, one broken, and one kills its worker."""
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        results = dict(img_path='folder/a.jpg')
+        if self.fault == 'killed':
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == 'broken':
+            raise AssertionError(f'failed to load image: {results["img_path"]}')
+        return open(results['img_path'])
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+@pytest.mark.parametrize('fault', ['missing', 'broken', 'killed'])
+def test_errors_of_loading_data_are_one_line_with_the_checkpoint(tmp_path, fault, workers):
+    if fault == 'killed' and not workers:
+        return
+    (tmp_path / 'last_checkpoint').write_text('work/epoch_2.pth')
+    loader = torch.utils.data.DataLoader(Faulty(fault), num_workers=workers)
+    with pytest.raises(RunError) as caught, command_line.setup_errors('c.py', False, str(tmp_path)):
+        list(loader)
+    line = str(caught.value)
+    assert line.startswith('c.py: ') and len(line.splitlines()) == 1
+    assert ('folder/a.jpg' in line) == (fault != 'killed') and (fault != 'killed' or 'num_workers' in line)
+    assert "The last checkpoint is 'work/epoch_2.pth'; the same command with --resume continues." in line
+
+
+@pytest.mark.parametrize('error', [OSError(28, 'No space left on device'), MemoryError('no memory')])
+def test_a_full_disk_and_full_memory_are_one_line(error):
+    with pytest.raises(RunError, match=f'c.py: {type(error).__name__}.*MMLINATTN_TRACEBACK=1'):
+        with command_line.setup_errors('c.py', whole=False):
+            raise error

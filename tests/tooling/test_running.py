@@ -5,8 +5,9 @@ import logging
 
 import pytest
 import torch
-from helpers import engine_toys  # noqa: F401 -- registers its toys
+from helpers import engine_toys
 from mmengine.config import Config
+from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import RUNNERS
 
@@ -176,3 +177,26 @@ def test_a_batch_larger_than_the_data_is_refused(tmp_path):
     )
     with pytest.raises(RunError, match='batch_size=4 exceeds the 3 images of the data set, and drop_last=True'):
         running.build_runner(Config(dict(cfg, launcher='none'))).train()
+
+
+def test_two_runs_in_one_work_dir(tmp_path):
+    def run(*hooks):
+        made = running.ToolRunner(
+            model=dict(type='ToyModel'),
+            work_dir=str(tmp_path),
+            train_dataloader=engine_toys.LOADER,
+            train_cfg=dict(by_epoch=True, max_epochs=1),
+            optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
+            custom_hooks=list(hooks),
+            default_scope='mmengine',
+            experiment_name=f'run{len(hooks)}',
+        )
+        made.train()
+
+    class Second(Hook):
+        def before_train_epoch(self, runner):
+            with pytest.raises(RunError, match='another run trains in it. Set another folder.'):
+                run()
+
+    run(Second())
+    run()  # the lock ends with the training

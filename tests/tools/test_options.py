@@ -121,31 +121,21 @@ SOME = ['--cfg-options', 'load_from=some.pth']
 
 
 @pytest.mark.parametrize(
-    ('words', 'written', 'restarted', 'expected'),
+    ('words', 'written', 'expected'),
     [
-        (['--resume', 'epoch_3.pth'], 100, None, (True, 'epoch_3.pth')),
-        (['--resume'], None, None, (False, None)),
-        (['--resume'], 100, None, (True, LAST)),
-        (SOME, 100, None, (False, 'some.pth')),
-        (['--cfg-options', 'load_from='], 100, None, (False, None)),
-        (['--resume', *SOME], None, None, (False, 'some.pth')),
-        (['--resume', *SOME], 100, None, (True, LAST)),
-        (RESUME, None, None, (False, None)),
-        (RESUME, 100, None, (True, LAST)),
-        ([*RESUME, 'load_from=some.pth'], 100, None, (True, 'some.pth')),
-        # restarted by torchrun: checkpoints since the start of tools/launch.py; file systems round down
-        ([], 100, 101, (True, LAST)),
-        (['--resume', 'epoch_3.pth'], 100, 101, (True, LAST)),  # it is further on
-        ([], 100, 102, (False, None)),  # an earlier run
-        (['--resume', 'epoch_3.pth'], None, 0, (True, 'epoch_3.pth')),
-        ([], 100, 'by another launcher', (False, None)),  # indistinguishable from an earlier run
+        (['--resume', 'epoch_3.pth'], 100, (True, 'epoch_3.pth')),
+        (['--resume'], None, (False, None)),
+        (['--resume'], 100, (True, LAST)),
+        (SOME, 100, (False, 'some.pth')),
+        (['--cfg-options', 'load_from='], 100, (False, None)),
+        (['--resume', *SOME], None, (False, 'some.pth')),
+        (['--resume', *SOME], 100, (True, LAST)),
+        (RESUME, None, (False, None)),
+        (RESUME, 100, (True, LAST)),
+        ([*RESUME, 'load_from=some.pth'], 100, (True, 'some.pth')),
     ],
 )
-def test_checkpoint_that_a_training_begins_with(configured, monkeypatch, capsys, words, written, restarted, expected):
-    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '0' if restarted is None else '2')
-    monkeypatch.setenv('MMLINATTN_LAUNCHED', str(restarted or 0))
-    if restarted == 'by another launcher':
-        monkeypatch.delenv('MMLINATTN_LAUNCHED')
+def test_checkpoint_that_a_training_begins_with(configured, capsys, words, written, expected):
     os.mkdir('work')
     if written:
         Path(LAST).touch()

@@ -4,13 +4,14 @@
 import os.path as osp
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice, repeat
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import numpy as np
 from mmengine.runner import EpochBasedTrainLoop, TestLoop, ValLoop
 from torch import nn
 
-from .checks import check_categories, infos_of, leaf_datasets, num_classes_of_heads
+from .checks import check_categories, infos_of, inner_datasets, leaf_datasets, num_classes_of_heads
 from .findings import Finding, classes_of, decode_head_of, format_names
 
 _NUM_IMAGES = 500  # compared by id
@@ -70,7 +71,13 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
     entries = config if isinstance(config, (list, tuple)) else [config]
     unlabelled = any(getattr(leaf, 'with_label', True) is False for leaf in leaf_datasets(dataset))
     files = [entry.get('ann_file') if isinstance(entry, dict) else None for entry in entries]
-    for metric, file in zip(getattr(evaluator, 'metrics', ()), chain(files, repeat(None))):
+    metrics = getattr(evaluator, 'metrics', ())
+    if hasattr(evaluator, 'dataset_prefixes'):  # MultiDatasetsEvaluator: a metric for each of the joined data sets
+        config = config.get('metrics') if isinstance(config, dict) else None
+        for metric, part, entry in zip(metrics, inner_datasets(dataset), config or repeat(None)):
+            yield from check_evaluator(key, SimpleNamespace(metrics=[metric]), entry, part, model)
+        return
+    for metric, file in zip(metrics, chain(files, repeat(None))):
         file = file or 'its ann_file'
         name = f'{key} ({type(metric).__name__})'
         if unlabelled and type(metric).__module__.startswith('mmpretrain.'):  # a user's own may need no labels

@@ -6,8 +6,8 @@ import math
 import os
 import os.path as osp
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,17 @@ class FactCache:
         return facts
 
 
+@contextmanager
+def open_image(path: Any) -> Iterator[Image.Image]:
+    """Open an image of any size. OpenCV, which reads the images of upstream, has no limit like Pillow's."""
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with Image.open(path) as image:
+            yield image
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+
+
 def oriented_size(path: Any, turns: bool = True) -> tuple[int, int]:
     """Return width and height of an image in pixels from its header, swapped if its EXIF data turns it by 90 degrees.
 
@@ -73,7 +84,7 @@ def oriented_size(path: Any, turns: bool = True) -> tuple[int, int]:
     Raises:
         Exception: Errors of any type, raised by Pillow's plugins for a broken file.
     """
-    with Image.open(path) as image:
+    with open_image(path) as image:
         is_turned = turns and image.getexif().get(_ORIENTATION) in _ROTATED
         return image.size[::-1] if is_turned else image.size
 

@@ -7,12 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from torch import nn
 
 from ...checkpoints.states import some
 from ...utils.errors import printable
-from .files import FactCache, oriented_size, reads_local_files, spread
+from .files import FactCache, open_image, oriented_size, reads_local_files, spread
 from .findings import Finding, classes_of, decode_head_of, format_names, transforms_of
 
 _MIN_OPENED = 16  # label images that are opened, however slow
@@ -60,7 +59,7 @@ def _read(info: dict, load: Callable[[dict], dict], path: str) -> tuple[Any, str
         size = oriented_size(picture)
     try:
         labels = load(info)['gt_seg_map']
-        with Image.open(path) as image:
+        with open_image(path) as image:
             highest = int(np.max(np.asarray(image))) if image.mode[0] in 'IF' else 0
     except AssertionError as error:  # two settings of reduce_zero_label
         return None, f'cannot be loaded: {printable(error)}'

@@ -8,6 +8,7 @@ from .data_check import DataCheckHook
 from .exact_resume import ExactResumeHook
 from .finite_loss import FiniteLossHook
 from .progress import ProgressHook
+from .rehearsal import RehearsalHook
 from .results import ResultsHook
 from .schedule_check import ScheduleCheckHook
 from .stop import StopHook
@@ -20,6 +21,7 @@ __all__ = [
     'ExactResumeHook',
     'FiniteLossHook',
     'ProgressHook',
+    'RehearsalHook',
     'ResultsHook',
     'SafeCheckpointHook',
     'ScheduleCheckHook',

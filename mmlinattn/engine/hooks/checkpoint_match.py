@@ -4,6 +4,7 @@ from typing import Union
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
+from mmengine.runner import EpochBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
 from torch import nn
 from torch.optim import Optimizer
@@ -31,12 +32,14 @@ def _kept_settings(groups: list, saved: list) -> list[str]:
     return [f'{key} = {values}' for key, values in kept.items()]
 
 
-def _kept_schedule(schedulers: list, saved: list) -> list[str]:
+def _kept_schedule(schedulers: list, saved: list, has_other_epochs: bool) -> list[str]:
     """Describe schedule settings of the config that resuming replaces by those of the checkpoint."""
     if len(schedulers) != len(saved):
         return [f'{len(saved)} of its param_schedulers (the config has {len(schedulers)})']
     kept = []
     for scheduler, old in zip(schedulers, saved):
+        if has_other_epochs and not scheduler.by_epoch:
+            continue  # SafeRunner fits them to the length of an epoch
         state, name = scheduler.state_dict(), type(scheduler).__name__
         own = {key for key in state if key[0] != '_' and key not in _PROGRESS}
         changed = [key for key in own & old.keys() if state[key] != old[key]]
@@ -71,7 +74,10 @@ def _warn_of_kept_settings(runner, checkpoint: dict) -> None:
             )
     kept = _kept_settings(groups, old_groups)
     if isinstance(schedulers, list) and isinstance(checkpoint.get('param_schedulers'), list):
-        kept += _kept_schedule(schedulers, checkpoint['param_schedulers'])
+        meta, loop = checkpoint.get('meta') or {}, runner.train_loop
+        is_fitted = isinstance(loop, EpochBasedTrainLoop) and not meta.get('stopped')
+        is_fitted = is_fitted and meta.get('iter') != meta.get('epoch', 0) * len(loop.dataloader)
+        kept += _kept_schedule(schedulers, checkpoint['param_schedulers'], is_fitted)
     if kept:
         runner.logger.warning(
             f'resuming takes optimizer and schedule of the checkpoint: {"; ".join(kept)}. For those of the config, set '
@@ -135,6 +141,9 @@ class CheckpointMatchHook(Hook):
         is_training = isinstance(runner._train_loop, BaseLoop)
         is_fatal = not is_training or runner._resume
         if is_training and runner._resume:
+            saved = checkpoint.get('optimizer')
+            if isinstance(saved, dict) and saved.get('loss_scaler') == {}:  # of bfloat16: it scaled no loss
+                checkpoint['optimizer'] = {key: value for key, value in saved.items() if key != 'loss_scaler'}
             _warn_of_kept_settings(runner, checkpoint)
         option = f'--cfg-options custom_hooks.{type(self).__name__}'
         whole = compare(model, state)

@@ -1,7 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import os
 import os.path as osp
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from glob import escape as glob_escape
+from glob import glob
 from typing import Any, Optional
 
 from mmengine.dist import is_main_process
@@ -97,9 +100,21 @@ class SafeCheckpointHook(CheckpointHook):
     def before_train(self, runner) -> None:
         """Set the backend that writes checkpoints atomically, unless the config sets a storage backend."""
         super().before_train(runner)
+        self._saved_step = -1
+        if is_main_process() and osp.isdir(self.out_dir):
+            for path in glob(osp.join(glob_escape(self.out_dir), '*.*.part')):  # of a process that was killed
+                with suppress(OSError):
+                    os.remove(path)
         if self.backend_args is None and type(self.file_backend) is LocalBackend:
             self.backend_args = dict(backend=ATOMIC_BACKEND)
             self.file_backend = get_file_backend(self.out_dir, backend_args=self.backend_args)
+
+    def after_train(self, runner) -> None:
+        """Save a run that :class:`~mmengine.hooks.EarlyStoppingHook` ended between two checkpoints."""
+        step = runner.epoch if self.by_epoch else runner.iter
+        if getattr(runner.train_loop, 'stop_training', False) and self._saved_step != step:
+            self._save_checkpoint_with_step(runner, step, dict(epoch=runner.epoch, iter=runner.iter))
+        super().after_train(runner)
 
     def _save_checkpoint_with_step(self, runner, step, meta) -> None:
         outdated = []
@@ -110,6 +125,7 @@ class SafeCheckpointHook(CheckpointHook):
             self.keep_ckpt_ids = deque(kept, self.max_keep_ckpts)
             runner.message_hub.update_info('keep_ckpt_ids', list(self.keep_ckpt_ids))
 
+        self._saved_step = step
         self.last_ckpt = write_checkpoint(
             runner,
             self.out_dir,

@@ -17,6 +17,7 @@ from ...utils.building import unwrapped
 from ...utils.errors import RunError
 from ..data.checks import leaf_datasets
 from ..data.findings import transforms_of
+from .resumed_state import VALIDATED
 
 _STEP, _BATCH = 0, 1  # separate random streams for the model and for the data
 
@@ -145,6 +146,8 @@ class ExactResumeHook(Hook):
         seed = torch.tensor(int(runner.seed), dtype=torch.int64)
         broadcast(seed)
         self.seed, self.rank, self._num_trained = int(seed), get_rank(), 0
+        if runner.iter == 0:
+            runner.message_hub.update_info(VALIDATED, 0)
         loop, config = runner.train_loop, runner._train_dataloader
         samplers = [config.get('sampler'), config.get('batch_sampler') or {}] if isinstance(config, dict) else [None]
         if type(loop) not in _LOOPS or not all(isinstance(each, dict) for each in samplers):  # built ones have no seed
@@ -191,6 +194,10 @@ class ExactResumeHook(Hook):
                 f'ExactResumeHook: {", ".join(sorted(keeps))} keeps images or sizes of earlier batches, so that this '
                 'resumed run sees others than an uninterrupted one.'
             )
+
+    def after_val_epoch(self, runner, metrics=None) -> None:
+        """Record the validation, also in the best checkpoint, which is saved after this."""
+        runner.message_hub.update_info(VALIDATED, runner.iter)
 
     def before_train_epoch(self, runner) -> None:
         if self.batches is not None and isinstance(runner.train_loop, EpochBasedTrainLoop):

@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import csv
+import io
 import math
 import os
 import os.path as osp
@@ -15,8 +16,10 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 
+from ...utils import atomic_write
 from ..data.checks import infos_of
 from ..data.detections import Boxes, count_confusion, objects_of, precision_over_recall
+from ..data.findings import classes_of
 from .progress import position, scalars
 
 CSV = 'results.csv'
@@ -24,11 +27,11 @@ KEYS = ('epoch', 'iteration', 'seconds', 'lr')  # the first columns
 MAX_EVALUATED = 2_000_000  # images times classes that pycocotools evaluates in about a minute
 
 
-def read_rows(path: str, last: float = math.inf) -> list[dict]:
-    """Return the rows of a ``results.csv`` up to iteration ``last``, or an empty list if the file cannot be read."""
+def read_rows(path: str, last: float = math.inf, key: str = 'iteration') -> list[dict]:
+    """Return the rows of a ``results.csv`` up to iteration (or epoch) ``last``; no rows if it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError), open(path, newline='') as file:
         rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
-        return [row for row in rows if row['iteration'] <= last]
+        return [row for row in rows if row[key] <= last and 'iteration' in row]
     return []
 
 
@@ -38,7 +41,7 @@ class _Predictions:
 
     def __init__(self, loader):
         self.dataset, self.size, self.seen = loader.dataset, len(loader.dataset), 0
-        self.names = [str(name) for name in (getattr(self.dataset, 'metainfo', None) or {}).get('classes') or ()]
+        self.names = [str(name) for name in classes_of(self.dataset)]
         self.boxes: list[tuple[str, Boxes]] = []  # of a detector, by path
         self.matrix = np.zeros((len(self.names), len(self.names)))  # of the others
 
@@ -63,7 +66,8 @@ class _Predictions:
         rows, columns = (labels.flatten().cpu().long().numpy() for labels in (truth, found))
         if rows.shape == columns.shape:
             is_class = (rows >= 0) & (rows < count) & (columns >= 0) & (columns < count)  # ignored pixels are 255
-            np.add.at(self.matrix.reshape(-1), (rows * count + columns)[is_class], 1)
+            pairs = (rows * count + columns)[is_class]
+            self.matrix += np.bincount(pairs, minlength=count * count).reshape(count, count)
 
     def write(self, folder: str, prefix: str) -> list[str]:
         """Write the plots and return their paths. All processes have to call this method; only the main process
@@ -129,7 +133,17 @@ class ResultsHook(Hook):
 
     def before_train(self, runner) -> None:
         self._began, self._since = time.time(), runner.iter
-        self.rows = read_rows(osp.join(runner.work_dir, CSV), runner.iter) if runner.iter else []
+        path = osp.join(runner.work_dir, CSV)
+        if runner.iter:
+            key = 'iteration' if isinstance(runner.train_loop, IterBasedTrainLoop) else 'epoch'
+            self.rows = read_rows(path, runner.iter if key == 'iteration' else runner.epoch, key)
+        elif is_main_process() and osp.isfile(path):
+            kept = f'{path[:-4]}_{time.strftime("%Y%m%d_%H%M%S", time.localtime(osp.getmtime(path)))}.csv'
+            os.replace(path, kept)
+            runner.logger.warning(
+                f'{runner.work_dir} has results of an earlier run: its {CSV} is now {osp.basename(kept)}. Its '
+                'checkpoints are replaced by those of the same name.'
+            )
         if self.rows:
             self._began -= self.rows[-1].get('seconds', 0.0)
 
@@ -182,16 +196,23 @@ class ResultsHook(Hook):
         self.rows[-1].update(metrics or {})
         if not is_main_process():
             return
-        path = osp.join(runner.work_dir, CSV)
+        try:
+            self._write(osp.join(runner.work_dir, CSV))
+        except OSError as error:  # a full disk ends no training before the next checkpoint
+            runner.logger.warning(f'{CSV} could not be written: {error.strerror}. It is written again with more rows.')
+
+    def _write(self, path: str) -> None:
         keys = dict.fromkeys(key for row in self.rows for key in row)
-        with open(f'{path}.part', 'w', newline='') as file:
-            writer = csv.DictWriter(file, [*filter(keys.__contains__, KEYS), *(key for key in keys if key not in KEYS)])
-            writer.writeheader()
-            writer.writerows(
-                {key: f'{value:.6g}' if isinstance(value, float) else value for key, value in row.items()}
-                for row in self.rows
-            )
-        os.replace(f'{path}.part', path)
+        columns = [*filter(keys.__contains__, KEYS), *(key for key in keys if key not in KEYS)]
+        text = io.StringIO(newline='')
+        writer = csv.DictWriter(text, columns)
+        writer.writeheader()
+        writer.writerows(
+            {key: f'{value:.6g}' if isinstance(value, float) else value for key, value in row.items()}
+            for row in self.rows
+        )
+        with atomic_write(path) as file:
+            file.write(text.getvalue().encode())
 
     def _plot(self, runner, path: str) -> None:
         from ..plots import plot_training

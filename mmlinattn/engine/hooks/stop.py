@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import atexit
 import ctypes
+import datetime
 import functools
 import os
 import signal
@@ -9,25 +10,28 @@ import threading
 from typing import Any
 
 import torch
-from mmengine.dist import all_reduce, barrier, get_world_size
+from mmengine.dist import all_reduce, barrier, get_rank, get_world_size
 from mmengine.hooks import CheckpointHook, EMAHook, Hook
+from mmengine.optim import OptimWrapperDict
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
+from ...utils.private_apis import default_store
 from .checkpointing import ATOMIC_BACKEND, write_checkpoint
 from .exact_resume import ExactResumeHook
+from .resumed_state import resume_state
 
 CHECKPOINT_NAME = 'stopped.pth'  # overwritten by the next stop; not counted by max_keep_ckpts
 TERMINATED = 128 + signal.SIGTERM  # exit status, as shells count
-GRACE = 30  # seconds that workers live after a SIGTERM, like the delay of Slurm and torchrun before SIGKILL
+STOP, SAVING, SAVED = (f'mmlinattn/stop/{name}' for name in ('asked', 'saving', 'saved'))  # keys of the store
 
 
 class _Shielded:
-    """``worker_init_fn`` of a DataLoader that ignores Ctrl-C and delays SIGTERM in the worker, then calls ``init_fn``.
+    """``worker_init_fn`` of a DataLoader that ignores Ctrl-C and SIGTERM in the worker, then calls ``init_fn``.
 
     A terminal sends Ctrl-C, and Slurm sends SIGTERM, to all processes of a run. The main process needs its workers for
-    the rest of the iteration, and ends them itself.
+    the rest of the iteration, and ends them itself. Workers end with the main process, also if it is killed.
     """
 
     def __init__(self, init_fn):
@@ -47,7 +51,6 @@ class _Shielded:
     def _on_sigterm(self, signum, frame) -> None:
         if self.main_ends.item():
             os._exit(0)  # as PyTorch's own handler
-        signal.alarm(GRACE)
 
 
 def _excepthook(kind, error, traceback) -> None:
@@ -57,7 +60,7 @@ def _excepthook(kind, error, traceback) -> None:
 
 
 def shield_workers(loader: DataLoader) -> None:
-    """Let workers that ``loader`` starts from now on survive a SIGTERM for :data:`GRACE` seconds."""
+    """Let workers that ``loader`` starts from now on survive a SIGTERM to all processes."""
     if getattr(loader, 'num_workers', 0) > 0 and not isinstance(loader.worker_init_fn, _Shielded):
         loader.worker_init_fn = _Shielded(loader.worker_init_fn)
 
@@ -86,6 +89,12 @@ def _reset_in_children() -> None:
     os.register_at_fork(before=before, after_in_parent=lambda: after(False), after_in_child=lambda: after(True))
 
 
+def _sums(model: torch.nn.Module) -> list[float]:
+    """Return the sums of all floating-point parameters and buffers, which tell if weights were swapped."""
+    values = [value for value in model.state_dict().values() if value.is_floating_point()]
+    return torch.stack([value.double().sum() for value in values]).tolist()
+
+
 @HOOKS.register_module(force=True)
 class StopHook(Hook):
     """Save a checkpoint and exit with status 143 on SIGTERM (sent by Slurm, Kubernetes, torchrun).
@@ -93,7 +102,7 @@ class StopHook(Hook):
     - In training, the current iteration is finished, or with gradient accumulation all iterations up to the next update
       of the weights. Then ``stopped.pth`` is written beside the other checkpoints, and named in ``last_checkpoint``.
       ``--resume`` continues from it, even in the middle of an epoch (:class:`ExactResumeHook`).
-    - In a validation, the checkpoint is saved at once, and the rest of the validation is skipped.
+    - In a validation, the checkpoint is saved at once. The resumed run begins with that validation.
     - Epoch-based runs without :class:`ExactResumeHook`, and loops other than MMEngine's two, exit without saving.
 
     Args:
@@ -114,6 +123,8 @@ class StopHook(Hook):
         self.is_signalled = False  # this process got the signal
         self._all_signalled = False  # all processes know of it
         self._previous: Any = None  # the previous handler
+        self._averages: list[EMAHook] = []
+        self._weights: list[float] = []
 
     def before_run(self, runner) -> None:
         for loop in (runner._train_loop, runner._val_loop):
@@ -122,8 +133,11 @@ class StopHook(Hook):
                 shield_workers(loader)
 
     def before_train(self, runner) -> None:
-        if not self.save_on_sigterm or threading.current_thread() is not threading.main_thread():
-            return
+        if self.save_on_sigterm and threading.current_thread() is threading.main_thread():
+            self._listen(runner)
+        resume_state(runner)
+
+    def _listen(self, runner) -> None:
         found = signal.getsignal(signal.SIGTERM)
         other = getattr(found, '__self__', None)
         if isinstance(other, StopHook) and other not in runner.hooks:  # left by a training that ended in an error
@@ -144,18 +158,40 @@ class StopHook(Hook):
             any_signalled = torch.tensor([float(self.is_signalled)])
             all_reduce(any_signalled, op='max')
             self._all_signalled = bool(any_signalled.item())
-        should_update = getattr(runner.optim_wrapper, 'should_update', None)  # not in gradient accumulation
-        if self._all_signalled and (should_update is None or should_update()):  # DeepSpeed's has none
+        wrapper = runner.optim_wrapper
+        wrappers = [*wrapper.values()] if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+        # not in gradient accumulation; DeepSpeed's wrapper has no such method
+        if self._all_signalled and all(each.should_update() for each in wrappers if hasattr(each, 'should_update')):
             self._save_and_end(runner, runner.iter + 1)
 
+    def before_val(self, runner) -> None:
+        """Note the weights of the training: EMAHook may validate averaged ones."""
+        self._averages = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
+        self._weights = _sums(runner.model) if self._averages else []
+
     def before_val_iter(self, runner, batch_idx: int, data_batch=None) -> None:
-        """Save and exit at once: a validation does not change weights."""
-        if self._previous is None or not self.is_signalled:
+        """Save and exit at once: a validation does not change weights.
+
+        The first process saves. Others that got the signal ask it by the store of the process group, and wait.
+        """
+        if self._previous is None:
             return
-        for hook in runner.hooks:
-            if isinstance(hook, EMAHook):  # swap the averaged weights of the validation back
-                EMAHook.after_val_epoch(hook, runner)  # MMPretrain's would validate once more
-        self._save_and_end(runner, runner.iter, waits=False)
+        store = default_store() if get_world_size() > 1 else None
+        if store is not None and get_rank() > 0:
+            if self.is_signalled:
+                store.set(STOP, '1')
+            if store.check([SAVING]):
+                store.wait([SAVED], datetime.timedelta(hours=1))
+                self.after_train(runner)
+                raise SystemExit(TERMINATED)
+            return
+        if not self.is_signalled and (store is None or not store.check([STOP])):
+            return
+        if store is not None:
+            store.set(SAVING, '1')
+        for hook in self._averages if _sums(runner.model) != self._weights else ():
+            hook._swap_ema_parameters()
+        self._save_and_end(runner, runner.iter, store)
 
     def after_train(self, runner) -> None:
         if self._previous is not None:
@@ -165,7 +201,7 @@ class StopHook(Hook):
     def _on_sigterm(self, signum, frame) -> None:
         self.is_signalled = True
 
-    def _save_and_end(self, runner, iteration: int, waits: bool = True) -> None:
+    def _save_and_end(self, runner, iteration: int, store: Any = None) -> None:
         has_position = any(isinstance(hook, ExactResumeHook) and hook.batches is not None for hook in runner.hooks)
         if has_position or type(runner.train_loop) is IterBasedTrainLoop:
             path = self._save(runner, dict(epoch=runner.epoch, iter=iteration))
@@ -175,7 +211,9 @@ class StopHook(Hook):
             )
         else:
             runner.logger.warning('SIGTERM: this kind of run cannot be continued here, so nothing is saved.')
-        if waits:
+        if store is not None:
+            store.set(SAVED, '1')
+        else:
             barrier()  # launchers kill the others when a process ends
         self.after_train(runner)
         raise SystemExit(TERMINATED)

@@ -9,7 +9,7 @@ from ...utils.errors import RunError
 
 _IMPLEMENTATION = ('fused', 'foreach')  # how a step is computed, not its result
 _LEFT_OUT = ('params', 'param_names', 'lr_mult', 'decay_mult', *_IMPLEMENTATION)
-_PER_GROUP = ('base_values', '_last_value', 'min_values')  # of MMEngine's schedulers: a value for each group
+PER_GROUP = ('base_values', '_last_value', 'min_values')  # of MMEngine's schedulers: a value for each group
 _ADVICE = 'as it was, or load_from=CHECKPOINT in place of --resume.'
 
 
@@ -99,7 +99,7 @@ def fit_checkpoint(optimizer: Any, checkpoint: dict, model: nn.Module) -> None:
     checkpoint['optimizer'] = {**checkpoint['optimizer'], 'param_groups': groups}
     schedulers = checkpoint.get('param_schedulers')
     for state in schedulers if isinstance(schedulers, list) else ():
-        for key in _PER_GROUP:
+        for key in PER_GROUP:
             values = state.get(key)
             # with two or more groups, MMEngine appends the base rate, so that a list may have one value more than
             # groups

@@ -1,4 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import datetime
 import gc
 import os
 import subprocess
@@ -71,6 +72,11 @@ def _export_rank(launcher: str) -> None:
         os.environ['MASTER_ADDR'] = _slurm_master() if launcher == 'slurm' else '127.0.0.1'
 
 
+def launched_rank(launcher: str) -> int:
+    """Return the rank that a launcher gives this process in its environment, before there is a process group."""
+    return int(os.environ.get(_RANKS[launcher][0], 0)) if launcher in _RANKS else 0
+
+
 def prepare_distributed(cfg: Config) -> None:
     """Prepare this process and the config for ``cfg.launcher``, before the Runner is built.
 
@@ -104,7 +110,9 @@ def prepare_distributed(cfg: Config) -> None:
     cfg.model_wrapper_cfg = wrapper
     _export_rank(cfg.launcher)
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group('gloo')
+        settings = (cfg.get('env_cfg') or {}).get('dist_cfg') or {}
+        seconds = settings.get('timeout') or 1800  # as MMEngine's own, in seconds
+        torch.distributed.init_process_group('gloo', timeout=datetime.timedelta(seconds=seconds))
 
 
 def leave_process_group(failed: bool) -> None:

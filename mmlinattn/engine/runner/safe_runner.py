@@ -13,6 +13,8 @@ from ...utils.errors import CheckpointError, RunError, printable
 from ...utils.registering import bare_name
 from ..hooks.checkpointing import SafeCheckpointHook
 from ..hooks.exact_resume import ResumedEpochLoop
+from ..hooks.schedule_check import all_schedulers
+from .start import agree_on_start, check_same_start, fit_iterations
 
 
 def _is_own_best(path: Any, folders: list[str]) -> bool:
@@ -72,12 +74,18 @@ class SafeRunner(Runner):
     - It builds ``CheckpointHook`` as :class:`SafeCheckpointHook`, ``EpochBasedTrainLoop`` as :class:`ResumedEpochLoop`.
     - From a loaded checkpoint it removes names of files outside this run. Otherwise MMEngine's CheckpointHook would
       delete the files named by ``best_ckpt`` and ``keep_ckpt_ids``.
+    - All processes start from the checkpoint of the first one, with equal weights.
+    - A run resumed with another batch size goes on at the same epoch.
 
-    Our configs set ``runner_type='SafeRunner'``; our tools use this class for all configs without ``runner_type``.
+    The tools use this class for all configs without ``runner_type``.
 
     Raises:
         CheckpointError: A file cannot be loaded or resumed from. The message is one line with the name of the file.
     """
+
+    _load_from: Optional[str]
+    _resume: bool
+    _loaded_meta: dict
 
     def register_hook(self, hook: Union[Hook, dict], priority: Any = None) -> None:
         if isinstance(hook, dict) and bare_name(hook.get('type')) == CheckpointHook.__name__:
@@ -96,6 +104,7 @@ class SafeRunner(Runner):
         """Load weights as MMEngine does, and remove names of files outside this run from the checkpoint."""
         with _load_errors(filename):
             checkpoint = super().load_checkpoint(filename, *args, **kwargs)
+            self._loaded_meta = dict(checkpoint.get('meta') or {})
             hub = checkpoint.get('message_hub')
             if isinstance(hub, dict) and isinstance(hub.get('runtime_info'), dict):
                 # the resumed run has its own config and name; without this, the old text would be copied to each new
@@ -105,37 +114,16 @@ class SafeRunner(Runner):
                     (hub.get('resumed_keys') or {}).pop(key, None)
         return checkpoint
 
+    def load_or_resume(self) -> None:
+        """Load the checkpoint that the main process chose, and compare the start of all processes."""
+        if self._has_loaded:
+            return
+        self._load_from, self._resume = agree_on_start(self.work_dir, self._load_from, self._resume)
+        super().load_or_resume()
+        check_same_start(self)
+
     def resume(self, filename: str, *args, **kwargs) -> None:
+        fresh = [dict(vars(scheduler)) for scheduler in all_schedulers(self.param_schedulers)]
         with _load_errors(filename):
             super().resume(filename, *args, **kwargs)
-
-
-def find_latest_checkpoint(work_dir: str) -> Optional[str]:
-    """Return the checkpoint named by ``last_checkpoint`` in a work dir, if it belongs to that run.
-
-    A checkpoint belongs to the run if it is in the work dir, or in a folder of the same name (``out_dir`` of
-    CheckpointHook). The path in ``last_checkpoint`` may be outdated: a file of the same name in the work dir is
-    preferred.
-
-    Returns:
-        str | None: The path, or None if there is no ``last_checkpoint``.
-
-    Raises:
-        CheckpointError: The checkpoint does not exist, or belongs to another run.
-    """
-    pointer = osp.join(work_dir, 'last_checkpoint')
-    if not osp.lexists(pointer):
-        return None
-    advice = 'Name a checkpoint to resume from, or delete that file to begin from the start.'
-    if not osp.isfile(pointer):
-        raise CheckpointError(f'{pointer} is not a file. {advice}')
-    with open(pointer, errors='replace') as file:
-        latest = file.read().strip()
-    folder, name = osp.split(latest if latest.isprintable() else '')
-    same_name = osp.basename(folder) == osp.basename(osp.abspath(work_dir))
-    is_own = same_name or osp.realpath(folder) == osp.realpath(work_dir)
-    for candidate in [osp.join(work_dir, name)] * bool(name) + [latest] * is_own:
-        # addresses such as s3:// are checked by their loaders; http links are not accepted
-        if osp.exists(candidate) or '://' in candidate and not candidate.startswith(('http://', 'https://')):
-            return candidate
-    raise CheckpointError(f'{pointer} names {latest[:200]!r}, which is not there or not of this run. {advice}')
+            fit_iterations(self, self._loaded_meta, fresh)

@@ -6,7 +6,6 @@ from typing import Any
 from mmengine.config import Config
 
 from ...utils.errors import RunError
-from ...utils.files import project_files
 from ...utils.registering import bare_name
 from ..configs import LOADERS
 from .upstream import Upstream, find_dict, listed
@@ -55,10 +54,10 @@ def check_pipelines(cfg: Config) -> None:
 def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tuple[dict, list[str]]:
     """Return the settings of the written config beside its model, and notes for the user.
 
-    The settings are hooks, imports, and unless ``keep_optimizer``: optimizer, batch size of its rate, and schedules.
+    The settings are imports, and unless ``keep_optimizer``: optimizer, batch size of its rate, and schedules.
     """
     cfg = source.cfg.to_dict()
-    settings = _runtime(cfg)
+    settings = _imports(cfg)
     if keep_optimizer or not (cfg.get('optim_wrapper') or {}).get('optimizer'):
         return settings, []
     kinds = [source.model.get('type'), *(head.get('type') for head in listed(source.model.get('decode_head'))[:1])]
@@ -76,17 +75,12 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
     return settings, remarks
 
 
-def _runtime(cfg: dict) -> dict[str, Any]:
-    """Return imports, hooks and runner: this project's beside those of a config."""
-    runtime = Config.fromfile(str(project_files('configs') / '_base_' / 'default_runtime.py')).to_dict()
+def _imports(cfg: dict) -> dict[str, Any]:
+    """Return the imports of a config beside this package, and no weights of the whole upstream model."""
     imports = (cfg.get('custom_imports') or {}).get('imports', [])
     imports = [name for name in ([imports] if isinstance(imports, str) else imports) if name != 'mmlinattn']
-    hooks = cfg.get('custom_hooks') or []
-    present = {bare_name(hook['type']) for hook in hooks}  # of a config that was swapped before
     settings: dict[str, Any] = dict(
         custom_imports=dict(imports=[*imports, 'mmlinattn'], allow_failed_imports=False),
-        custom_hooks=hooks + [hook for hook in runtime['custom_hooks'] if hook['type'] not in present],
-        runner_type=cfg.get('runner_type') or runtime['runner_type'],
     )
     if cfg.get('load_from') is not None:
         settings['load_from'] = None  # weights of the whole upstream model

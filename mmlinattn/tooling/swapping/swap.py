@@ -139,4 +139,4 @@ def _changed_settings(settings: dict, upstream: Config) -> list[str]:
     old['param_scheduler'] = listed(old.get('param_scheduler'))
     keys = ('optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'load_from')
     lines = [line for key in keys if key in settings for line in changes(old.get(key), settings[key], key)]
-    return [*lines, "custom_hooks, custom_imports, runner_type: this project's, beside upstream's"]
+    return [*lines, "custom_imports: this project's, beside upstream's"]

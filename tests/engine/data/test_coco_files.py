@@ -199,3 +199,9 @@ def test_images_without_objects(look, tmp_path):
     assert not line and any('no image of' in warning for warning in warnings)
     assert "has an object of metainfo.classes = ('cat', 'dog', 'owl')" in look(DETECTOR, train=[none])[0]
     assert look(DETECTOR, val=[none]) == ('', [])
+
+
+def test_images_above_the_limit_of_pillow(tmp_path, monkeypatch):
+    Image.new('L', (40, 30)).save(tmp_path / 'a.png')
+    monkeypatch.setattr(Image, 'MAX_IMAGE_PIXELS', 100)
+    assert files.oriented_size(tmp_path / 'a.png') == (40, 30) and Image.MAX_IMAGE_PIXELS == 100

@@ -13,7 +13,7 @@ from mmengine.registry import METRICS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, ValLoop
 from PIL import Image
 
-from mmlinattn.engine.data.evaluation import check_sampler
+from mmlinattn.engine.data.evaluation import check_evaluator, check_sampler
 
 
 def coco_metric(file, **settings):
@@ -112,3 +112,19 @@ def test_epochs_that_never_end(kind, sampler):
     said = [finding.text for finding in check_sampler('train_dataloader', loop)]
     assert bool(said) == (sampler is InfiniteSampler and kind is not IterBasedTrainLoop)
     assert not said or "train_dataloader.sampler = dict(type='DefaultSampler', shuffle=True)" in said[0]
+
+
+def test_two_data_sets_that_are_judged_apart(look, tmp_path):
+    """The metric of the second knows none of the images of the first."""
+    parts = []
+    for name in 'ab':
+        (tmp_path / name).mkdir()
+        images = [dict(each, id=each['id'] + 10 * (name == 'b')) for each in IMAGES]
+        file = coco(tmp_path / name, images=images, box=dict(image_id=images[0]['id']))
+        parts.append((coco_data(file), coco_metric(file)))
+    joined = SimpleNamespace(datasets=[data for data, _ in parts], metainfo=[data.metainfo for data, _ in parts])
+    evaluator = SimpleNamespace(metrics=[metric for _, metric in parts], dataset_prefixes=['a', 'b'])
+    assert [*check_evaluator('val_evaluator', evaluator, dict(metrics=None), joined, DETECTOR)] == []
+    evaluator.metrics.reverse()
+    (first, *_) = check_evaluator('val_evaluator', evaluator, None, joined, DETECTOR)
+    assert 'image 1 is' in first.text and 'none of its images' in first.text

@@ -10,8 +10,6 @@ from helpers.data_checks import CLASSIFIER, SEGMENTOR, Data, model, segmentation
 from PIL import Image
 from torch import nn
 
-from mmlinattn.engine.data import label_images
-
 REDUCED = dict(reduce_zero_label=True)
 
 
@@ -88,8 +86,8 @@ def test_a_sample_of_many(look, tmp_path, monkeypatch):
     """Open twenty if they show several classes, else ten times as many."""
     dataset = segmentation(tmp_path / 'data', *[[0, 255]] * 40, [0, 1])
     assert look(SEGMENTOR, train=[dataset], num_images=20) == ('', [])
-    opened, load = [], label_images.Image.open
-    monkeypatch.setattr(label_images.Image, 'open', lambda path: opened.append(path) or load(path))
+    opened, load = [], Image.open
+    monkeypatch.setattr(Image, 'open', lambda path: opened.append(path) or load(path))
     other = segmentation(tmp_path / 'other', *[[0, 1]] * 40)
     assert look(SEGMENTOR, train=[other], num_images=20) == ('', [])
     assert len({str(path) for path in opened if 'ann' in str(path)}) == 20

@@ -133,3 +133,23 @@ def test_panels_of_a_training(tmp_path):
     lines = figures[1].axes[1].lines
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 16
     assert [tick for tick in figures[1].axes[1].get_xticks() if tick % 1] == []
+
+
+def test_a_second_run_in_a_folder_keeps_the_results_of_the_first(tmp_path):
+    for _ in range(2):
+        runner, said = make_runner(tmp_path, HOOKS, **validation()), []
+        runner.logger.warning = said.append
+        runner.train()
+    (kept,) = tmp_path.glob('results_*.csv')
+    assert kept.name in said[0] and len(kept.read_text().splitlines()) == 3 == len(rows(tmp_path)) + 1
+
+
+def test_a_full_disk_does_not_end_the_training(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(results, 'atomic_write', fail)
+    runner, said = make_runner(tmp_path, HOOKS), []
+    runner.logger.warning = said.append
+    runner.train()
+    assert runner.iter == 6 and 'results.csv could not be written: No space left on device.' in said[0]

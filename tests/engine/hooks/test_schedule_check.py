@@ -1,24 +1,33 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import contextlib
 import logging
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.engine_toys import make_runner
+from helpers.engine_toys import make_runner, validation
 from mmengine.optim import OptimWrapper
 from mmengine.registry import PARAM_SCHEDULERS
 
-from mmlinattn.engine.hooks.schedule_check import ScheduleCheckHook, schedule_faults
+from mmlinattn.engine.hooks.schedule_check import Length, ScheduleCheckHook, check_custom_keys, schedule_faults
+from mmlinattn.utils.errors import RunError
 
 WARM_UP = dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=500)
 COSINE = dict(type='CosineAnnealingLR', eta_min=0, begin=5, end=300, T_max=295)
 
 
-def built(*schedules):
-    """Schedulers as a runner builds them for epochs of 100 iterations."""
-    wrapper = OptimWrapper(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+def faults(schedules, epochs, rates=(1.0,), by_iteration=False, begin=0):
+    """Faults of schedules, built for epochs of 100 iterations and a parameter of each rate."""
+    groups = [dict(params=[torch.nn.Parameter(torch.zeros(1))], lr=rate) for rate in rates]
+    wrapper = OptimWrapper(torch.optim.SGD(groups, lr=max(rates), momentum=0.9))
     default = dict(optimizer=wrapper, epoch_length=100)
-    return [PARAM_SCHEDULERS.build(dict(schedule), default_args=default) for schedule in schedules]
+    built = [PARAM_SCHEDULERS.build(dict(schedule), default_args=default) for schedule in schedules]
+    before = [dict(vars(each)) for each in built], [group['lr'] for group in wrapper.param_groups]
+    length = Length(epochs * 100, 0 if by_iteration else 100)
+    found = [*schedule_faults(built, wrapper.param_groups, length, begin)]
+    assert before == ([vars(each) for each in built], [group['lr'] for group in wrapper.param_groups])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -28,29 +37,58 @@ def built(*schedules):
         (
             [WARM_UP, COSINE],
             6,
-            ['warm-up of LinearLR lasts until iteration 500 of 600', 'CosineAnnealingLR falls until'],
+            ['warm-up of LinearLR lasts until iteration 499 of 600', 'CosineAnnealingLR changes the rate until'],
         ),
-        ([dict(COSINE, convert_to_iter_based=True)], 200, ['falls until iteration 30000, and the training ends at']),
-        ([COSINE], 400, ['ends at epoch 300, and the training goes on at the last rate until epoch 400']),
+        ([WARM_UP], 3, ['the warm-up of LinearLR does not end: the last rate is 0.603 of 1.']),
+        (
+            [dict(COSINE, convert_to_iter_based=True)],
+            200,
+            ['until iteration 30000, and the training ends at'],
+        ),
+        ([COSINE], 400, ['ends at epoch 300, and the training goes on at the last rate, 2.84e-05, until epoch 400']),
         ([dict(COSINE, T_max=100)], 300, ['rises again after epoch 105 of 300 (T_max = 100)']),
         ([COSINE, dict(type='ConstantLR', factor=1.0, begin=300, end=400)], 400, []),
         ([dict(type='MultiStepLR', milestones=[8, 11], end=12)], 12, []),
-        ([dict(type='MultiStepLR', milestones=[8, 11], end=12)], 10, ['has milestones [11], and the training ends at']),
-        ([dict(type='PolyLR', power=0.9, end=50)], 12, ['PolyLR falls until epoch 50']),
-        ([dict(type='ConstantLR', factor=0.1, end=7)], 12, ['warm-up of ConstantLR lasts until epoch 7 of 12']),
+        ([dict(type='MultiStepLR', milestones=[8, 11], end=12)], 10, ['ends at epoch 10, with 0.1 instead of 0.01']),
+        ([dict(type='PolyLR', power=0.9, end=50)], 12, ['PolyLR changes the rate until epoch 50']),
+        ([dict(type='ConstantLR', factor=0.1, end=8)], 12, ['warm-up of ConstantLR lasts until iteration 700 of 1200']),
         ([dict(type='ExponentialLR', gamma=0.9)], 12, []),
+        ([dict(type='StepLR', step_size=3, gamma=2.0)], 12, ['the rate of 1 parameters rises above 1, to which']),
+        ([dict(type='OneCycleLR', eta_max=1.0, total_steps=1200, by_epoch=False)], 12, []),
+        ([dict(type='CosineRestartLR', periods=[6, 6], restart_weights=[1, 0.5], eta_min=0)], 12, []),
+        ([dict(type='ReduceOnPlateauLR', monitor='acc')], 12, []),
         ([dict(type='CosineAnnealingMomentum', T_max=3, eta_min=0, end=3)], 12, []),
     ],
 )
-def test_schedules_of_another_length(schedules, epochs, words):
-    faults = [*schedule_faults(built(*schedules), epochs, epochs * 100, False)]
-    assert len(faults) == len(words) and all(word in fault for word, fault in zip(words, faults)), faults
+def test_played_schedules(schedules, epochs, words):
+    found = faults(schedules, epochs)
+    assert len(found) == len(words) and all(word in fault for word, fault in zip(words, found)), found
 
 
-def test_several_optimizers_and_a_loop_without_epochs():
-    assert len([*schedule_faults(dict(a=built(COSINE), b=built(COSINE)), 6, 600, False)]) == 2
-    (fault,) = schedule_faults(built(COSINE), 1, 600, True)
+@pytest.mark.parametrize('rates', [(1.0, 0.0), (2e-6, 1e-6), (1.0, 0.5)])
+def test_a_floor_above_the_rate_of_a_group(rates):
+    """eta_min counts for each group: also for frozen ones, and those of layer decay."""
+    found = faults([dict(COSINE, eta_min=1e-5)], 300, rates)
+    assert len(found) == (min(rates) < 1e-5)
+    assert not found or 'eta_min=1e-05 of CosineAnnealingLR is a floor' in found[0]
+
+
+def test_a_resumed_schedule_and_a_loop_without_epochs():
+    assert not faults([COSINE], 300, begin=300 * 100)  # nothing is left to train
+    (fault,) = faults([COSINE], 6, by_iteration=True)
     assert fault.endswith('after epochs, and the iteration-based loop has none: set by_epoch=False.')
+    assert not faults([dict(type='ReduceOnPlateauLR', monitor='acc')], 6, by_iteration=True)  # works by validations
+
+
+@pytest.mark.parametrize(('settings', 'fails'), [(dict(lr_mult=0.1), True), (dict(decay_mult=0.0), False)])
+def test_custom_keys_without_a_parameter(settings, fails):
+    said = []
+    config = dict(paramwise_cfg=dict(custom_keys={'0.': settings, 'weigth': settings}))
+    line = "custom_keys: 'weigth' is in the name of no parameter. Did you mean 'weight'?"
+    model, logger = torch.nn.Sequential(torch.nn.Linear(1, 1)), SimpleNamespace(warning=said.append)
+    with pytest.raises(RunError, match=re.escape(line)) if fails else contextlib.nullcontext():
+        check_custom_keys(config, model, logger)
+    assert len(said) == (not fails) and all(line in each for each in said)
 
 
 def warnings_of(runner, word):
@@ -71,19 +109,29 @@ def test_faults_are_named_before_the_first_step(tmp_path, max_iters):
     said = warnings_of(make_runner(tmp_path, HOOKS, loop, optim=optim, param_scheduler=schedule), 'schedule')
     assert all(at == 0 for at, _ in said)
     assert f'max_iters = {max_iters} iterations are {max_iters // 2} updates' in said[-1][1]
-    assert len(said) == 1 + (max_iters == 6) and ('PolyLR falls until iteration 20' in said[0][1]) == (max_iters == 6)
+    assert len(said) == 1 + (max_iters == 6) and ('PolyLR changes the rate until iteration 20' in said[0][1]) == (
+        max_iters == 6
+    )
 
 
 def test_complete_trainings_and_missing_checkpoints_are_named(tmp_path):
-    for checkpoint, line in (
-        (None, 'no checkpoint will be written'),
-        (dict(type='CheckpointHook', save_best='acc'), 'no best checkpoint'),
-    ):
-        assert warnings_of(make_runner(tmp_path, HOOKS, default_hooks=dict(checkpoint=checkpoint)), line)
+    assert warnings_of(make_runner(tmp_path, HOOKS, default_hooks=dict(checkpoint=None)), 'no checkpoint will be writ')
+    make_runner(tmp_path, []).train()
     more = dict(load_from=str(tmp_path / 'epoch_2.pth'), resume=True)
     assert warnings_of(
-        make_runner(tmp_path, HOOKS, **more), 'nothing is left to train: the checkpoint is at iteration 6'
+        make_runner(tmp_path, HOOKS, **more), 'nothing is left to train: the checkpoint is at epoch 2 of 2'
     )
+
+
+@pytest.mark.parametrize('by_epoch', [True, False])
+def test_hooks_that_wait_for_epochs_in_a_loop_without(tmp_path, by_epoch):
+    hooks = dict(
+        checkpoint=dict(type='CheckpointHook', by_epoch=by_epoch, interval=2),
+        logger=dict(type='LoggerHook', log_metric_by_epoch=by_epoch),
+    )
+    loop = dict(by_epoch=False, max_iters=4, val_interval=2)
+    said = warnings_of(make_runner(tmp_path, HOOKS, loop, default_hooks=hooks, **validation()), 'Set it to False')
+    assert len(said) == 2 * by_epoch
 
 
 def test_other_processes_are_silent(monkeypatch):

@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 from helpers.engine_toys import make_runner, validation
-from mmengine.hooks import Hook
+from mmengine.hooks import EMAHook, Hook
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 
 from mmlinattn.engine.hooks import stop
 from mmlinattn.engine.hooks.stop import shield_workers
@@ -133,7 +134,94 @@ def test_workers_survive_signals():
 
 
 def test_workers_end_with_the_run():
-    """The process does not wait for :data:`GRACE`, also in the middle of an epoch."""
-    code = 'from torch.utils.data import DataLoader; from mmlinattn.engine.hooks import stop; stop.GRACE = 600\n'
+    """Also in the middle of an epoch."""
+    code = 'from torch.utils.data import DataLoader; from mmlinattn.engine.hooks import stop\n'
     code += 'loader = DataLoader([0] * 8, num_workers=1); stop.shield_workers(loader); next(batches := iter(loader))'
     subprocess.run([sys.executable, '-c', code], check=True, timeout=200)
+
+
+class Averages(EMAHook):
+    """EMAHook with the options of MMPretrain's: validate the averages, the weights, or one after the other."""
+
+    def __init__(self, on_averages, on_origin):
+        super().__init__()
+        self.on_averages, self.on_origin = on_averages, on_origin
+
+    def before_val_epoch(self, runner):
+        if self.on_averages:
+            self._swap_ema_parameters()
+
+    def after_val_epoch(self, runner, metrics=None):
+        if self.on_averages:
+            self._swap_ema_parameters()
+        if self.on_averages and self.on_origin:
+            for i, batch in enumerate(runner.val_loop.dataloader):
+                runner.val_loop.run_iter(i, batch)
+
+
+class KillLater(Kill):
+    """SIGTERM in one of the last iterations: the second pass over the data."""
+
+    seen = 0
+
+    def _before_iter(self, runner, batch_idx, data_batch=None, mode='train'):
+        self.seen += mode == 'val'
+        if self.seen == 4:
+            super()._before_iter(runner, batch_idx, data_batch, mode)
+
+
+@pytest.mark.parametrize(
+    ('on_averages', 'on_origin', 'kind'), [(True, False, Kill), (False, True, Kill), (True, True, KillLater)]
+)
+def test_averaged_weights_are_swapped_back_only_if_they_were_swapped(tmp_path, on_averages, on_origin, kind):
+    hooks = dict(checkpoint=dict(type='CheckpointHook', interval=1))
+    averages = [*HOOKS, Averages(on_averages, on_origin)]
+    cfg = dict(by_epoch=True, max_epochs=2, val_interval=2)
+    saved = stopped(tmp_path / 'work', kind(6, 'val'), averages, default_hooks=hooks, train_cfg=cfg, **validation())
+    epoch = torch.load(tmp_path / 'work/epoch_2.pth', weights_only=False)
+    assert all(torch.equal(value, epoch['state_dict'][key]) for key, value in saved['state_dict'].items())
+
+
+def test_several_optimizers_accumulate(tmp_path):
+    class Two(OptimWrapperDict):
+        def update_params(self, loss, *args, **kwargs):
+            for wrapper in self.values():
+                wrapper.update_params(loss, *args, **kwargs)
+
+    def wrapper(parameter):
+        return OptimWrapper(torch.optim.SGD([parameter], lr=0.01), accumulative_counts=3)
+
+    made = make_runner(tmp_path / 'work', HOOKS)
+    layer = made.model.layer
+    made.optim_wrapper = Two(one=wrapper(layer.weight), two=wrapper(layer.bias))
+    made.model.train_step = lambda data, optim_wrapper: dict(loss=torch.zeros(()))
+    for each in made.optim_wrapper.values():
+        each._inner_count = 0
+    hook = next(hook for hook in made.hooks if isinstance(hook, stop.StopHook))
+    hook._previous, hook.is_signalled, ended = signal.SIG_DFL, True, []
+    hook._save_and_end = lambda runner, iteration: ended.append(iteration)
+    for count in (1, 2, 3):
+        for each in made.optim_wrapper.values():
+            each._inner_count, each._max_counts = count, 9
+        hook.after_train_iter(made, 0)
+    assert len(ended) == 1
+
+
+@pytest.mark.parametrize('rank', [0, 1])
+def test_a_signal_to_one_process_in_a_validation(tmp_path, monkeypatch, rank):
+    """The first process saves, others ask it and wait: the end of one of them would end it."""
+    store = torch.distributed.HashStore()
+    store.set(stop.STOP if rank == 0 else stop.SAVING, '1')
+    store.set(*((stop.SAVED, '1') if rank else ('unused', '1')))
+    made = make_runner(tmp_path / 'work', HOOKS, **validation())
+    hook = next(hook for hook in made.hooks if isinstance(hook, stop.StopHook))
+    for name, value in dict(get_world_size=lambda: 2, get_rank=lambda: rank, default_store=lambda: store).items():
+        monkeypatch.setattr(stop, name, value)
+    hook._previous, hook.is_signalled, saved = signal.SIG_DFL, rank == 1, []
+    hook._save = lambda runner, meta: saved.append(meta) or 'stopped.pth'
+    for each in made.hooks:
+        vars(each).update(batches=[])
+    hook.before_val(made)
+    with pytest.raises(SystemExit):
+        hook.before_val_iter(made, 0)
+    assert len(saved) == (rank == 0) and store.check([stop.STOP, stop.SAVED])

@@ -83,7 +83,7 @@ def joined(monkeypatch):
         monkeypatch.setenv(name, '')  # restored after the test
         monkeypatch.delenv(name)
     monkeypatch.setattr('mmlinattn.engine.runner.distributed.get_device', lambda: 'cpu')
-    monkeypatch.setattr('torch.distributed.init_process_group', calls.append)
+    monkeypatch.setattr('torch.distributed.init_process_group', lambda kind, timeout: calls.append(kind))
     monkeypatch.setattr('torch.distributed.is_initialized', lambda: bool(calls))
     return calls
 

@@ -1,0 +1,384 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import contextlib
+import copy
+import io
+import logging
+import os
+import os.path as osp
+import random
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from traceback import walk_tb
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from mmengine.dist import get_rank, get_world_size
+from mmengine.hooks import CheckpointHook, Hook
+from mmengine.registry import HOOKS
+from mmengine.runner.base_loop import BaseLoop
+from mmengine.structures import InstanceData
+from torch.utils.data import DataLoader
+
+from ...checkpoints.states import some
+from ...utils.building import unwrapped
+from ...utils.errors import RunError, closest, described, raising_object
+from ..data.checks import num_classes_of_heads
+from .progress import is_error
+from .schedule_check import all_schedulers
+
+_IMAGES = 2  # of each data set
+_FILES = ('outfile_prefix', 'out_file_path', 'output_dir', 'out_dir')  # attributes of metrics that write files
+_BOXES = {'bboxes', 'labels', 'scores', 'masks'}
+
+
+@contextlib.contextmanager
+def unchanged(runner) -> Iterator[None]:
+    """Restore random state, training flags, logging and the visualizer's backends at the end of this context.
+
+    Nothing is printed inside, and compiled blocks run eagerly.
+    """
+    generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    flags = [(module, module.training) for module in runner.model.modules()]
+    disabled, visualizer = logging.root.manager.disable, runner.visualizer
+    backends = getattr(visualizer, '_vis_backends', None)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(warnings.catch_warnings())
+            stack.enter_context(torch.no_grad())
+            warnings.simplefilter('ignore')
+            logging.disable(logging.CRITICAL)
+            if 'torch._dynamo' in sys.modules and hasattr(torch.compiler, 'set_stance'):  # since PyTorch 2.6
+                stack.enter_context(torch.compiler.set_stance('force_eager'))
+            if backends is not None:
+                visualizer._vis_backends = {}
+            yield
+    finally:
+        logging.disable(disabled)
+        if backends is not None:
+            visualizer._vis_backends = backends
+        for module, flag in flags:
+            module.training = flag
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        torch.set_rng_state(generators[2])
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
+class _Part:
+    """The data set of a loader, with another length."""
+
+    def __init__(self, dataset: Any, length: int):
+        self._dataset, self._length = dataset, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+
+class _Batches(list):
+    """Loaded batches in place of a loader."""
+
+    def __init__(self, loader: Any, starts: Optional[list[int]]):
+        parts: Any = [getattr(loader, key, None) for key in ('dataset', 'batch_sampler', 'collate_fn')]
+        dataset, sampler, collate = parts
+        if not isinstance(loader, DataLoader) or sampler is None or collate is None:
+            super().__init__(islice(loader, 1))
+            count = _IMAGES
+        else:
+            if starts is None:
+                indices, count = [], 0
+                for batch in sampler:
+                    indices.append(list(batch)[: _IMAGES - count])
+                    count += len(indices[-1])
+                    if count >= _IMAGES:
+                        break
+            else:
+                indices = [[start + i] for start in starts for i in range(_IMAGES)]
+                count = len(indices)
+            super().__init__(collate([dataset[i] for i in batch]) for batch in indices)
+        self.loader, self.dataset = loader, _Part(dataset, count * get_world_size())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__['loader'], name)
+
+
+def _copied(metric: Any, folder: str) -> Any:
+    """Copy a metric, so that its state and its files stay as they are. Annotations are shared."""
+    made = copy.copy(metric)
+    for key, value in vars(made).items():
+        if isinstance(value, (list, dict, set, np.ndarray)):
+            setattr(made, key, copy.copy(value))
+        elif isinstance(value, torch.Tensor):
+            setattr(made, key, value.clone())
+        elif key in _FILES and isinstance(value, str):
+            setattr(made, key, osp.join(folder, osp.basename(value) or key))
+    made.results = []
+    return made
+
+
+def _with_box(sample: Any, label: int) -> None:
+    """Add a box of the whole image to predictions without boxes, because metrics without predictions have no names."""
+    found = sample.get('pred_instances') if hasattr(sample, 'get') else None
+    if found is None or len(found) or not {'bboxes', 'labels', 'scores'} <= {*found.keys()} <= _BOXES:
+        return
+    boxes, masks, shape = found.bboxes, found.get('masks'), sample.get('ori_shape')
+    if shape is None or type(boxes) is not torch.Tensor or boxes.shape[1:] != (4,):
+        return
+    made = InstanceData(bboxes=boxes.new_tensor([[0, 0, shape[1], shape[0]]]), scores=found.scores.new_ones(1))
+    made.labels = found.labels.new_full((1,), label)
+    if isinstance(masks, torch.Tensor):
+        made.masks = masks.new_ones(1, *shape[:2])
+    sample.pred_instances = made
+
+
+def _rehearsed(evaluator: Any, label: int, folder: str) -> Any:
+    """Copy an evaluator so that it judges the images of the rehearsal alone."""
+    made = copy.copy(evaluator)
+    made.metrics = [_copied(metric, folder) for metric in getattr(evaluator, 'metrics', ())]
+    ids = []
+
+    def process(data_samples, data_batch=None) -> None:
+        for sample in data_samples:
+            _with_box(sample, label)
+            ids.append(sample.get('img_id') if hasattr(sample, 'get') else None)
+        type(made).process(made, data_samples=data_samples, data_batch=data_batch)
+
+    def evaluate(size: int) -> dict:
+        for metric in made.metrics:
+            if getattr(metric, '_coco_api', None) is not None and hasattr(metric, 'img_ids'):
+                metric.img_ids = [number for number in dict.fromkeys(ids) if number is not None]
+        if hasattr(made, '_get_cumulative_sizes'):  # MMDetection's MultiDatasetsEvaluator
+            each = _IMAGES * get_world_size()
+            sizes = [each * (i + 1) for i in range(len(made._get_cumulative_sizes()))]
+            made._get_cumulative_sizes = lambda: sizes
+        return type(made).evaluate(made, size)
+
+    made.process, made.evaluate = process, evaluate
+    return made
+
+
+class _Stage:
+    """The runner of a rehearsal: of all hooks only those that draw are called."""
+
+    def __init__(self, runner: Any):
+        self._runner, self.metrics = runner, None
+        self._painters = [copy.copy(hook) for hook in runner.hooks if hasattr(hook, '_visualizer')]
+        self._painters = [hook for hook in self._painters if getattr(hook, 'draw', getattr(hook, 'enable', False))]
+        for hook in self._painters:
+            vars(hook).update(interval=1, show=False, out_dir=None)
+            if isinstance(getattr(hook, 'draw_args', None), dict):
+                hook.draw_args = dict(hook.draw_args, show=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        if fn_name == 'after_val_iter':
+            for hook in self._painters:
+                hook.after_val_iter(self, **kwargs)
+        elif fn_name == 'after_val_epoch':
+            self.metrics = kwargs.get('metrics')
+
+
+def _starts(loop: Any) -> Optional[list[int]]:
+    """Return the first index of each data set that MultiDatasetsEvaluator judges apart; None with other evaluators."""
+    evaluator = getattr(loop, 'evaluator', None)
+    sizes = getattr(loop.dataloader.dataset, 'cumulative_sizes', None)
+    return [0, *sizes[:-1]] if sizes and hasattr(evaluator, 'dataset_prefixes') else None
+
+
+def rehearse(runner: Any) -> Optional[dict]:
+    """Run the validation loop on two images of each data set, and return its metrics; None if they are unknown.
+
+    Model, metrics, drawing hooks and collectives run as in a validation. Weights, random state, metrics and files stay
+    as they are, and nothing is logged.
+
+    Raises:
+        RunError: The validation fails. With ``MMLINATTN_TRACEBACK=1`` its error is raised unchanged.
+    """
+    loop = runner._val_loop
+    if not isinstance(loop, BaseLoop) or hasattr(unwrapped(runner.model), 'prototype'):  # embeds a whole gallery
+        return None
+    made: Any = copy.copy(loop)
+    made._runner = stage = _Stage(runner)
+    label = max(num_classes_of_heads(unwrapped(runner.model)).get('bbox_head', 1) - 1, 0)
+    try:
+        with unchanged(runner), tempfile.TemporaryDirectory() as folder:
+            made.dataloader = _Batches(loop.dataloader, _starts(loop))
+            made.evaluator = _rehearsed(loop.evaluator, label, folder)
+            if isinstance(getattr(made, 'val_loss', None), dict):
+                made.val_loss = {}
+            metrics = made.run()
+    except RunError:
+        raise
+    except Exception as error:
+        if os.environ.get('MMLINATTN_TRACEBACK') == '1':
+            raise
+        raise RunError(
+            f'the validation would fail, by a rehearsal with two images: {described(error)} (in '
+            f'{raising_object(error)}). Correct val_dataloader, val_evaluator or the model; --no-rehearsal trains '
+            'without this check, and MMLINATTN_TRACEBACK=1 shows where it fails.'
+        ) from error
+    metrics = metrics if metrics is not None else stage.metrics
+    return metrics if isinstance(metrics, dict) else None
+
+
+def _private(dataset: Any) -> Any:
+    """Copy a data set and those inside it, with their transforms: some keep images. Annotations are shared."""
+    made = copy.copy(dataset)
+    for key, value in vars(made).items():
+        if key in ('dataset', '_dataset'):
+            setattr(made, key, _private(value))
+        elif key == 'datasets':
+            setattr(made, key, [*map(_private, value)])
+        elif key == 'pipeline':
+            setattr(made, key, copy.deepcopy(value))
+    return made
+
+
+def _mask_fault(masks: Any, boxes: Any, size: Any) -> str:
+    """Describe masks that do not fit the boxes and the image; '' if they do."""
+    if masks is None or boxes is None or not hasattr(masks, 'height') or not len(masks):
+        return ''
+    shape, expected = (len(masks), masks.height, masks.width), (len(boxes), *size)
+    if shape == expected:
+        return ''
+    return (
+        f'{shape[0]} masks of {shape[1]}x{shape[2]} for {expected[0]} boxes in an image of {expected[1]}x{expected[2]}'
+    )
+
+
+def rehearse_training_data(runner: Any) -> None:
+    """Load two training images, and compare masks with boxes and image: some transforms move boxes alone.
+
+    Raises:
+        RunError: Loading fails, or masks do not fit. With ``MMLINATTN_TRACEBACK=1`` an error is raised unchanged.
+    """
+    dataset: Any = getattr(getattr(runner._train_loop, 'dataloader', None), 'dataset', None)
+    if not hasattr(dataset, '__getitem__') or not hasattr(dataset, '__len__') or not len(dataset):
+        return
+    faults, reason, cause = [], '', None
+    try:
+        with unchanged(runner):
+            made = _private(dataset)
+            for index in sorted({0, len(made) // 2}):
+                sample = made[index]
+                packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
+                found = packed.get('gt_instances') if hasattr(packed, 'get') else None
+                if found is not None:
+                    faults.append(_mask_fault(found.get('masks'), found.get('bboxes'), sample['inputs'].shape[-2:]))
+    except Exception as error:
+        if os.environ.get('MMLINATTN_TRACEBACK') == '1':
+            raise
+        cause, reason = error, f'loading fails: {described(error)} (in {raising_object(error)})'
+        for frame, _ in walk_tb(error.__traceback__):
+            known = frame.f_locals.get('results')
+            if isinstance(known, dict) and 'img' in known:
+                faults.append(_mask_fault(known.get('gt_masks'), known.get('gt_bboxes'), known['img'].shape[:2]))
+    fault = next(filter(None, faults), '')
+    if not fault and not reason:
+        return
+    steps = getattr(dataset, 'pipeline', ())
+    names = ', '.join(type(step).__name__ for step in getattr(steps, 'transforms', steps))
+    remedy = f'Correct the transforms ({names}); MMLINATTN_TRACEBACK=1 shows where it fails.'
+    if fault:
+        remedy = (
+            f'Masks do not fit: {fault}. One of the transforms ({names}) moves boxes and leaves masks behind: leave it '
+            'out where masks are learnt.'
+        )
+    raise RunError(f'train_dataloader: {reason}{". " if reason else ""}{remedy}') from cause
+
+
+def monitored(runner: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield setting, metric and rule of each hook and scheduler that reads a metric of the validation."""
+    for hook in runner.hooks:
+        if isinstance(hook, CheckpointHook) and hook.save_best:
+            rules = getattr(hook, 'rules', [])
+            for i, name in enumerate(hook.save_best):
+                yield 'default_hooks.checkpoint.save_best', name, rules[i] if i < len(rules) else None
+        elif isinstance(getattr(hook, 'monitor', None), str):
+            yield f'{type(hook).__name__}.monitor', hook.monitor, getattr(hook, 'rule', None)
+    for scheduler in all_schedulers(runner.param_schedulers):
+        if getattr(scheduler, 'need_val_args', False):
+            yield f'{type(scheduler).__name__}.monitor', scheduler.monitor, scheduler.rule
+
+
+def check_monitors(runner: Any, metrics: dict) -> None:
+    """Check the metrics that hooks and schedulers monitor against those of a validation.
+
+    Raises:
+        RunError: A metric is missing, is no number, or has no rule (``save_best='auto'``).
+    """
+    names = [*map(str, metrics)]
+    for setting, name, rule in monitored(runner):
+        if name == 'auto':
+            name = names[0]
+            hook = next(hook for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook.save_best)
+            trial = copy.copy(hook)
+            trial.is_better_than = dict(hook.is_better_than)
+            try:
+                trial._init_rule(hook.rules, [name])
+            except ValueError as error:
+                raise RunError(
+                    f"{setting}='auto': the first metric is {name!r}, and MMEngine does not know if higher is better. "
+                    "Set save_best to one of the metrics, and default_hooks.checkpoint.rule='greater' or 'less'."
+                ) from error
+            rule = trial.rules[0]
+        if name not in metrics:
+            near = closest(name, names)
+            remedy = f' Did you mean {near!r}?' if near else ''
+            raise RunError(
+                f'{setting}={name!r}: the validation has no such metric.{remedy} Expected one of {some(names, 12)}.'
+            )
+        value = metrics[name]
+        if not isinstance(value, (int, float, np.number)) and not (torch.is_tensor(value) and value.numel() == 1):
+            raise RunError(f'{setting}={name!r}: expected a metric with one number, not a {type(value).__name__}.')
+        if (rule == 'less') != is_error(name) and rule and (is_error(name) or is_score(name)):
+            better = 'lower' if is_error(name) else 'higher'
+            runner.logger.warning(f'{setting}={name!r} with rule={rule!r}: {better} is better for this metric.')
+
+
+def is_score(name: str) -> bool:
+    """Return True if MMEngine's table says that a higher value of the metric is better."""
+    return any(key.lower() in name.lower() for key in CheckpointHook._default_greater_keys)
+
+
+@HOOKS.register_module(force=True)
+class RehearsalHook(Hook):
+    """Run the validation on two images before the first step, so that its errors show at once.
+
+    The names of its metrics are compared with those that ``save_best``, ``EarlyStoppingHook`` and ``ReduceOnPlateauLR``
+    monitor. Two training images are loaded, too. The training is the same, bit for bit, with and without this hook.
+
+    Args:
+        enabled (bool): Run the rehearsal.
+
+    Raises:
+        RunError: The validation fails, or a monitored metric is missing.
+    """
+
+    priority = 'VERY_HIGH'
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+
+    def before_train(self, runner) -> None:
+        if not self.enabled:
+            return
+        rehearse_training_data(runner)
+        if not isinstance(runner._val_loop, BaseLoop):
+            for setting, name, _ in monitored(runner):
+                runner.logger.warning(f'{setting}={name!r} has no effect: the run has no validation.')
+            return
+        metrics = rehearse(runner)
+        if metrics and get_rank() == 0:
+            check_monitors(runner, metrics)

@@ -1,0 +1,145 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""One start for all processes of a run: the checkpoint, the position and the weights."""
+
+import os
+import os.path as osp
+import socket
+import zlib
+from typing import Any, Optional
+
+import torch
+from mmengine.dist import all_gather_object, broadcast_object_list, get_world_size, is_main_process
+from mmengine.runner import EpochBasedTrainLoop
+from torch.nn.parallel import DistributedDataParallel
+
+from ...utils.building import unwrapped
+from ...utils.errors import CheckpointError, RunError
+from ..hooks.schedule_check import all_schedulers
+from ..optimizers.saved_groups import PER_GROUP
+
+
+def find_latest_checkpoint(work_dir: str) -> Optional[str]:
+    """Return the checkpoint named by ``last_checkpoint`` in a work dir, if it belongs to that run.
+
+    A checkpoint belongs to the run if it is in the work dir, or in a folder of the same name (``out_dir`` of
+    CheckpointHook). The path in ``last_checkpoint`` may be outdated, as after moving the work dir: of that file and
+    one of its name in the work dir, the newer one counts.
+
+    Returns:
+        str | None: The path, or None if there is no ``last_checkpoint``.
+
+    Raises:
+        CheckpointError: The checkpoint does not exist, or belongs to another run.
+    """
+    pointer = osp.join(work_dir, 'last_checkpoint')
+    if not osp.lexists(pointer):
+        return None
+    advice = 'Name a checkpoint to resume from, or delete that file to begin from the start.'
+    if not osp.isfile(pointer):
+        raise CheckpointError(f'{pointer} is not a file. {advice}')
+    with open(pointer, errors='replace') as file:
+        latest = file.read().strip()
+    folder, name = osp.split(latest if latest.isprintable() else '')
+    same_name = osp.basename(folder) == osp.basename(osp.abspath(work_dir))
+    is_own = same_name or osp.realpath(folder) == osp.realpath(work_dir)
+    # addresses such as s3:// are checked by their loaders; http links are not accepted
+    if is_own and '://' in latest and not latest.startswith(('http://', 'https://')):
+        return latest
+    candidates = [osp.join(work_dir, name)] if name else []
+    candidates += [latest] if is_own else []
+    found = [path for path in candidates if osp.exists(path)]
+    if found:
+        return max(found, key=osp.getmtime)
+    raise CheckpointError(f'{pointer} names {latest[:200]!r}, which is not there or not of this run. {advice}')
+
+
+def _restarted_from(work_dir: str, launches: list[Optional[str]]) -> Optional[str]:
+    """Return the last checkpoint if it is newer than the first start of ``tools/launch.py`` on any machine."""
+    times, pointer = [float(time) for time in launches if time], osp.join(work_dir, 'last_checkpoint')
+    # file systems round down
+    if not times or not osp.isfile(pointer) or osp.getmtime(pointer) < min(times) - 1:
+        return None
+    return find_latest_checkpoint(work_dir)
+
+
+def agree_on_start(work_dir: str, load_from: Optional[str], resume: bool) -> tuple[Optional[str], bool]:
+    """Return ``load_from`` and ``resume`` of the main process, in all processes.
+
+    If torchrun restarted processes on any machine, the run resumes from the last checkpoint since its first start.
+
+    Raises:
+        RunError: Some processes do not find the checkpoint, or another file in its place.
+    """
+    launches = all_gather_object(os.environ.get('MMLINATTN_LAUNCHED'))
+    start: list[Any] = [None]
+    if is_main_process():
+        last = _restarted_from(work_dir, launches)
+        start = [(last, True) if last else (load_from, resume)]
+    broadcast_object_list(start)
+    load_from, resume = start[0]
+    if load_from is None or '://' in load_from or get_world_size() == 1:
+        return load_from, resume
+    size = osp.getsize(load_from) if osp.isfile(load_from) else None
+    sizes = all_gather_object((size, socket.gethostname()))
+    others = sorted({f'{host} (rank {i})' for i, (each, host) in enumerate(sizes) if each != sizes[0][0]})
+    if others:
+        raise RunError(
+            f'the checkpoint {load_from!r} of the first process is missing or another file on {", ".join(others)}. Set '
+            '--work-dir to a folder that all machines share, or copy the checkpoint to each.'
+        )
+    return load_from, resume
+
+
+def _fingerprint(model: Any) -> int:
+    """Return a checksum of the parameters of a data-parallel model; 0 for models whose processes hold parts."""
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    total = 0
+    for parameter in unwrapped(model).parameters():
+        values = parameter.detach().cpu().reshape(-1).view(torch.uint8)
+        total = zlib.crc32(values.numpy().data, total)
+    return total
+
+
+def check_same_start(runner: Any) -> None:
+    """Compare position and weights of all processes before the first step.
+
+    Raises:
+        RunError: They differ.
+    """
+    if get_world_size() == 1:
+        return
+    here = (runner.epoch, runner.iter, _fingerprint(runner.model))
+    for rank, there in enumerate(all_gather_object(here)):
+        if there != here:
+            raise RunError(
+                f'processes start differently: (epoch, iteration, checksum of the weights) is {here} here and {there} '
+                f'in process {rank}. Set --work-dir to a folder that all machines share.'
+            )
+
+
+def fit_iterations(runner: Any, meta: dict, fresh: list[dict]) -> None:
+    """Correct the position of a resumed epoch-based run whose epochs have another number of iterations than before.
+
+    The epoch counts: the iteration, and schedulers by iteration, move to the same part of the training.
+
+    Args:
+        runner: A runner after ``resume``.
+        meta (dict): ``meta`` of the checkpoint.
+        fresh (list[dict]): Attributes of the schedulers as built from the config.
+    """
+    loop = runner.train_loop
+    done, length = loop.iter, len(loop.dataloader)
+    if not isinstance(loop, EpochBasedTrainLoop) or meta.get('stopped') or done == loop.epoch * length:
+        return
+    loop._iter = loop.epoch * length
+    for scheduler, own in zip(all_schedulers(runner.param_schedulers), fresh):
+        if not scheduler.by_epoch:
+            kept = ('optimizer', *PER_GROUP)
+            vars(scheduler).update({key: value for key, value in own.items() if key not in kept})
+            scheduler._global_step = loop.iter
+            scheduler.last_step = max(min(loop.iter, scheduler.end - 1) - scheduler.begin, -1)
+    runner.logger.info(
+        f'epochs have {length} iterations, other than before: epoch {loop.epoch} ends at iteration {loop.iter}, not '
+        f'{done}. Schedules by iteration go on from there.'
+    )

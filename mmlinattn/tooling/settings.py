@@ -1,0 +1,254 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Refuse settings of a config that nothing reads."""
+
+import ast
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any, Optional
+
+import mmengine.registry
+from mmengine.config import Config
+from mmengine.optim import AmpOptimWrapper, OptimWrapper
+from mmengine.registry import Registry
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, LogProcessor, Runner, TestLoop, ValLoop
+from mmengine.visualization import Visualizer
+from torch.utils.data import DataLoader
+
+from ..utils.building import scope_of
+from ..utils.errors import RunError
+
+# settings at the top of a config that Runner, MMEngine's Config or the tools read
+READ = {
+    *inspect.signature(Runner.__init__).parameters,
+    *('runner_type', 'custom_imports', 'activation_checkpointing', 'efficient_conv_bn_eval', 'find_unused_parameters'),
+    *('model_wrapper_cfg', 'compile', 'sync_bn', 'tta_model', 'tta_pipeline', 'rehearsal', 'strategy', 'gpu_ids'),
+} - {'self', 'cfg'}
+
+# settings of OpenMMLab 1.x, and those that replace them
+SUCCESSORS = {
+    'data': 'train_dataloader, val_dataloader and test_dataloader',
+    'optimizer': 'optim_wrapper.optimizer',
+    'optimizer_config': 'optim_wrapper (clip_grad, accumulative_counts)',
+    'lr_config': 'param_scheduler',
+    'momentum_config': 'param_scheduler',
+    'runner': 'train_cfg (max_epochs or max_iters)',
+    'total_epochs': 'train_cfg.max_epochs',
+    'total_iters': 'train_cfg.max_iters',
+    'workflow': 'train_cfg',
+    'evaluation': 'val_evaluator, train_cfg.val_interval and default_hooks.checkpoint.save_best',
+    'evaluator': 'val_evaluator and test_evaluator',
+    'checkpoint_config': 'default_hooks.checkpoint',
+    'log_config': 'default_hooks.logger and visualizer',
+    'resume_from': 'load_from with resume=True (--resume CHECKPOINT)',
+    'auto_resume': 'resume=True (--resume)',
+    'fp16': "optim_wrapper.type='AmpOptimWrapper' (--amp)",
+    'dist_params': 'env_cfg.dist_cfg',
+    'cudnn_benchmark': 'env_cfg.cudnn_benchmark',
+    'mp_start_method': 'env_cfg.mp_cfg.mp_start_method',
+    'opencv_num_threads': 'env_cfg.mp_cfg.opencv_num_threads',
+    'seed': 'randomness.seed',
+    'deterministic': 'randomness.deterministic',
+}
+
+_OF_LOADERS = (DataLoader.__init__, 'dataset', 'sampler', 'batch_sampler', 'collate_fn', 'num_batch_per_epoch')
+# classes and names of settings that have no type
+_UNTYPED: dict[str, tuple] = {
+    **dict.fromkeys(('train_dataloader', 'val_dataloader', 'test_dataloader'), _OF_LOADERS),
+    'train_cfg': (EpochBasedTrainLoop.__init__, IterBasedTrainLoop.__init__, 'by_epoch'),
+    'val_cfg': (ValLoop.__init__,),
+    'test_cfg': (TestLoop.__init__,),
+    'optim_wrapper': (OptimWrapper.__init__, AmpOptimWrapper.__init__, 'constructor', 'paramwise_cfg'),
+    'log_processor': (LogProcessor.__init__,),
+    'visualizer': (Visualizer.__init__,),
+    'randomness': ('seed', 'diff_rank_seed', 'deterministic'),
+    'auto_scale_lr': ('enable', 'base_batch_size'),
+    'env_cfg': ('cudnn_benchmark', 'mp_cfg', 'dist_cfg', 'resource_limit'),
+}
+# settings that builders take out of a dict with a type
+_OF_BUILDERS = {'type', '_scope_', '_delete_', 'priority', 'convert_to_iter_based', 'init_cfg', 'data_preprocessor'}
+
+
+def _parameters(function: Any) -> tuple[set[str], bool]:
+    """Return the parameters of a function, and True if it takes any other keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    is_open = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return {each.name for each in parameters if each.kind is not each.VAR_KEYWORD} - {'self'}, is_open
+
+
+def _accepted(kind: Any) -> tuple[set[str], bool]:
+    """Return the keywords that a class, or a function, takes, and True if it takes any other."""
+    if not isinstance(kind, type):
+        return _parameters(kind)
+    names, is_open = set(), True
+    for base in kind.__mro__:
+        if is_open and '__init__' in vars(base):
+            more, is_open = _parameters(vars(base)['__init__'])
+            names |= more
+    return names, is_open
+
+
+def _kinds(name: Any, scope: Optional[str]) -> list:
+    """Return the classes registered under a name: in any of MMEngine's registries, for the task of the config."""
+    if not isinstance(name, str):
+        return [name]
+    roots = [
+        each for each in map(mmengine.registry.__dict__.get, mmengine.registry.__all__) if isinstance(each, Registry)
+    ]
+    found = [root.children.get(scope, root).get(name) for root in roots]
+    return [kind for kind in found if kind is not None]
+
+
+def _expected(path: list[str], node: dict, scope: Optional[str]) -> tuple[set[str], bool]:
+    """Return the settings that the object of a dict reads, and True if it may read others."""
+    if not path:
+        return READ, False
+    own = [_parameters(each)[0] if callable(each) else {each} for each in _UNTYPED.get(path[0], ())]
+    known: set[str] = set().union(*own) if len(path) == 1 else set()
+    kinds = _kinds(node['type'], scope) if 'type' in node else []
+    if not kinds:
+        return known, 'type' in node or not known
+    accepted = [_accepted(kind) for kind in kinds]
+    return known.union(*(names for names, _ in accepted)), any(is_open for _, is_open in accepted)
+
+
+def _leaves(node: Any, path: str = '') -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of each node below a config node."""
+    children = (
+        dict.items(node) if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
+    )
+    for key, child in children:
+        below = f'{path}.{key}' if path else str(key)
+        yield below, child
+        yield from _leaves(child, below)
+
+
+def _readers(cfg: dict) -> list[tuple[str, Any]]:
+    return [leaf for key in cfg if key in READ for leaf in _leaves({key: cfg[key]})]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(type(one) is type(other) and one == other)
+    except Exception:  # arrays, and classes with a comparison of their own
+        return False
+
+
+def _places(cfg: dict, name: str, value: Any) -> list[str]:
+    """Return paths of settings with the name of a variable, or else with its value."""
+    leaves = _readers(cfg)
+    named = [path for path, _ in leaves if path.rpartition('.')[2] == name]
+    return (named or [path for path, other in leaves if _equal(other, value)])[:3]
+
+
+def check_options(content: dict, cfg: Config, options: dict) -> None:
+    """Check that something reads each setting of ``--cfg-options``.
+
+    A setting is read if it is in the config, below a key that a Runner reads, or is an argument of the object that the
+    dict around it configures.
+
+    Args:
+        content (dict): The config without the options.
+        cfg (Config): The config with them, as types may be among them.
+        options (dict): Values by dotted path.
+
+    Raises:
+        RunError: Nothing reads a setting. The message has similar names, or the settings that a variable went into.
+    """
+    scope, merged = scope_of(cfg), cfg._cfg_dict.to_dict()
+    for option in options:
+        top, *rest = option.split('.')
+        if top in SUCCESSORS:
+            raise RunError(f'--cfg-options {option}: nothing reads {top}. Set {SUCCESSORS[top]}.')
+        is_inner = top == 'data_preprocessor' and (content.get('model') or {}).get(top)
+        if is_inner or (top in content and top not in READ):
+            places = _places(content, (rest or [top])[-1], None if rest else content[top])
+            where = f'model.{option}' if is_inner else ', '.join(places) or 'the setting that it went into'
+            raise RunError(
+                f'--cfg-options {option}: {top} is a variable of the file, which is used already. Set {where}.'
+            )
+        _check_path(option, content, merged, scope)
+
+
+def _check_path(option: str, node: Any, merged: Any, scope: Optional[str]) -> None:
+    path: list[str] = []
+    for key in option.split('.'):
+        if isinstance(node, (list, tuple)) and key.isdecimal() and int(key) < len(node):
+            node, merged = node[int(key)], merged[int(key)]
+        elif isinstance(node, dict) and key in node:
+            node, merged = node[key], merged[key]
+        elif isinstance(node, dict):
+            expected, is_open = _expected(path, merged, scope)
+            if key in expected or key in _OF_BUILDERS:
+                return
+            near = get_close_matches(key, {*node, *expected}, 3, 0.8 if is_open else 0.6)
+            if near or not is_open:
+                known = near or (sorted(expected) if path else [])
+                listed = f' Expected one of {", ".join(known)}.' if known else ''
+                where = '.'.join(path) or 'the config'
+                raise RunError(f'--cfg-options {option}: nothing reads {key!r} in {where}.{listed}')
+            return
+        else:
+            return
+        path.append(key)
+
+
+def check_variables(cfg: Config) -> None:
+    """Check that something reads each name that a config file sets at its top. Files of upstream are not checked.
+
+    A name is read if a Runner reads it, or if the file uses it as a variable.
+
+    Raises:
+        RunError: A setting of OpenMMLab 1.x, a misspelt setting, or a variable that an inherited file has used already.
+    """
+    if not cfg.filename or f'{os.sep}.mim{os.sep}' in cfg.filename:
+        return
+    with open(cfg.filename, encoding='utf-8') as file:
+        tree = ast.parse(file.read())
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    targets = (target for line in tree.body if isinstance(line, ast.Assign) for target in line.targets)
+    own = [target.id for target in targets if isinstance(target, ast.Name)]
+    content = cfg._cfg_dict.to_dict()
+    for key in dict.fromkeys(own):
+        if key in READ or key in used or content.get(key) is None:
+            continue
+        value = content[key]
+        if key in SUCCESSORS:
+            raise RunError(
+                f'{cfg.filename}: {key}: nothing reads this setting of OpenMMLab 1.x. Set {SUCCESSORS[key]}.'
+            )
+        near = get_close_matches(key, READ, 1, 0.9)
+        if near:
+            raise RunError(f'{cfg.filename}: {key}: nothing reads this setting. Did you mean {near[0]}?')
+        places = _places(content, key, value)
+        values = dict(_readers(content))
+        is_inherited = len(re.findall(rf'^{key}\s*=', cfg.text or '', re.MULTILINE)) > 1
+        if is_inherited and places and not any(_equal(values[place], value) for place in places):
+            raise RunError(
+                f'{cfg.filename}: {key}={value!r:.60} is a variable that an inherited file has used already. Set '
+                f'{" and ".join(places)}.'
+            )
+
+
+def check_single(cfg: Config) -> None:
+    """Check that a loader has one data set, and a data set one root folder and one annotation file.
+
+    Raises:
+        RunError: There is a list.
+    """
+    for loader in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
+        node = cfg.get(loader) or {}
+        if isinstance(node, (list, tuple)) or isinstance(node.get('dataset'), (list, tuple)):
+            raise RunError(
+                f"{loader}.dataset is a list: expected one data set. Set dataset=dict(type='ConcatDataset', "
+                'datasets=[...]).'
+            )
+        for path, value in _leaves(dict(dataset=node.get('dataset') or {}), loader):
+            kind = path.rpartition('.')[2]
+            if kind in ('data_root', 'ann_file') and isinstance(value, (list, tuple)):
+                raise RunError(
+                    f"{path}={value!r:.80}: expected one path. Set type='ConcatDataset' with a data set for each, in "
+                    'its datasets.'
+                )

@@ -1,0 +1,220 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""A validation of two images before the first step."""
+
+import contextlib
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers.engine_toys import Count, make_runner, validation
+from mmengine.hooks import Hook
+from mmengine.registry import DATASETS
+from mmengine.structures import BaseDataElement, InstanceData
+
+from mmlinattn.engine.hooks import rehearsal
+from mmlinattn.utils.errors import RunError
+
+HOOK = [dict(type='RehearsalHook')]
+
+
+class Broken(Count):
+    """Metric of a missing key, which MMEngine would meet at the end of the first epoch."""
+
+    def compute_metrics(self, results):
+        return dict(acc=dict()['gt_label'])
+
+
+class Named(Count):
+    def __init__(self, **metrics):
+        super().__init__()
+        self.values, self.seen = metrics, []
+
+    def process(self, data_batch, data_samples):
+        super().process(data_batch, data_samples)
+        self.seen += data_samples
+
+    def compute_metrics(self, results):
+        random.random()
+        np.random.rand()
+        torch.rand(3)
+        print('a table')
+        return dict(self.values)
+
+
+class Watch(Hook):
+    """Count the calls of the hooks of a validation."""
+
+    calls = 0
+
+    def before_val_iter(self, *args, **kwargs):
+        self.calls += 1
+
+
+@pytest.fixture(autouse=True)
+def no_traceback(monkeypatch):
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+
+
+def weights_after(work_dir, hooks, **more):
+    made = make_runner(work_dir, hooks, randomness=dict(seed=3), **validation(Named(acc=1.0)), **more)
+    made.train()
+    return made.model.state_dict()
+
+
+def test_the_training_is_the_same_bit_for_bit(tmp_path, capsys):
+    plain, rehearsed = (weights_after(tmp_path / str(i), hooks) for i, hooks in enumerate(([], HOOK)))
+    assert all(torch.equal(plain[key], rehearsed[key]) for key in plain)
+    assert capsys.readouterr().out.count('a table') == 4  # of the validations alone
+
+
+def test_two_images_and_no_other_hook(tmp_path):
+    watch, metric = Watch(), Named(acc=1.0)
+    made = make_runner(tmp_path, [watch], dict(by_epoch=True, max_epochs=1), **validation(metric))
+    sizes = []
+    made.register_hook(SimpleHook(lambda runner: sizes.append(rehearsal.rehearse(runner))))
+    made.train()
+    assert sizes == [dict(acc=1.0)]
+    assert watch.calls == 3 and len(metric.seen) == 12  # the metric of the run has seen the run alone
+
+
+class SimpleHook(Hook):
+    def __init__(self, function):
+        self.before_train = function
+
+
+def test_an_error_of_the_validation_comes_first(tmp_path):
+    made = make_runner(tmp_path, HOOK, **validation(Broken()))
+    with pytest.raises(RunError, match=r'the validation would fail, .*: KeyError: gt_label \(in Broken\)'):
+        made.train()
+    assert made.iter == 0
+    make_runner(tmp_path, [dict(type='RehearsalHook', enabled=False)], **validation(Named(acc=1.0))).train()
+
+
+@pytest.mark.parametrize(
+    ('metrics', 'hooks', 'line'),
+    [
+        (dict(bbox_mAP=1.0), dict(save_best='bbox_mAp'), "save_best='bbox_mAp': .* Did you mean 'bbox_mAP'?"),
+        ({'coco/bbox_mAP': 1.0}, dict(save_best='bbox_mAP'), "Did you mean 'coco/bbox_mAP'?"),
+        (dict(acc=1.0), dict(save_best='acc'), ''),
+        (dict(acc=1.0), dict(save_best='auto'), ''),
+        (dict(sharpness=1.0), dict(save_best='auto'), "save_best='auto': the first metric is 'sharpness'"),
+        (dict(acc=[1.0]), dict(save_best='acc'), "save_best='acc': expected a metric with one number, not a list"),
+    ],
+)
+def test_names_of_best_checkpoints(tmp_path, metrics, hooks, line):
+    hooks = dict(checkpoint=dict(type='CheckpointHook', **hooks))
+    made = make_runner(tmp_path, HOOK, default_hooks=hooks, **validation(Named(**metrics)))
+    with pytest.raises(RunError, match=line) if line else contextlib.nullcontext():
+        made.train()
+    assert made.iter == (0 if line else 6)
+
+
+@pytest.mark.parametrize('kind', ['EarlyStoppingHook', 'ReduceOnPlateauLR'])
+def test_names_of_schedulers_and_other_hooks(tmp_path, kind):
+    setting = dict(type=kind, monitor='mIou', rule='greater')
+    is_hook = kind.endswith('Hook')
+    more = {} if is_hook else dict(param_scheduler=[setting])
+    made = make_runner(tmp_path, HOOK + [setting] * is_hook, **validation(Named(mIoU=1.0)), **more)
+    with pytest.raises(RunError, match=f"{kind}.monitor='mIou': .* Did you mean 'mIoU'?"):
+        made.train()
+
+
+@pytest.mark.parametrize(('name', 'rule', 'better'), [('mIoU', 'less', 'higher'), ('val_loss', 'greater', 'lower')])
+def test_a_rule_against_the_name_of_its_metric(tmp_path, name, rule, better):
+    scheduler = [dict(type='ReduceOnPlateauLR', monitor=name, rule=rule)]
+    made, said = make_runner(tmp_path, HOOK, param_scheduler=scheduler, **validation(Named(**{name: 1.0}))), []
+    made.logger.warning = said.append
+    made.train()
+    assert f'ReduceOnPlateauLR.monitor={name!r} with rule={rule!r}: {better} is better' in ''.join(said)
+
+
+def test_monitors_without_a_validation(tmp_path):
+    hooks = dict(checkpoint=dict(type='CheckpointHook', save_best='acc'))
+    made, said = make_runner(tmp_path, HOOK, default_hooks=hooks), []
+    made.logger.warning = said.append
+    made.train()
+    assert "save_best='acc' has no effect: the run has no validation" in ''.join(said)
+
+
+def sample(**fields):
+    found = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0).long(), scores=torch.zeros(0), **fields)
+    return BaseDataElement(pred_instances=found, metainfo=dict(ori_shape=(6, 8)))
+
+
+def test_an_image_without_predictions_gets_a_box_of_the_last_class():
+    """Metrics of no predictions have no names, and one class too many for the annotations shows in its index."""
+    for fields in ({}, dict(masks=torch.zeros(0, 6, 8, dtype=torch.bool))):
+        made = sample(**fields)
+        rehearsal._with_box(made, 11)
+        assert made.pred_instances.bboxes.tolist() == [[0, 0, 8, 6]] and made.pred_instances.labels.tolist() == [11]
+        assert not fields or made.pred_instances.masks.all()
+    made = sample(kernels=torch.zeros(0, 3))
+    rehearsal._with_box(made, 0)
+    assert len(made.pred_instances) == 0
+
+
+def test_images_of_each_data_set_that_is_judged_apart():
+    from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
+
+    parts = ConcatDataset([TensorDataset(torch.arange(5)), TensorDataset(torch.arange(10, 14))])
+    loader = DataLoader(parts, batch_size=1)
+    evaluator = SimpleNamespace(dataset_prefixes=['a', 'b'])
+    starts = rehearsal._starts(SimpleNamespace(dataloader=loader, evaluator=evaluator))
+    assert [int(batch[0]) for batch in rehearsal._Batches(loader, starts)] == [0, 1, 10, 11]
+    assert [len(batch[0]) for batch in rehearsal._Batches(DataLoader(parts, batch_size=3), None)] == [2]
+
+
+def test_files_of_metrics_are_left_alone(tmp_path):
+    metric = SimpleNamespace(outfile_prefix='results/a', out_file_path=None, results=[1], names=['a'])
+    made = rehearsal._copied(metric, str(tmp_path))
+    made.names.append('b')
+    assert made.outfile_prefix == str(tmp_path / 'a') and made.out_file_path is None and made.results == []
+    assert metric.names == ['a'] and metric.results == [1]
+
+
+class Masks:
+    height, width = 6, 8
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+
+@DATASETS.register_module(force=True)
+class MaskedData(torch.utils.data.Dataset):
+    """Two boxes and some masks in an image, as left by transforms that keep state."""
+
+    def __init__(self, masks, size):
+        self.masks, self.size, self.pipeline = masks, size, [[]]
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        self.pipeline[0].append(index)
+        found = InstanceData(bboxes=torch.zeros(2, 4))
+        vars(found)['_data_fields'].add('masks')
+        vars(found)['masks'] = self.masks
+        return dict(inputs=torch.zeros(3, *self.size), data_samples=BaseDataElement(gt_instances=found))
+
+
+@pytest.mark.parametrize(
+    ('masks', 'size', 'line'),
+    [
+        (Masks(2), (6, 8), ''),
+        (Masks(1), (6, 8), '1 masks of 6x8 for 2 boxes in an image of 6x8. One of the transforms .list. moves boxes'),
+        (Masks(2), (12, 16), '2 masks of 6x8 for 2 boxes in an image of 12x16'),
+        (None, (-1, 1), 'train_dataloader: loading fails: RuntimeError: .* .in MaskedData.. Correct the tr'),
+    ],
+)
+def test_masks_that_transforms_leave_behind(masks, size, line):
+    data = MaskedData(masks, size)
+    loop = SimpleNamespace(dataloader=SimpleNamespace(dataset=data))
+    runner = SimpleNamespace(_train_loop=loop, model=torch.nn.Identity(), visualizer=None)
+    with pytest.raises(RunError, match=line) if line else contextlib.nullcontext():
+        rehearsal.rehearse_training_data(runner)
+    assert data.pipeline == [[]]

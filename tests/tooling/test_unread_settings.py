@@ -1,0 +1,115 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Settings that nothing reads."""
+
+import functools
+import re
+
+import pytest
+from helpers.tool_runs import QUICK
+from mmengine.config import Config
+
+from mmlinattn.tooling import settings
+from mmlinattn.utils.errors import RunError
+
+read = functools.cache(Config.fromfile)
+VARIABLE = 'is a variable of the file, which is used already. Set '
+
+
+@pytest.mark.parametrize(
+    ('task', 'option', 'line'),
+    [
+        ('mmpretrain', 'max_epochs', f'{VARIABLE}train_cfg.max_epochs.'),
+        ('mmpretrain', 'data_root', f'{VARIABLE}train_dataloader.dataset.data_root,'),
+        ('mmpretrain', 'num_classes', f'{VARIABLE}data_preprocessor.num_classes, model.head.num_classes'),
+        ('mmdet', 'data_preprocessor.mean', f'{VARIABLE}model.data_preprocessor.mean'),
+        ('mmdet', 'optimizer.lr', 'nothing reads optimizer. Set optim_wrapper.optimizer.'),
+        ('mmdet', 'runner.max_epochs', 'nothing reads runner. Set train_cfg'),
+        ('mmdet', 'evaluation.interval', 'nothing reads evaluation. Set val_evaluator'),
+        ('mmdet', 'optim_wrapper.optimizer.bettas', "nothing reads 'bettas' in optim_wrapper.optimizer. Expected one"),
+        ('mmdet', 'train_dataloader.batchsize', 'Expected one of batch_size'),
+        ('mmdet', 'train_dataloder.batch_size', 'Expected one of train_dataloader'),
+        ('mmdet', 'default_hooks.checkpoint.save_bst', 'Expected one of save_best'),
+        ('mmdet', 'train_dataloader.dataset.pipeline.1.with_boxes', 'Expected one of with_bbox'),
+        ('mmdet', 'model.bbox_head.num_classes', "nothing reads 'bbox_head' in model. Expected one of roi_head"),
+        ('mmdet', 'model.test_cfg.rcnn.score_thrs', 'Expected one of score_thr'),
+        ('mmdet', 'foo', "nothing reads 'foo' in the config.$"),
+        ('mmpretrain', 'train_cfg.max_epochs', ''),
+        ('mmpretrain', 'param_scheduler.0.end', ''),
+        ('mmpretrain', 'data_preprocessor.num_classes', ''),
+        ('mmdet', 'optim_wrapper.accumulative_counts', ''),
+        ('mmdet', 'optim_wrapper.paramwise_cfg.bypass_duplicate', ''),
+        ('mmdet', 'optim_wrapper.loss_scale', ''),  # of --amp
+        ('mmdet', 'model.test_cfg.rcnn.mask_thr_binary', ''),
+        ('mmdet', 'model.backbone.drop_path_rate', ''),
+        ('mmdet', 'train_dataloader.drop_last', ''),
+        ('mmdet', 'train_dataloader.dataset.indices', ''),  # of a base class
+        ('mmdet', 'randomness.seed', ''),
+        ('mmdet', 'env_cfg.dist_cfg.timeout', ''),
+        ('mmdet', 'load_from', ''),
+    ],
+)
+def test_options(task, option, line):
+    pytest.importorskip(f'{task}.registry')
+    cfg = Config(read(QUICK[task])._cfg_dict.to_dict())
+    content = cfg._cfg_dict.to_dict()
+    cfg.merge_from_dict({option: 'x'})
+    if not line:
+        return settings.check_options(content, cfg, {option: 'x'})
+    with pytest.raises(RunError, match=f'--cfg-options {re.escape(option)}: .*{line}'):
+        settings.check_options(content, cfg, {option: 'x'})
+
+
+def test_options_beside_a_new_type():
+    """The arguments are those of the type on the same command line."""
+    content = dict(default_scope='mmengine', optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)))
+    cfg = Config(content)
+    options = {'optim_wrapper.optimizer.type': 'AdamW', 'optim_wrapper.optimizer.amsgrad': True}
+    cfg.merge_from_dict(options)
+    settings.check_options(content, cfg, options)
+
+
+@pytest.mark.parametrize(
+    ('text', 'line'),
+    [
+        (
+            'max_epochs = 3',
+            'max_epochs=3 is a variable that an inherited file has used already. Set train_cfg.max_epoc',
+        ),
+        ('max_epochs = 3\ntrain_cfg = dict(max_epochs=max_epochs)', ''),
+        ('max_epochs = 3\ntrain_cfg = dict(max_epochs=3)', ''),
+        ('lr = 3', ''),  # of the file alone
+        (
+            "runner = dict(type='EpochBasedRunner')",
+            'runner: nothing reads this setting of OpenMMLab 1.x. Set train_cfg',
+        ),
+        ('optimizer = dict(lr=2)\noptim_wrapper = dict(optimizer=optimizer)', ''),
+        ('param_schedulers = []', 'param_schedulers: nothing reads this setting. Did you mean param_scheduler?'),
+    ],
+)
+def test_names_at_the_top_of_a_file(tmp_path, text, line):
+    (tmp_path / 'base.py').write_text(
+        'max_epochs = 12\ntrain_cfg = dict(max_epochs=max_epochs)\noptim_wrapper = dict(optimizer=dict(lr=1))\n'
+    )
+    (tmp_path / 'mine.py').write_text(f"_base_ = 'base.py'\n{text}\n")
+    cfg = Config.fromfile(tmp_path / 'mine.py')
+    if not line:
+        return settings.check_variables(cfg)
+    with pytest.raises(RunError, match=re.escape(line)):
+        settings.check_variables(cfg)
+
+
+@pytest.mark.parametrize(
+    ('dataset', 'line'),
+    [
+        ([dict(type='A')], "train_dataloader.dataset is a list: expected one data set. Set dataset=dict(type='Concat"),
+        (dict(data_root=['a', 'b']), "train_dataloader.dataset.data_root=['a', 'b']: expected one path"),
+        (dict(dataset=dict(ann_file=['a', 'b'])), 'train_dataloader.dataset.dataset.ann_file'),
+        (dict(datasets=[dict(data_root='a'), dict(data_root='b')]), ''),
+    ],
+)
+def test_lists_in_place_of_one_data_set(dataset, line):
+    cfg = Config(dict(train_dataloader=dict(dataset=dataset)))
+    if not line:
+        return settings.check_single(cfg)
+    with pytest.raises(RunError, match=re.escape(line)):
+        settings.check_single(cfg)
