@@ -16,6 +16,7 @@ from ..layers import (
     ConvFFN,
     ConvOfGELU,
     ConvStem,
+    DWConvFFN,
     FactorisedLinear,
     Linear,
     ResidualDWConv,
@@ -188,7 +189,8 @@ def ends_in_products(block: Any) -> bool:
     """Return True if both branches of a block end in a linear layer that can absorb the layer scale."""
     if type(block) not in (Block, SourceBlock) or is_altered(block, block.attn, block.ffn):
         return False
-    return type(block.attn) is GlobalAttention and type(block.ffn).forward is MLP.forward
+    networks = MLP.forward, ConvFFN.forward, DWConvFFN.forward
+    return type(block.attn) is GlobalAttention and type(block.ffn).forward in networks
 
 
 def scaled_rows(value: Tensor, gamma: Tensor) -> nn.Parameter:

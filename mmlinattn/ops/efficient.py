@@ -39,7 +39,8 @@ def _equation(q, k, v, mask, num_heads) -> Tensor:
     wide = accumulation_dtype(q)
     q, k, v = split_heads_5d(q, num_heads), split_heads_5d(k, num_heads).to(wide), split_heads_5d(v, num_heads)
     k, root = exponentials(k, mask).transpose(-1, -2), root_weights(k, None)
-    state = k @ (v.to(wide) * root) / (k @ root).clamp(min=1e-6)  # the sum of exponentials is 0 for padding alone
+    k = k / (k @ root).clamp(min=1e-6)  # the sum of exponentials is 0 for padding alone
+    state = k @ (v.to(wide) * root)
     # the state is a weighted mean of values, so half precision can hold it
     return merge_heads_5d(q.softmax(dim=-1, dtype=wide).to(v.dtype) @ state.to(v.dtype))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.layers import MLP, ConvFFN, DWConvFFN, FactorisedLinear, build_ffn, compact
+from mmlinattn.layers import MLP, ConvFFN, DWConvFFN, FactorisedLinear, Linear, build_ffn, compact
 
 
 def unsettled(module):
@@ -85,7 +85,7 @@ def test_gains_to_begin_with(matrix, r, gain):
 def test_factors(t, dim, hidden, rank):
     """k = t m C / (m + 1); by default of the second matrix, with two branches."""
     ffn = compact(MLP(dim, hidden), t=t)
-    assert type(ffn.fc1) is nn.Linear
+    assert type(ffn.fc1) is Linear
     for factor, widths in ((ffn.fc2.down, (hidden, rank)), (ffn.fc2.up, (rank, dim))):
         assert [(layer.in_features, layer.out_features) for layer in factor.linears] == [widths] * 2
 
@@ -118,7 +118,7 @@ def test_feed_forward_networks_by_name(spec, kind):
     kept = copy.deepcopy(arch)
     for _ in range(2):
         ffn = build_ffn(arch, DWConvFFN, 10, 30)
-        assert type(ffn) is kind and type(ffn.fc2) is nn.Linear
+        assert type(ffn) is kind and type(ffn.fc2) is Linear
         assert (ffn.fc1.down.out_features, len(ffn.fc1.up.linears)) == (6, 3)  # 0.8 * 3 * 10 / 4
         assert all(isinstance(norm, nn.SyncBatchNorm) and norm.eps == 0.5 for norm in ffn.fc1.down.norms)
     assert arch == kept
