@@ -28,6 +28,7 @@ from ..engine.data.files import read_coco
 from ..engine.runner import leave_process_group
 from ..utils.errors import RunError, described, printable, raising_object, say_last
 from ..utils.files import PACKAGE
+from .memory import keep_freed_memory
 
 INTERRUPTED = 128 + signal.SIGINT  # exit status, as shells count
 
@@ -165,11 +166,13 @@ def _interrupted(work_dir: Optional[str], since: float) -> str:
 def clean_end():
     """Context for the main function of a tool: at its end, by error or signal too, end workers and process group.
 
-    After Ctrl-C, print one line with the path of the last checkpoint and exit with status 130. Errors are raised again.
+    At its start, malloc is set to keep freed memory (:func:`~mmlinattn.tooling.memory.keep_freed_memory`). After
+    Ctrl-C, print one line with the path of the last checkpoint and exit with status 130. Errors are raised again.
 
     Yields:
         SimpleNamespace: A training sets its ``work_dir``, and sets ``since`` to 0 if it resumes from older checkpoints.
     """
+    keep_freed_memory()
     run = SimpleNamespace(work_dir=None, since=time.time())
     try:
         yield run
