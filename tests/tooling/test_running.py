@@ -2,6 +2,7 @@
 """From a config to a Runner."""
 
 import logging
+import subprocess
 
 import pytest
 import torch
@@ -176,3 +177,15 @@ def test_a_batch_larger_than_the_data_is_refused(tmp_path):
     )
     with pytest.raises(RunError, match='batch_size=4 exceeds the 3 images of the data set, and drop_last=True'):
         running.build_runner(Config(dict(cfg, launcher='none'))).train()
+
+
+def test_a_missing_compiler_says_nothing(monkeypatch, capfd):
+    """MMEngine starts it by a shell, for its version."""
+
+    def log_env(self, env_cfg):
+        subprocess.run('no-such-compiler --version', shell=True)
+
+    monkeypatch.setattr(running.SafeRunner, '_log_env', log_env)
+    object.__new__(running.ToolRunner)._log_env({})
+    subprocess.run('echo later >&2', shell=True)
+    assert capfd.readouterr().err == 'later\n'
