@@ -278,7 +278,7 @@ def _of_versions() -> list:
     for package in dict.fromkeys(module.partition('.')[0] for module in WHOLE):
         family = [name for name in FAMILIES.get(package, ()) if _version(name)]
         if find_spec(package) is None:
-            problems.append(Problem(package, 'it is not installed', _installed(package)))
+            problems.append(Problem(package, f'No module named {package!r}', _installed(package)))
         elif package != 'cv2' and len(family) > 1:
             reason = f'{" and ".join(family)} write the same files'
             problems.append(Problem(package, reason, _reinstalled(package)))
