@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 import traceback
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, files, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -173,8 +173,8 @@ def _diagnosed(module: str, error: Exception, reason: str) -> Optional[Repair]:
     """Return the repair of a known cause, or None."""
     culprit = (error.name or '') if isinstance(error, ImportError) else ''
     is_missing, package = isinstance(error, ModuleNotFoundError), culprit.partition('.')[0]
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    if package == 'pkg_resources' or any('pkg_resources' in file for file in files):
+    sources = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if package == 'pkg_resources' or any('pkg_resources' in source for source in sources):
         return Repair(install=(PIP['pkg_resources'],))
     if is_missing and culprit in PIP:
         return _installed(culprit)
@@ -183,7 +183,12 @@ def _diagnosed(module: str, error: Exception, reason: str) -> Optional[Repair]:
     if module.endswith('.models') and _is_refused('transformers'):
         return Repair(install=(PIP['transformers'],))
     # the desktop wheel without X libraries, or one wheel written over another
-    if 'cv2' in (module, package) or reason.startswith("module 'cv2'") or files and f'{os.sep}cv2{os.sep}' in files[-1]:
+    if (
+        'cv2' in (module, package)
+        or reason.startswith("module 'cv2'")
+        or sources
+        and f'{os.sep}cv2{os.sep}' in sources[-1]
+    ):
         return _reinstalled('cv2')
     if 'torchvision::' in reason or module == 'torchvision':
         return _torchvision()
@@ -260,6 +265,11 @@ def _is_refused(name: str) -> bool:
     return bool(have) and not all((have >= numbers(end)) == (sign == '>=') for sign, end in bounds)
 
 
+def _lacks_files(name: str) -> bool:
+    """Return True if modules of a distribution are gone, as after another one that wrote them was uninstalled."""
+    return any(file.suffix == '.py' and not Path(str(file.locate())).exists() for file in files(name) or ())
+
+
 def _of_versions() -> list:
     """Return the problems that the list of installed distributions shows."""
     problems = []
@@ -268,10 +278,12 @@ def _of_versions() -> list:
     for package in dict.fromkeys(module.partition('.')[0] for module in WHOLE):
         family = [name for name in FAMILIES.get(package, ()) if _version(name)]
         if find_spec(package) is None:
-            problems.append(Problem(package, 'it is not installed', _installed(package)))
+            problems.append(Problem(package, f'No module named {package!r}', _installed(package)))
         elif package != 'cv2' and len(family) > 1:
             reason = f'{" and ".join(family)} write the same files'
             problems.append(Problem(package, reason, _reinstalled(package)))
+        elif lacking := next((name for name in family if _lacks_files(name)), ''):
+            problems.append(Problem(package, f'files of {lacking} are missing', _reinstalled(package)))
     for name in (*ACCEPTED, 'mmcv'):
         needs = {'setuptools': 'mmengine', 'transformers': 'mmpretrain'}.get(name, name)  # not the onedl ones
         if _is_refused(name) and _version(needs):
@@ -295,8 +307,6 @@ def use(module: str) -> None:
         import torch
 
         imported.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.tensor([0.5]), 0.5)
-    elif module == 'cv2':
-        importlib.import_module('cv2').imread  # noqa: B018, an uninstalled second wheel leaves an empty folder
     elif module == 'mmengine':
         imported.utils.is_installed('mmengine')  # imports pkg_resources in MMEngine's own distribution
     elif module == 'mmcv':

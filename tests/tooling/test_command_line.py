@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -111,3 +112,12 @@ def test_the_folder_of_an_output_file(tmp_path):
     for path, reason in ((tmp_path, 'Is a directory'), (tmp_path / 'old.txt' / 'a', 'Not a directory|File exists')):
         with pytest.raises(RunError, match=f'^--out {re.escape(repr(str(path)))} cannot be written: ({reason}).$'):
             command_line.check_out_file(path)
+
+
+@pytest.mark.parametrize('is_there', [True, False])
+def test_the_command_of_this_python(tmp_path, monkeypatch, is_there):
+    monkeypatch.setattr(sys, 'executable', str(tmp_path / 'python'))
+    monkeypatch.setenv('PATH', str(tmp_path))
+    if is_there:
+        (tmp_path / 'mmlinattn').touch(0o755)
+    assert command_line.console_command() == ('mmlinattn' if is_there else f'{tmp_path}/python -m mmlinattn')

@@ -2,6 +2,7 @@
 """From a config to a Runner."""
 
 import logging
+import subprocess
 
 import pytest
 import torch
@@ -200,3 +201,15 @@ def test_two_runs_in_one_work_dir(tmp_path):
 
     run(Second())
     run()  # the lock ends with the training
+
+
+def test_a_missing_compiler_says_nothing(monkeypatch, capfd):
+    """MMEngine starts it by a shell, for its version."""
+
+    def log_env(self, env_cfg):
+        subprocess.run('no-such-compiler --version', shell=True)
+
+    monkeypatch.setattr(running.SafeRunner, '_log_env', log_env)
+    object.__new__(running.ToolRunner)._log_env({})
+    subprocess.run('echo later >&2', shell=True)
+    assert capfd.readouterr().err == 'later\n'

@@ -282,3 +282,9 @@ def test_videos_that_cannot_be_opened(run, tmp_path, monkeypatch, capsys, source
     with pytest.raises(SystemExit, match='1'):
         run('mmpretrain', source, 'o.mp4')
     assert f"'{source}' cannot be opened." in capsys.readouterr().err and not (tmp_path / 'o.mp4').exists()
+
+
+def test_boxes_below_the_threshold_are_named(run, tmp_path, capsys):
+    mmcv.imwrite(np.zeros((64, 64, 3), dtype=np.uint8), str(tmp_path / 'a.png'))
+    run('mmdet', tmp_path / 'a.png', tmp_path / 'found.png', '--score-thr', '1.1')
+    assert 'no box has a score of at least --score-thr 1.1; the highest is 0' in capsys.readouterr().err

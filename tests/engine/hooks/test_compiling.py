@@ -65,8 +65,13 @@ HOSTS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(('host', 'attns', 'kinds'), HOSTS)
+IN_CI = ('RAVLT', 'LinearSwin', 'LinearDeiT')  # seconds a kind for the compiler
+
+
+@pytest.mark.parametrize(
+    ('host', 'attns', 'kinds'),
+    [pytest.param(*row, marks=pytest.mark.slow if row[0] in IN_CI else pytest.mark.exhaustive) for row in HOSTS],
+)
 def test_one_graph_a_kind_at_fifteen_sizes(host, attns, kinds):
     """Single images among pairs and windows with and without padding compile nothing. In float64: on CPUs, PyTorch
     compares the batch of a float32 convolution with 16."""

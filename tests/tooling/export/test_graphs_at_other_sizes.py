@@ -59,7 +59,7 @@ def cases():
             yield pytest.param(host, attns, id=f'{host}-{attns}', marks=[] if is_fast else pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize(('host', 'attns'), cases())
+@pytest.mark.parametrize(('host', 'attns'), [*cases()])
 def test_graphs_of_a_tracer(host, attns, tmp_path):
     check_onnx(small_hosts.build(host, stage_attns=attns), tmp_path / 'model.onnx')
 

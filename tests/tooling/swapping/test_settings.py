@@ -78,8 +78,6 @@ def test_imports_of_upstream_stay():
 SGD = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02), paramwise_cfg=dict(bypass_duplicate=True))
 GIVEN = dict(
     custom_imports=dict(imports='mine'),
-    custom_hooks=[dict(type='EMAHook')],
-    runner_type='Mine',
     load_from='whole.pth',
     optim_wrapper=dict(SGD, clip_grad=dict(max_norm=1.0), accumulative_counts=2),
     param_scheduler=[dict(type='CosineAnnealingLR', eta_min=0.002)],
