@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     import mmengine.model  # noqa: F401
 
 from . import backbones, engine, necks, registry
-from .backbones import forward_pass as inference  # former name, which tools import
+from . import forward_pass as inference  # former name, for tools that import it
 from .checkpoints import schemes
 from .utils.files import link_checkout
 from .version import __version__

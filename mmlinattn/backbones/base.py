@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from ..attention import Grid, StageContext
 from ..checkpoints.loading import load_pretrained
+from ..forward_pass import forget_weights, prepare, recompute
 from ..layers import FactorisedLinear, MapLayerNorm, build_ffn, is_batch_norm
 from ..ops.sizes import clone_if_open, to_image
 from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
-from .forward_pass import forget_weights, prepare, recompute
 
 
 def describe_output(stage: int, channels: int, stride: int, module: str) -> dict:

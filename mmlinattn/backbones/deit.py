@@ -8,11 +8,11 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from ..attention import Attention, Grid, StageContext
+from ..forward_pass import recompute
 from ..layers import MLP, Block, FactorisedLinear, PatchEmbed, PositionTable, TokenBlock, build_token_norm
 from ..ops.grid import to_map
 from .arch import check_type
 from .base import Backbone, describe_output, numbered
-from .forward_pass import recompute
 
 NORM = dict(type='LN', eps=1e-6)
 OUT_TYPES = ('raw', 'cls_token', 'featmap', 'avg_featmap')

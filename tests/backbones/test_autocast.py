@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from mmlinattn.backbones import forward_pass
+from mmlinattn import forward_pass
 from mmlinattn.ops import dispatch, leaves
 from mmlinattn.ops.casting import CastTogether
 
