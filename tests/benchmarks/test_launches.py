@@ -6,7 +6,10 @@ import functools
 import launches
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+from mmlinattn.attention import TokenMixer
 
 pytest.importorskip('mmdet')
 
@@ -32,6 +35,48 @@ def test_launches_of_a_training_step(name, small, large, side):
     ours, peer = (step(each, side) for each in (name, launches.SWIN))
     ratio = (ours['forward'] + ours['backward']) / (peer['forward'] + peer['backward'])
     assert ratio <= (small if side == 224 else large)
+
+
+class Adapter(nn.Module):
+    """Low-rank adapter beside a linear layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.down = layer, nn.Linear(layer.in_features, 2)
+
+    def forward(self, x):
+        return self.layer(x) + F.pad(self.down(x), (0, self.layer.out_features - 2))
+
+
+def own_mixers(model):
+    for module in model.modules():
+        if isinstance(module, TokenMixer):
+            module.__class__ = type('Own', (type(module),), {})
+
+
+def own_backbone(model):
+    model.__class__ = type('Own', (type(model),), {})
+
+
+def hooked(model):
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, out: None)
+
+
+def adapted(model):
+    attn = model.stages[0][0].attn
+    attn.proj = Adapter(attn.proj)
+
+
+@pytest.mark.parametrize('change', [own_mixers, own_backbone, hooked, adapted])
+@pytest.mark.parametrize('name', ['RAVLT-T, fully linear', 'InLine-Swin-T'])
+def test_launches_of_a_changed_model(name, change):
+    """A mixer or backbone of a user, hooks and an adapter keep the fast layers around them."""
+    with torch.random.fork_rng():
+        model = launches.build(name, shrink=8)
+        change(model)
+        found, ours = launches.backbone_step(model, torch.randn(2, 3, 224, 224)), step(name, 224)
+    assert found['forward'] + found['backward'] <= 1.02 * (ours['forward'] + ours['backward'])
 
 
 def test_python_calls_of_a_training_forward_pass():
