@@ -52,9 +52,11 @@ def draw_examples(data: OwnData, file: Path) -> None:
             pixels = np.asarray(image if image.mode in ('L', 'RGB', 'RGBA', 'I;16', 'I', 'F') else image.convert('RGB'))
         if pixels.dtype != np.uint8:
             pixels = np.interp(pixels, (pixels.min(), pixels.max()), (0, 255)).astype(np.uint8)
+        if example.label_map and pixels.ndim == 3:  # grey, so that the colours of a mask are those of its legend
+            pixels = pixels[..., :3].mean(axis=-1).astype(np.uint8)
         step = max(1, max(pixels.shape[:2]) // _LONGER_SIDE)
         height, width = pixels.shape[:2]
-        axes.imshow(pixels[::step, ::step], cmap='gray', extent=(0, width, height, 0))
+        axes.imshow(pixels[::step, ::step], cmap='gray', vmin=0, vmax=255, extent=(0, width, height, 0))
         axes.set_title(f'{example.path.name}\n{example.title}'.strip()[-80:], parse_math=False)
         axes.axis('off')
         for item in example.objects:
