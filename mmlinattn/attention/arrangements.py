@@ -98,7 +98,7 @@ class WindowAttention(Attention):
             projected, *gate = projected.split((sum(self.widths[:3]), *self.widths[3:]), dim=-1)
         windows, real, hidden = windows_of(stage, x).get(self.window, self.shift)
         # windows are padded with zeros after the projection, so values of padding are zero
-        q, k, v = windows.partition(projected).split(self.widths[:3], dim=-1)
+        q, k, v = windows.partition_qkv(projected, self.widths[:3])
         context = None
         if self.mixer.context:
             context = mean_token(windows.partition(x if stage.source is None else stage.source), real)

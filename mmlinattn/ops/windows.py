@@ -2,7 +2,7 @@
 """Windows over (B, H, W, C) maps: padding to whole windows, cyclic shift, partition, and the inverse."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Optional, Union
 
 import torch
@@ -75,6 +75,18 @@ class Windows(NamedTuple):
             x = x.roll((-self.shift[0], -self.shift[1]), dims=(1, 2))
         h, w = self.window
         return rearrange(x, 'b (rows h) (columns w) c -> (b rows columns) (h w) c', h=h, w=w)
+
+    def partition_qkv(self, x: Tensor, widths: tuple[int, ...]) -> Sequence[Tensor]:
+        """Cut queries, keys and values side by side, (B, H, W, sum of ``widths``), into windows as :meth:`partition`.
+
+        On CPUs without gradients, values are cut apart: a convolution of them then needs no other copy.
+        """
+        q, k, v = widths
+        is_padded = self.padded != (self.height, self.width) and not any(self.shift)
+        if not is_padded or not dispatch.writes_in_place(x):
+            return self.partition(x).split(widths, dim=-1)
+        pair, values = (self._pad_and_partition(part) for part in x.split((q + k, v), dim=-1))
+        return *pair.split((q, k), dim=-1), values
 
     def merge(self, x: Tensor, batch: int = -1) -> Tensor:
         """Invert :meth:`partition`: (B * windows, h * w, C) -> (B, H, W, C).
@@ -193,6 +205,10 @@ class DynamicWindows:
         # not einops: `clone_if_open` has to run between its permutation and its reshape
         x = unflatten(unflatten(x, 2, (columns.count, columns.window)), 1, (rows.count, rows.window))
         return clone_if_open(x.transpose(2, 3)).flatten(0, 2).flatten(1, 2)
+
+    def partition_qkv(self, x: Tensor, widths: tuple[int, ...]) -> Sequence[Tensor]:
+        """Cut queries, keys and values as :meth:`Windows.partition_qkv` does."""
+        return self.partition(x).split(widths, dim=-1)
 
     def merge(self, x: Tensor, batch: int = -1) -> Tensor:
         """Invert :meth:`partition`, as :meth:`Windows.merge` does."""
