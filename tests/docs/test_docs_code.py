@@ -35,7 +35,7 @@ from mmlinattn_console import TOOLS as COMMANDS
 PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'benchmarks').glob('*.md'), *(ROOT / 'docs').rglob('*.md')])
 NEEDS = {'data', 'weights', 'GPU', 'network', 'minutes', 'several machines'}
 # no code: a tree of folders, an equation, a diagram
-PROSE = {'text', 'mermaid'}
+PROSE = {'text', 'mermaid', 'console'}
 
 
 @dataclass
