@@ -30,6 +30,7 @@ from mmlinattn.ops import fused, leaves
 from mmlinattn.utils import private_apis
 
 LN = dict(type='LN', eps=1e-6)
+pytestmark = pytest.mark.usefixtures('fast_forms')
 
 
 def without_gradients(module, *args):
