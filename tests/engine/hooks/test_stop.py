@@ -25,7 +25,7 @@ class Kill(Hook):
 
     def _before_iter(self, runner, batch_idx, data_batch=None, mode='train'):
         if (runner.iter, mode) == (self.iteration, self.mode):
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)  # to this thread: os.kill may return before another thread gets it
 
 
 def stopped(folder, kill, hooks=HOOKS, **options):
