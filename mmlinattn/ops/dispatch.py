@@ -88,7 +88,8 @@ def needs_reference(*tensors: Optional[Tensor]) -> bool:
     differentiation or dispatch modes. It also holds for meta tensors, fake tensors and other tensor subclasses.
     """
     compiler = private_apis.compiler
-    if _choice == 'reference' or compiler._is_compiling_flag or compiler.is_dynamo_compiling():
+    # Dynamo replaces the first function by True, and compares a flag that it reads with the flag of later calls
+    if _choice == 'reference' or compiler.is_dynamo_compiling() or compiler._is_compiling_flag:
         return True
     if private_apis.is_jit_tracing():
         return True
