@@ -15,8 +15,11 @@ from . import dispatch
 
 def is_known(*sizes) -> bool:
     """Return True if all sizes are Python numbers rather than symbols or tensors of a graph."""
+    may_be_symbol = private_apis.compiler.is_dynamo_compiling()  # there the type of a symbol is int
     for size in sizes:
-        if type(size) is not int and (isinstance(size, Tensor) or not private_apis.has_static_value(size)):
+        if type(size) is int and not may_be_symbol:
+            continue
+        if isinstance(size, Tensor) or not private_apis.has_static_value(size):
             return False
     return True
 

@@ -186,7 +186,7 @@ def _above_base(play: Play, schedulers: list) -> Optional[str]:
         floor = f'{" and ".join(floors)} is a floor for all parameters; eta_min_ratio is one for each rate. '
     return (
         f'the rate of {play.sizes[at]} parameters rises above {play.bases[at]:.3g}, to which it is set: '
-        f'{peaks[at]:.3g} at iteration {play.begin + int(play.rates[:, at].argmax())} of {play.length.iters}. {floor}'
+        f'{peaks[at]:.3g} at iteration {play.begin + int(np.argmax(play.rates[:, at]))} of {play.length.iters}. {floor}'
     ).strip()
 
 
