@@ -4,20 +4,28 @@
 A module beside the package: ``import mmlinattn`` fails if packages are missing, and the tools report those in one line.
 """
 
+import argparse
 import runpy
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 TOOLS = {
+    'config': 'make_config.py',
     'train': 'train.py',
     'test': 'test.py',
     'demo': 'demo.py',
-    'config': 'make_config.py',
-    'swap': 'swap_backbone.py',
     'export': 'export.py',
+    'swap': 'swap_backbone.py',
+    'convert': 'convert_checkpoint.py',
+    'shapes': 'make_shapes_dataset.py',
+    'flops': 'analysis_tools/get_flops.py',
+    'attention': 'analysis_tools/inspect_attention.py',
+    'study': 'analysis_tools/ablation_study.py',
+    'images': 'analysis_tools/contact_sheet.py',
+    'check': 'check_env.py',
 }
-USAGE = f'usage: mmlinattn {{{",".join(TOOLS)}}} [arguments of the tool, --help lists them]'
 
 
 def tools_folder() -> Path:
@@ -31,21 +39,28 @@ def tools_folder() -> Path:
     return checkout / 'tools'
 
 
+def installed_version() -> str:
+    """Return the version of the distribution, without importing the package."""
+    try:
+        return version('mmlinattn')
+    except PackageNotFoundError:
+        return 'unknown (not installed)'
+
+
 def main() -> None:
     """Run the tool named by the first argument with the others.
 
     Raises:
         SystemExit: The first argument is no tool, mmlinattn is not installed, or the tool exits.
     """
-    name = sys.argv[1] if len(sys.argv) > 1 else ''
-    if name in ('-h', '--help'):
-        print(f'{USAGE}\ntools: {tools_folder()}')
-        return
-    if name not in TOOLS:
-        print(f'error: command={name!r}: expected one of ({", ".join(TOOLS)})', file=sys.stderr)
-        raise SystemExit(2)
-    del sys.argv[0]
-    runpy.run_path(str(tools_folder() / TOOLS[name]), run_name='__main__')
+    parser = argparse.ArgumentParser(prog='mmlinattn', description='Run a tool of mmlinattn.')
+    parser.add_argument('--version', action='version', version=installed_version())
+    parser.add_argument('command', choices=TOOLS, help='the tool to run')
+    parser.add_argument('arguments', nargs=argparse.REMAINDER, help='arguments of the tool; --help lists them')
+    args = parser.parse_args()
+    tool = tools_folder() / TOOLS[args.command]
+    sys.argv = [str(tool), *args.arguments]
+    runpy.run_path(str(tool), run_name='__main__')
 
 
 if __name__ == '__main__':

@@ -63,7 +63,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--interval', type=int, default=1, help='draw every n-th image [1]')
     parser.add_argument('--wait-time', type=float, default=2, help='seconds --show waits [2]')
     parser.add_argument('--tta', action='store_true', help='test-time augmentation of the config')
-    parser.add_argument('--amp', action='store_true', help='float16 (off without an accelerator)')
+    parser.add_argument(
+        '--amp',
+        action='store_true',
+        help='float16, as metrics of upstream refuse bfloat16 (off without an accelerator)',
+    )
     add_common_arguments(parser)
     return parser.parse_args()
 
