@@ -53,12 +53,15 @@ def main() -> None:
     Raises:
         SystemExit: The first argument is no tool, mmlinattn is not installed, or the tool exits.
     """
-    parser = argparse.ArgumentParser(prog='mmlinattn', description='Run a tool of mmlinattn.')
+    folder = tools_folder()
+    parser = argparse.ArgumentParser(
+        prog='mmlinattn', description='Run a tool of mmlinattn.', epilog=f'tools: {folder}'
+    )
     parser.add_argument('--version', action='version', version=installed_version())
     parser.add_argument('command', choices=TOOLS, help='the tool to run')
     parser.add_argument('arguments', nargs=argparse.REMAINDER, help='arguments of the tool; --help lists them')
     args = parser.parse_args()
-    tool = tools_folder() / TOOLS[args.command]
+    tool = folder / TOOLS[args.command]
     sys.argv = [str(tool), *args.arguments]
     runpy.run_path(str(tool), run_name='__main__')
 
