@@ -5,7 +5,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import accumulate, islice
-from typing import Any, Callable, Optional, Union
+from operator import attrgetter
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 import numpy as np
 import torch
@@ -27,12 +28,23 @@ def describe_output(stage: int, channels: int, stride: int, module: str) -> dict
     return dict(stage=stage, channels=channels, stride=stride, num_chs=channels, reduction=stride, module=module)
 
 
-def numbered(key: str) -> tuple[str, Optional[int]]:
-    """Return the first part of a state dict key and the index after it: ``('stages', 2)`` for ``'stages.2.0.ffn'``. The
-    index is None if no number follows."""
-    part, _, rest = key.partition('.')
-    number = rest.partition('.')[0]
-    return part, int(number) if number.isdecimal() else None
+class Part(NamedTuple):
+    """A module or parameter of a backbone.
+
+    Attributes:
+        name (str): Its name in the backbone.
+        depth (int, optional): Number of the last block before it, or of the block itself, for layer-wise learning
+            rates; None stands for the largest depth.
+        frozen_from (int): The smallest ``frozen_stages`` that freezes it.
+        cast_group (int, optional): Number of the group whose weights autocast casts together; None is no group.
+        is_built (bool): False if the arguments leave it out. Keys of a checkpoint for it are skipped.
+    """
+
+    name: str
+    depth: Optional[int]
+    frozen_from: int
+    cast_group: Optional[int] = None
+    is_built: bool = True
 
 
 class Backbone(Arch, BaseModule):
@@ -65,6 +77,7 @@ class Backbone(Arch, BaseModule):
     out_norm_cfg = dict(type='LN', eps=1e-6)
     undecayed: tuple[str, ...] = ()  # ends of the names of weights without weight decay, besides norms and biases
     init_cfg: Any
+    built_depths: tuple[int, ...]  # number of blocks of each stage that is built
     default_init_cfg = [
         dict(type='TruncNormal', layer='Linear', std=0.02, bias=0.0),
         dict(type='Constant', layer=['LayerNorm', '_BatchNorm'], val=1.0, bias=0.0),
@@ -127,22 +140,36 @@ class Backbone(Arch, BaseModule):
             'graphs serve every size (docs/deploy.md)'
         )
 
-    def frozen_modules(self) -> list:
-        """Return the stem and the first ``frozen_stages`` stages, with their norms and position tables."""
+    def parts(self) -> list[Part]:
+        """Return the parts of the backbone in the order of the forward pass, with those that are left out."""
         raise NotImplementedError
 
-    def stage_modules(self) -> list[list[nn.Module]]:
-        """Return the modules that :meth:`features` calls, by stage; the weights of a stage are cast together."""
-        raise NotImplementedError
+    def part_of(self, key: str) -> Optional[Part]:
+        """Return the part that the state dict key ``key`` belongs to, None if there is none."""
+        return next((part for part in self.parts() if f'{key}.'.startswith(f'{part.name}.')), None)
+
+    def cast_groups(self) -> list[list[nn.Module]]:
+        """Return the modules whose weights autocast casts together."""
+        groups: dict[int, list[nn.Module]] = {}
+        for part in self.parts():
+            if part.is_built and part.cast_group is not None:
+                groups.setdefault(part.cast_group, []).append(self.get_submodule(part.name))
+        return list(groups.values())
+
+    def ignorable_keys(self, key: str) -> bool:
+        """Return True for a checkpoint's key that this model leaves out by its arguments: stages or blocks after the
+        last output, and norms of maps that are not returned."""
+        part = self.part_of(key)
+        return part is not None and not part.is_built
 
     def freeze(self) -> None:
-        """Freeze the modules of ``frozen_stages``: eval mode, no gradients."""
-        if self.frozen_stages < 0:
-            return
-        for module in self.frozen_modules():
-            module.eval()
-            for parameter in module.parameters():
-                parameter.requires_grad = False
+        """Freeze the parts of ``frozen_stages``: eval mode, no gradients."""
+        for part in self.parts() if self.frozen_stages >= 0 else ():
+            if part.is_built and part.frozen_from <= self.frozen_stages:
+                frozen = attrgetter(part.name)(self)
+                frozen.requires_grad_(False)
+                if isinstance(frozen, nn.Module):
+                    frozen.eval()
 
     @torch.no_grad()
     def switch_to_deploy(self) -> 'Backbone':
@@ -290,21 +317,10 @@ class Backbone(Arch, BaseModule):
         num_layers = sum(self.built_depths) + 2
         if not param_name.startswith(prefix):
             return num_layers - 1, num_layers
-        try:
-            depth = self.depth_of(*param_name[len(prefix) :].split('.'))
-        except (IndexError, ValueError) as error:  # no number of a stage or block
-            name = type(self).__name__
-            raise ValueError(f'param_name={param_name!r} is no parameter of a stage of {name}') from error
-        return (num_layers - 1 if depth is None else depth), num_layers
-
-    @property
-    def built_depths(self) -> tuple[int, ...]:
-        """Number of blocks of each stage that is built."""
-        raise NotImplementedError
-
-    def depth_of(self, part: str, *rest: str) -> Optional[int]:
-        """Return the depth of the parameter ``part.rest`` for :meth:`get_layer_depth`; None stands for the largest."""
-        raise NotImplementedError
+        part = self.part_of(param_name[len(prefix) :])
+        if part is None:
+            raise ValueError(f'param_name={param_name!r} is no parameter of a stage of {type(self).__name__}')
+        return (num_layers - 1 if part.depth is None else part.depth), num_layers
 
     def adapt_state_dict(self, state_dict: dict) -> dict:
         """Return a checkpoint's weights, converted to this model by the ``adapt_state`` of its modules: position tables
@@ -354,6 +370,7 @@ class PyramidBackbone(Backbone):
         super().__init__(arch, **kwargs)
         self.out_indices = self._check_outputs(out_indices, len(self.depths))
         self.num_stages = self.out_indices[-1] + 1
+        self.built_depths = self.depths[: self.num_stages]
         self.out_norm = check_type('out_norm', out_norm, bool)
         self.patch_embeds = ModuleList()
         self.stages = ModuleList()
@@ -415,34 +432,12 @@ class PyramidBackbone(Backbone):
                 x = out.permute(0, 2, 3, 1)
         return tuple(outs)
 
-    def stage_modules(self) -> list[list[nn.Module]]:
-        inputs = [getattr(self, part) for part in self.stage_inputs]
-        return [[*(part[i] for part in inputs), *self.stages[i]] for i in range(self.num_stages)]
-
-    def frozen_modules(self) -> list:
-        k = self.frozen_stages
-        inputs = [module for part in self.stage_inputs for module in getattr(self, part)[: max(k, 1)]]
-        return [*inputs, *self.stages[:k], *(norm for i, norm in self.out_norms.items() if int(i) < k)]
-
-    @property
-    def built_depths(self) -> tuple[int, ...]:
-        return self.depths[: self.num_stages]
-
-    def depth_of(self, part: str, *rest: str) -> Optional[int]:
-        stage = range(len(self.depths)).index(int(rest[0]))
-        before = sum(self.depths[:stage])
-        if part == 'stages':
-            return before + range(self.depths[stage]).index(int(rest[1])) + 1
-        if part == 'out_norms':
-            return before + self.depths[stage] if self.norms_feed_on and stage < self.num_stages - 1 else None
-        return before
-
-    def ignorable_keys(self, key: str) -> bool:
-        """Return True for a checkpoint's key that this model leaves out by its arguments: stages after the last output,
-        and norms of stages that are no outputs."""
-        part, number = numbered(key)
-        if number is None or number >= len(self.depths):  # no stage of this architecture
-            return False
-        if part == 'out_norms':
-            return str(number) not in self.out_norms
-        return part in (*self.stage_inputs, 'stages') and number >= self.num_stages
+    def parts(self) -> list[Part]:
+        parts, before = [], 0
+        for i, depth in enumerate(self.depths):
+            is_built, feeds_on = i < self.num_stages, self.norms_feed_on and i < self.num_stages - 1
+            parts += [Part(f'{name}.{i}', before, i + 1 if i else 0, i, is_built) for name in self.stage_inputs]
+            parts += [Part(f'stages.{i}.{j}', before + j + 1, i + 1, i, is_built) for j in range(depth)]
+            before += depth
+            parts.append(Part(f'out_norms.{i}', before if feeds_on else None, i + 1, None, str(i) in self.out_norms))
+        return parts

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from collections.abc import Sequence
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 import torch
 from mmengine.model import ModuleList
@@ -12,7 +12,7 @@ from ..forward_pass import recompute
 from ..layers import MLP, Block, FactorisedLinear, PatchEmbed, PositionTable, TokenBlock, build_token_norm
 from ..ops.grid import to_map
 from .arch import check_type
-from .base import Backbone, describe_output, numbered
+from .base import Backbone, Part, describe_output
 
 NORM = dict(type='LN', eps=1e-6)
 OUT_TYPES = ('raw', 'cls_token', 'featmap', 'avg_featmap')
@@ -101,6 +101,7 @@ class LinearDeiT(Backbone):
             [i + depth if type(i) is int and -depth <= i < 0 else i for i in indices], depth
         )
         self.num_blocks = self.out_indices[-1] + 1
+        self.built_depths = (self.num_blocks,)
         self.patch_embeds = ModuleList([PatchEmbed(self.in_channels, dim, 16, 16)])
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         nn.init.trunc_normal_(self.cls_token, std=0.02)
@@ -145,31 +146,12 @@ class LinearDeiT(Backbone):
             return x[:, 0]
         return to_map(x, grid).contiguous() if self.out_type == 'featmap' else x[:, 1:].mean(dim=1)
 
-    def stage_modules(self) -> list[list[nn.Module]]:
+    def parts(self) -> list[Part]:
+        tables = [] if self.position_table is None else ['position_table']
         # groups of four blocks: their gradients are cast, and sent by DDP, while those of earlier blocks are computed
-        blocks = list(self.blocks)
-        return [list(self.patch_embeds), *(blocks[i : i + 4] for i in range(0, len(blocks), 4))]
-
-    def frozen_modules(self) -> list:
-        stem = [self.patch_embeds] if self.position_table is None else [self.patch_embeds, self.position_table]
-        return [*stem, *self.blocks[: self.frozen_stages]]
-
-    def freeze(self) -> None:
-        super().freeze()
-        if self.frozen_stages >= 0:
-            self.cls_token.requires_grad = False
-
-    @property
-    def built_depths(self) -> tuple[int, ...]:
-        return (self.num_blocks,)
-
-    def depth_of(self, part: str, *rest: str) -> Optional[int]:
-        if part == 'blocks':
-            return range(self.depths[0]).index(int(rest[0])) + 1
-        return None if part == 'out_norm' else 0
-
-    def ignorable_keys(self, key: str) -> bool:
-        part, number = numbered(key)
-        if part == 'out_norm':
-            return self.out_norm is None
-        return part == 'blocks' and number is not None and self.num_blocks <= number < self.depths[0]
+        return [
+            Part('patch_embeds', 0, 0, 0),
+            *(Part(name, 0, 0) for name in ('cls_token', *tables)),
+            *(Part(f'blocks.{i}', i + 1, i + 1, 1 + i // 4, i < self.num_blocks) for i in range(self.depths[0])),
+            Part('out_norm', None, self.depths[0] + 1, None, self.out_norm is not None),
+        ]

@@ -7,7 +7,7 @@ from torch import nn
 from ..attention import Attention, GlobalAttention, get_mixer
 from ..layers import build_ffn
 from .arch import check_count, check_type
-from .base import PyramidBackbone, numbered
+from .base import PyramidBackbone
 from .nextvit_blocks import (
     SHARE,
     AveragedKeysAttention,
@@ -189,7 +189,6 @@ class LinearNextViT(PyramidBackbone):
                 )
 
     def ignorable_keys(self, key: str) -> bool:
-        part, number = numbered(key)
-        if part == 'out_norms' and number is not None and number < self.num_stages - 1:
-            return False  # this norm feeds the next stage, so the network would compute something else
-        return super().ignorable_keys(key)
+        feed_on = [f'out_norms.{i}.' for i in range(self.num_stages - 1)]
+        # without a norm that feeds the next stage, the network would compute something else
+        return not key.startswith(tuple(feed_on)) and super().ignorable_keys(key)

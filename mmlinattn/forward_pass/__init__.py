@@ -49,13 +49,13 @@ _weights: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def weights_of(backbone: Any) -> list[list[Tensor]]:
-    """Return the float32 weights of the leaves of a backbone, by stage; none if blocks are compiled.
+    """Return the float32 weights of the leaves of a backbone, by group; none if blocks are compiled.
 
     The lists are kept until :func:`forget_weights`. A parameter that is replaced meanwhile has no cast, so its leaf
     casts it.
     """
     if backbone not in _weights:
-        modules = [[part for module in stage for part in module.modules()] for stage in backbone.stage_modules()]
+        modules = [[part for module in group for part in module.modules()] for group in backbone.cast_groups()]
         leaves: Any = [[part for part in parts if isinstance(part, Leaf)] for parts in modules]
         if any(part._compiled_call_impl is not None for parts in modules for part in parts):
             leaves = []
