@@ -18,14 +18,17 @@ HOOKS = [dict(type='ExactResumeHook'), dict(type='StopHook')]
 
 
 class Kill(Hook):
-    """SIGTERM to this process before an iteration of training, or of the validation there."""
+    """Run the handler of SIGTERM before an iteration of training, or of the validation there.
+
+    The signal itself, which ends a process without a handler, is sent in ``tests/tools/test_stopping.py``.
+    """
 
     def __init__(self, iteration, mode='train'):
         self.iteration, self.mode = iteration, mode
 
     def _before_iter(self, runner, batch_idx, data_batch=None, mode='train'):
         if (runner.iter, mode) == (self.iteration, self.mode):
-            signal.raise_signal(signal.SIGTERM)  # to this thread: os.kill may return before another thread gets it
+            signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)
 
 
 def stopped(folder, kill, hooks=HOOKS, **options):
