@@ -99,6 +99,7 @@ class WindowAttention(Attention):
         windows, real, hidden = windows_of(stage, x).get(self.window, self.shift)
         # windows are padded with zeros after the projection, so values of padding are zero
         q, k, v = windows.partition_qkv(projected, self.widths[:3])
+        del projected  # its memory is free for the mixed values
         context = None
         if self.mixer.context:
             context = mean_token(windows.partition(x if stage.source is None else stage.source), real)
