@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.twins import ATTENTIONS, DIM, FIRST, HEADS, assert_same, attend, build, filled
+from helpers.references import ATTENTIONS, DIM, FIRST, HEADS, assert_same, attend, build, filled
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import interpolate, pad

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Every attention against its twin, the equation with N x N maps (:mod:`helpers.twins`)."""
+"""Every attention against its reference, the equation with N x N maps (:mod:`helpers.references`)."""
 
 from pathlib import Path
 from unittest import mock
@@ -8,8 +8,8 @@ import count_traffic
 import pytest
 import run_attentions
 import torch
-from helpers import graphs, small_hosts, twins
-from helpers.twins import (
+from helpers import graphs, references, small_hosts
+from helpers.references import (
     ATTENTIONS,
     DIM,
     FORMS,
@@ -70,10 +70,10 @@ def table(height, width):
     batch=st.integers(1, 2),
     block=st.sampled_from([1, 40, 200, 2**21]),
 )
-def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_kernel, qkv_bias, backend, batch, block):
+def test_its_reference(name, height, width, prefix, encoded, gate, local_kernel, qkv_bias, backend, batch, block):
     """Values and gradients on maps of any size, class tokens before them; the host's gate, local term, positions and
-    bias of the map. An item is the same alone as in a batch, as it is in the twin; one of several blocks of tokens the
-    same as of one."""
+    bias of the map. An item is the same alone as in a batch, as it is in the reference; one of several blocks of
+    tokens the same as of one."""
     torch.manual_seed(0)
     attention = build(name, grid=(3, 4) if encoded else None, gate=gate, local_kernel=local_kernel, qkv_bias=qkv_bias)
     mixer, grid = attention.mixer, Grid(height, width, prefix)
@@ -86,7 +86,7 @@ def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_ke
     with form(backend), mock.patch.object(ops.blocks, 'BLOCK_NUMEL', block):
         out = attend(attention, x, grid, source=source, **shared)
         size = (height, width) if is_turned and mixer.rotary else None
-        slow = twins.twin(
+        slow = references.reference(
             attention, name, x, grid, size=size, bias=bias if encoded and mixer.bias else None, context=source
         )
         # gradients of a norm of few numbers, and of powers, may be large
@@ -121,7 +121,7 @@ def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
         rows, columns = height, width
     grid, key_grid = Grid(height, width), Grid(rows, columns)
     x, kv = tokens(2, grid.num_tokens), tokens(2, key_grid.num_tokens)
-    slow = twins.twin(attention, name, x, grid, kv, key_grid)
+    slow = references.reference(attention, name, x, grid, kv, key_grid)
     with form(backend):
         assert_same(attend(attention, x, grid, kv, key_grid), slow, [x, kv, *attention.parameters()], rtol=1e-6)
 
@@ -225,16 +225,16 @@ def test_a_new_attention_is_one_class(gate, local_kernel):
     q, k, v, *gates = attention.qkv(x).split([*Narrow.widths, *([6] if gate == 'projection' else [])], dim=-1)
     out = mean(q, k, v)
     if local_kernel:
-        out = out + twins.sum_of(attention.local.weight[None], v, Grid(3, 5)) + attention.local.bias
+        out = out + references.sum_of(attention.local.weight[None], v, Grid(3, 5)) + attention.local.bias
     out = attention.proj(out * (gates[0] if gates else x if gate else 1))
     for learns in (True, False):
         with torch.set_grad_enabled(learns):
             torch.testing.assert_close(attention(x, StageContext(Grid(3, 5))), out)
 
 
-def test_every_registered_attention_has_a_twin_and_a_row_in_the_documentation():
+def test_every_registered_attention_has_a_reference_and_a_row_in_the_documentation():
     ours = {name for name, kind in TOKEN_MIXERS.module_dict.items() if kind.__module__.startswith('mmlinattn.')}
-    assert set(twins.FIRST) == ours
+    assert set(references.FIRST) == ours
     page = (Path(__file__).parents[2] / 'docs' / 'attentions.md').read_text(encoding='utf-8')
     assert {line.split('`')[1] for line in page.splitlines() if line.startswith('| `')} == ours
 
@@ -267,7 +267,7 @@ REFUSED = [  # class, its arguments, words of the error: argument, value, allowe
         (Attention, (DIM, HEADS, 'rala', None, size), [f'local_kernel={size!r}', 'None or an odd int >= 1'])
         for size in (4, 0, -3, 3.0, True)
     ),
-    *((Attention, (DIM, HEADS, spec), words) for spec, words in twins.REFUSED),
+    *((Attention, (DIM, HEADS, spec), words) for spec, words in references.REFUSED),
     (Attention, (DIM, HEADS, dict(type='rala', output_gate='')), [GATES[0].format(''), GATES[1]]),
     (Attention, (DIM, HEADS, 'softmax', None, None, 'sigmoid'), [GATES[0].format('sigmoid'), GATES[1]]),
     (Attention, (24, 8, 'hallucinated'), ['num_heads=8', 'even']),
@@ -294,7 +294,7 @@ def test_refusals(build, arguments, words):
 
 CONVOLUTIONS = [
     (name, path)
-    for name in twins.FIRST.values()
+    for name in references.FIRST.values()
     for path, module in build(name).mixer.named_modules()
     if isinstance(module, (nn.Conv1d, nn.Conv2d))
 ]

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.twins import ATTENTIONS, DIM, HEAD_DIM, HEADS, assert_same, attend, build, filled, tokens
+from helpers.references import ATTENTIONS, DIM, HEAD_DIM, HEADS, assert_same, attend, build, filled, tokens
 from torch import nn
 
 from mmlinattn import ops

@@ -169,12 +169,12 @@ def test_a_copy_between_forward_and_backward(casts):
     expected = step(model, x)
     with torch.autocast('cpu', HALF):
         outs = model(x)
-        twin = copy.deepcopy(model)  # as EMA makes one
+        copied = copy.deepcopy(model)  # as EMA makes one
     model.zero_grad()
     small_hosts.loss(outs).backward()
     assert casts
     torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, expected[1], rtol=0, atol=0)
-    torch.testing.assert_close(step(twin, x), expected, rtol=0, atol=0)
+    torch.testing.assert_close(step(copied, x), expected, rtol=0, atol=0)
 
 
 def test_weights_that_move_or_change_are_those_of_the_next_step(casts):

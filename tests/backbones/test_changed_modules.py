@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 from helpers import small_hosts
+from helpers.references import filled
 from helpers.small_hosts import ARCHS
-from helpers.twins import filled
 from mmcv.cnn.bricks import DropPath
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
@@ -59,7 +59,7 @@ def noise(tensor):
     return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * tensor.std(unbiased=False) / 4
 
 
-# --- changes: of a layer of one model, and of the same layer of its plain twin ----------------------------------------
+# --- changes: of a layer of one model, and of the same layer of its plain reference -----------------------------------
 
 
 class Scale(nn.Module):
@@ -78,52 +78,52 @@ class Scaled(nn.Module):
         return FACTOR * self.layer(*args)
 
 
-def scale_output(twin, path, layer):
-    scale(layer) if is_affine(layer) else replace(twin, path, Scaled(layer))
+def scale_output(reference, path, layer):
+    scale(layer) if is_affine(layer) else replace(reference, path, Scaled(layer))
 
 
-def hooked(model, twin, path, layer, plain):
+def hooked(model, reference, path, layer, plain):
     layer.register_forward_hook(lambda module, args, out: FACTOR * out)
-    scale_output(twin, path, plain)
+    scale_output(reference, path, plain)
 
 
-def hooked_before(model, twin, path, layer, plain):
+def hooked_before(model, reference, path, layer, plain):
     layer.register_forward_pre_hook(lambda module, args: FACTOR * args[0])
     scale(plain, 'weight')
 
 
-def own_forward(model, twin, path, layer, plain):
+def own_forward(model, reference, path, layer, plain):
     forward = layer.forward
     layer.forward = lambda *args: FACTOR * forward(*args)
-    scale_output(twin, path, plain)
+    scale_output(reference, path, plain)
 
 
-def subclassed(model, twin, path, layer, plain):
+def subclassed(model, reference, path, layer, plain):
     kind = type(layer)
     layer.__class__ = type('Own', (kind,), dict(forward=lambda self, *args: FACTOR * kind.forward(self, *args)))
-    scale_output(twin, path, plain)
+    scale_output(reference, path, plain)
 
 
-def parametrised(model, twin, path, layer, plain):
+def parametrised(model, reference, path, layer, plain):
     for name in list(layer._parameters):
         if getattr(layer, name) is not None:
             parametrize.register_parametrization(layer, name, Scale())
             scale(plain, name)
 
 
-def normalised(model, twin, path, layer, plain):
+def normalised(model, reference, path, layer, plain):
     parametrizations.weight_norm(layer)
     layer.parametrizations.weight.original0.data *= FACTOR
     scale(plain, 'weight')
 
 
-def normalised_by_hooks(model, twin, path, layer, plain):
+def normalised_by_hooks(model, reference, path, layer, plain):
     weight_norm(layer)
     layer.weight_g.data *= FACTOR
     scale(plain, 'weight')
 
 
-def pruned(model, twin, path, layer, plain):
+def pruned(model, reference, path, layer, plain):
     """And given other weights, as a checkpoint gives them."""
     for name in list(layer._parameters):
         if getattr(layer, name) is not None:
@@ -147,7 +147,7 @@ class Adapter(nn.Module):
         return self.base(x) + self.delta(x)
 
 
-def adapted(model, twin, path, layer, plain):
+def adapted(model, reference, path, layer, plain):
     delta = copy.deepcopy(layer)
     delta.weight.data = noise(delta.weight.data)
     delta.bias = None
@@ -155,10 +155,10 @@ def adapted(model, twin, path, layer, plain):
     if is_affine(plain):
         plain.weight.data += delta.weight.data
     else:
-        replace(twin, path, Adapter(plain, copy.deepcopy(delta)))
+        replace(reference, path, Adapter(plain, copy.deepcopy(delta)))
 
 
-def adapted_by_a_property(model, twin, path, layer, plain):
+def adapted_by_a_property(model, reference, path, layer, plain):
     delta = noise(layer.weight.data)
     layer.base, layer.delta = nn.Parameter(layer.weight.data), nn.Parameter(delta.clone())
     del layer.weight
@@ -166,7 +166,7 @@ def adapted_by_a_property(model, twin, path, layer, plain):
     plain.weight.data += delta
 
 
-def with_buffers(model, twin, path, layer, plain):
+def with_buffers(model, reference, path, layer, plain):
     for name, value in list(layer._parameters.items()):
         if value is not None:
             delattr(layer, name)
@@ -174,7 +174,7 @@ def with_buffers(model, twin, path, layer, plain):
             scale(plain, name)
 
 
-def with_tensors(model, twin, path, layer, plain):
+def with_tensors(model, reference, path, layer, plain):
     """As replicas of ``nn.DataParallel`` have them."""
     for name, value in list(layer._parameters.items()):
         if value is not None:
@@ -202,10 +202,10 @@ class Circular(nn.Module):
         return (hidden + out).permute(0, 2, 3, 1) if self.kind == 'ResidualDWConv' else out
 
 
-def padded_in_a_circle(model, twin, path, layer, plain):
+def padded_in_a_circle(model, reference, path, layer, plain):
     layer.padding_mode = 'circular'
     layer._reversed_padding_repeated_twice = [side for side in reversed(layer.padding) for _ in '12']
-    replace(twin, path, Circular(plain))
+    replace(reference, path, Circular(plain))
 
 
 class BatchStatistics(nn.Module):
@@ -220,10 +220,10 @@ class BatchStatistics(nn.Module):
         return x * self.norm.weight.view(shape) + self.norm.bias.view(shape)
 
 
-def without_statistics(model, twin, path, layer, plain):
+def without_statistics(model, reference, path, layer, plain):
     layer.running_mean = layer.running_var = layer.num_batches_tracked = None
     layer.track_running_stats = False
-    replace(twin, path, BatchStatistics(plain))
+    replace(reference, path, BatchStatistics(plain))
 
 
 CHANGES = {
@@ -301,13 +301,13 @@ def mixed_changes(case):
 
 
 def changed(model, changes):
-    """A copy with changed layers, and its plain twin. ``changes``: by the paths of the layers."""
-    model, twin = copy.deepcopy(model), copy.deepcopy(model)
+    """A copy with changed layers, and its plain reference. ``changes``: by the paths of the layers."""
+    model, reference = copy.deepcopy(model), copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', FutureWarning)  # of weight_norm by hooks
         for path, change in changes.items():
-            change(model, twin, path, model.get_submodule(path), twin.get_submodule(path))
-    return model.eval(), twin.eval()
+            change(model, reference, path, model.get_submodule(path), reference.get_submodule(path))
+    return model.eval(), reference.eval()
 
 
 def image(height=46, width=39):
@@ -361,13 +361,13 @@ def assert_near(found, wanted, tolerance=1e-6):
     assert error(found, wanted) < tolerance
 
 
-def check_forms(model, twin, x):
+def check_forms(model, reference, x):
     """With gradients, without (fused on CPUs, which have operators of their own for float32), on GPUs, in training.
     Errors may be of the size of those of the equations in the same type."""
     with ops.use('reference'):
-        in_eval, in_training = with_gradient(twin, x), training(twin, x)
-        twin, small = narrowed(twin), x.float()
-        narrow = error(with_gradient(twin, small), in_eval), error(training(twin, small), in_training)
+        in_eval, in_training = with_gradient(reference, x), training(reference, x)
+        reference, small = narrowed(reference), x.float()
+        narrow = error(with_gradient(reference, small), in_eval), error(training(reference, small), in_training)
     outs = in_eval[:-1]
     wide = [1e-8 + 1e-5 * usual for usual in narrow]
     assert_near(with_gradient(model, x), in_eval, wide[0])
@@ -401,9 +401,9 @@ def test_each_change_of_each_layer_acts_alone(host, mix):
     plain, x = build(host, mix), image()
     for case, path, layer in (places[0] for places in layers_by_kind()):
         for change in changes_of(layer) if case == (host, mix) else ():
-            model, twin = changed(plain, {path: change})
+            model, reference = changed(plain, {path: change})
             with ops.use('reference'), torch.no_grad():
-                wanted = twin(x)
+                wanted = reference(x)
             assert_near(without_gradient(model, x), wanted)
 
 
@@ -415,9 +415,9 @@ def test_shared_layers_act_in_every_form(host):
         if not list(layer.children()):
             shapes = tuple((name, value.shape) for name, value in layer.state_dict().items())
             groups[type(layer), shapes, str(layer), getattr(layer, 'repeats', 1)].append(path)
-    twin, pairs = copy.deepcopy(model), [paths[:2] for paths in groups.values() if len(paths) > 1]
+    reference, pairs = copy.deepcopy(model), [paths[:2] for paths in groups.values() if len(paths) > 1]
     for i, (first, second) in enumerate(pairs):
-        twin.get_submodule(second).load_state_dict(twin.get_submodule(first).state_dict())
+        reference.get_submodule(second).load_state_dict(reference.get_submodule(first).state_dict())
         layer = model.get_submodule(first)
         if i % 2:
             replace(model, second, layer)
@@ -426,7 +426,7 @@ def test_shared_layers_act_in_every_form(host):
             other.load_state_dict(layer.state_dict())
             other._parameters.update(layer._parameters)
     assert pairs
-    check_forms(model, twin, image())
+    check_forms(model, reference, image())
 
 
 @functools.cache
@@ -437,10 +437,10 @@ def merged_model():
 
 
 def check_merging(changes, is_refused):
-    model, twin = changed(merged_model(), changes)
+    model, reference = changed(merged_model(), changes)
     x = image()
     with ops.use('reference'), torch.no_grad():
-        wanted = twin(x)
+        wanted = reference(x)
     try:
         model.switch_to_deploy()
     except ValueError as error:
@@ -473,11 +473,11 @@ def graph_cases():
 @pytest.mark.parametrize('record', ['trace', 'export'])
 @pytest.mark.parametrize(('host', 'mix'), graph_cases())
 def test_graphs_hold_changed_layers(host, mix, record):
-    model, twin = changed(build(host, mix), mixed_changes((host, mix)))
+    model, reference = changed(build(host, mix), mixed_changes((host, mix)))
     x = image()
     with torch.no_grad():
         with ops.use('reference'):
-            wanted = twin(x)
+            wanted = reference(x)
         if record == 'trace':
             graph = torch.jit.trace(model, x, check_trace=False)
         else:

@@ -46,8 +46,8 @@ def test_the_merged_model_computes_the_same_and_its_weights_load(host, options, 
     loaded.load_state_dict(model.state_dict(), strict=True)
     filled.init_weights()
     merged = model(x)
-    for twin in (loaded, filled.eval(), model.switch_to_deploy()):
-        assert all(torch.equal(*pair) for pair in zip(twin(x), merged))
+    for copied in (loaded, filled.eval(), model.switch_to_deploy()):
+        assert all(torch.equal(*pair) for pair in zip(copied(x), merged))
     assert_near(merged, expected)
     assert not any(isinstance(module, nn.BatchNorm1d) for module in model.modules())
     assert sum(p.numel() for p in model.parameters()) <= count

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from helpers import goldens, small_hosts
-from helpers.twins import attend
+from helpers.references import attend
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from torch import nn
 

@@ -277,11 +277,11 @@ def test_copies_after_a_forward_pass(host, stage_attns):
     with torch.no_grad():
         expected = model(x)[-1]
         assert keys == list(model.state_dict()) == list(small_hosts.build(host, stage_attns=stage_attns).state_dict())
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(twin(x)[-1], expected)
-            for parameter in twin.parameters():
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(copied(x)[-1], expected)
+            for parameter in copied.parameters():
                 parameter.mul_(1.1)
-            assert not torch.allclose(twin(x)[-1], expected)
+            assert not torch.allclose(copied(x)[-1], expected)
             assert torch.equal(model(x)[-1], expected)
         with torch.device('meta'):
             empty = MODELS.build(small_hosts.config(host, stage_attns=stage_attns)).eval()

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 from helpers import goldens
+from helpers.references import ATTENTIONS
 from helpers.small_hosts import ARCHS
-from helpers.twins import ATTENTIONS
 from mmengine.registry import MODELS
 
 from mmlinattn import ops

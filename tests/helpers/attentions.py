@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from helpers.twins import FORMS, form  # noqa: F401  the forms they have
+from helpers.references import FORMS, form  # noqa: F401  the forms they have
 from mmlinattn import ops
 from mmlinattn.layers import rotary_table
 

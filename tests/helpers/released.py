@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .twins import focused_map, kernel, linear_map, rala_map, similarity
+from .references import focused_map, kernel, linear_map, rala_map, similarity
 
 
 def by_head(x: Tensor, heads: int) -> Tensor:

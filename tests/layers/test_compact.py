@@ -40,12 +40,12 @@ def test_branches_are_parallel_and_merge_into_one_matrix(branches, fixed):
     layer.train(fixed != 'all')
     for factor in (layer.down, layer.up):
         factor.norms[0].train(fixed == 'none')
-    twin, x = copy.deepcopy(layer), torch.randn(2, 3, 4, 12, dtype=torch.float64, requires_grad=True)
-    out, expected = layer(x), one_by_one(twin, x)
+    reference, x = copy.deepcopy(layer), torch.randn(2, 3, 4, 12, dtype=torch.float64, requires_grad=True)
+    out, expected = layer(x), one_by_one(reference, x)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in (out, expected)))
-    torch.testing.assert_close(list(layer.buffers()), list(twin.buffers()))
-    expected = one_by_one(twin.eval(), x)
+    torch.testing.assert_close(list(layer.buffers()), list(reference.buffers()))
+    expected = one_by_one(reference.eval(), x)
     layer.eval().switch_to_deploy()
     down, up, bias = layer.down, layer.up, layer.bias
     layer.switch_to_deploy()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import small_hosts
-from helpers.twins import DIM, HEADS, filled
+from helpers.references import DIM, HEADS, filled
 from torch import nn
 
 from mmlinattn import ops
@@ -283,5 +283,5 @@ def test_copies_and_pickles(tmp_path):
     model, x = small_hosts.build('RAVLT', 'rala').eval(), torch.rand(1, 3, 64, 64)
     expected = without_gradients(model, x)
     torch.save(model, tmp_path / 'model.pth')
-    for twin in (copy.deepcopy(model), torch.load(tmp_path / 'model.pth', weights_only=False)):
-        assert all(torch.equal(*pair) for pair in zip(without_gradients(twin, x), expected))
+    for copied in (copy.deepcopy(model), torch.load(tmp_path / 'model.pth', weights_only=False)):
+        assert all(torch.equal(*pair) for pair in zip(without_gradients(copied, x), expected))

@@ -25,11 +25,11 @@ def compare(function, expected, *tensors):
     this device and of others."""
     for which in FORMS[:2]:
         leaves = [t.clone().requires_grad_() for t in tensors]
-        twins = [t.clone().requires_grad_() for t in tensors]
+        references = [t.clone().requires_grad_() for t in tensors]
         with form(which):
-            out, plain = function(*leaves), expected(*twins)
+            out, plain = function(*leaves), expected(*references)
             torch.testing.assert_close(out, plain)
-            ours, theirs = (torch.autograd.grad(t.sin().sum(), x) for t, x in ((out, leaves), (plain, twins)))
+            ours, theirs = (torch.autograd.grad(t.sin().sum(), x) for t, x in ((out, leaves), (plain, references)))
             torch.testing.assert_close(ours, theirs)
             with torch.inference_mode():
                 torch.testing.assert_close(function(*tensors), plain.detach())

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from helpers.attentions import LINEAR
-from helpers.twins import DIM, HEADS, attend, build
+from helpers.references import DIM, HEADS, attend, build
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad

@@ -4,7 +4,7 @@
 import pytest
 import torch
 from helpers.attentions import FORMS, LINEAR, form
-from helpers.twins import by_head, focused_map, kernel, linear_map, rala_map, side_by_side
+from helpers.references import by_head, focused_map, kernel, linear_map, rala_map, side_by_side
 from torch import nn
 
 from mmlinattn import ops
@@ -94,7 +94,7 @@ def test_every_power_with_dead_and_huge_tokens(power, width, which):
     q, k, v, scale = (t.detach().double() for t in leaves)
     q, k = (by_head(focused_map(t, scale, power), 4) for t in (q, k))
     exact = side_by_side(linear_map(q, k) @ by_head(v, 4))
-    # the literal powers of the twin underflow beyond; beside tokens of 1e4, 1e-15 of their largest component is above 0
+    # the literal powers of the reference underflow beyond; beside tokens of 1e4, 1e-15 of their largest is above 0
     if power <= 16:
         torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
 

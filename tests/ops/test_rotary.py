@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from helpers import twins
+from helpers import references
 from helpers.attentions import FORMS, form
 
 from mmlinattn import ops
@@ -19,7 +19,7 @@ def test_rotate_turns_pairs_by_the_angles_of_the_release(size, dim, base):
     """Rows turn the first half of the pairs, columns the second, by angles that float32 would not hold."""
     x = torch.randn(2, 2, size[0] * size[1], dim, dtype=torch.float64)
     table = rotary_table(*size, dim, dtype=torch.float64, base=base)
-    expected = torch.view_as_real(twins.turn(x, *size, base)).flatten(-2)
+    expected = torch.view_as_real(references.turn(x, *size, base)).flatten(-2)
     torch.testing.assert_close(rotate(x, table), expected, rtol=1e-10, atol=1e-12)
     default = rotary_table(*size, dim)
     assert default.dtype == torch.float32 and default.shape == table.shape == (size[0] * size[1], dim // 2, 2)

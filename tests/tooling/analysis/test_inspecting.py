@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from helpers import small_hosts
-from helpers.twins import ATTENTIONS
+from helpers.references import ATTENTIONS
 from torch import nn
 
 from mmlinattn.attention import (

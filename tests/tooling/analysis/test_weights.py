@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from helpers.twins import ATTENTIONS, OWN_VALUE
+from helpers.references import ATTENTIONS, OWN_VALUE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import graphs, small_hosts
 from helpers.graphs import HOSTS, TRACED_AT
-from helpers.twins import ATTENTIONS
+from helpers.references import ATTENTIONS
 from mmengine.registry import MODELS, init_default_scope
 from torch._dynamo.testing import CompileCounter
 from torch.export import Dim

@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Twins of all attentions: the equation of the paper with its N x N map A, (B, heads, N, N), and ``out = A v``.
+"""Reference implementations of all attentions: the equation of the paper with its N x N map A, (B, heads, N, N),
+and ``out = A v``.
 
 A new attention adds rows to :data:`ATTENTIONS` and :data:`REFUSED`, and a function with the name of its type. Equations
 take (B, heads, N, d) tensors; use float64.
@@ -290,7 +291,7 @@ def angular(mixer, spec, q, k, v, grid, size, bias, context):
     return out + sum(padded[:, tap : tap + values.shape[1]] * kernels[:, 0, tap, 0] for tap in range(9))
 
 
-def twin(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=None, context=None):
+def reference(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=None, context=None):
     """Compute ``W_o ((mix(q, k, v) + DWConv(v)) * gate)``; ``size`` = (height, width) turns queries and keys
     (rotary)."""
     spec, key_grid, widths = ATTENTIONS[name], key_grid or grid, attention.mixer.widths
