@@ -127,7 +127,7 @@ def download(url: str, folder: str) -> str:
     path = Path(folder, osp.basename(urlsplit(url).path))
     try:
         path.write_bytes(fileio.get(url))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # each backend has its own
         raise RunError(f'image {url!r} cannot be downloaded: {described(error)}.') from error
     return str(path)
 
