@@ -9,6 +9,7 @@ counts: other load only makes a call longer. Cases in ``--results`` are skipped.
 """
 
 import argparse
+import copy
 import json
 import sys
 from pathlib import Path
@@ -27,8 +28,10 @@ from mmlinattn.tooling.export.models import deviation
 
 BACKBONES = {
     'RAVLT-T': dict(type='RAVLT', arch='tiny'),
+    'RAVLT-T, linear': dict(type='RAVLT', arch='tiny', stage_attns=('rala',) * 4),
     'InLine-Swin-T': dict(type='LinearSwin', arch='inline-tiny'),
     'FLatten-PVTv2-B0': dict(type='LinearPVTv2', arch='flatten-b0'),
+    'ResNet-50': dict(type='mmdet.ResNet', depth=50),
 }
 SIZES = ('512x512', '800x1216')
 RUNTIMES = ('PyTorch', 'ONNX Runtime', 'OpenVINO')
@@ -78,7 +81,9 @@ def measure(name: str, size: str, threads: int, repeats: int, max_seconds: float
             ('OpenVINO', 'openvino', openvino_model),
         ):
             path = Path(folder) / f'model{FORMATS[form].suffix}'
-            FORMATS[form].write(model, image, path, None, dict(outputs=names))
+            written = copy.deepcopy(model)
+            written.fold(FORMATS[form].prefers_convolutions)
+            FORMATS[form].write(written, image, path, None, dict(outputs=names))
             calls[runtime] = load(path, threads)
         errors = {runtime: deviation(call(image), model(image)) for runtime, call in calls.items()}
         cases = {runtime: (lambda: image, call) for runtime, call in calls.items()}

@@ -57,7 +57,7 @@ from mmlinattn.tooling.predictions import (
 from mmlinattn.utils.errors import RunError, described
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
-VIDEOS = ('.mp4', '.avi', '.mov', '.mkv', '.webm', '.m4v', '.mpg', '.mpeg', '.wmv')
+VIDEOS = ('.mp4', '.avi', '.mov', '.mkv', '.webm', '.m4v', '.mpg', '.mpeg', '.wmv', '.flv', '.ts', '.3gp')
 MANY_SIZES = 8  # more sizes in a folder limit the caches of oneDNN
 CODECS = {'.mp4': 'mp4v', '.avi': 'MJPG', '.mkv': 'mp4v', '.mov': 'mp4v'}  # of the videos that are written
 
@@ -99,19 +99,35 @@ def find_pictures(path: str) -> list:
     return pictures
 
 
-def limit_caches(num_sizes: int) -> None:
-    """Limit PyTorch's caches of oneDNN primitives for images of many sizes. By default each keeps 1024 primitives, many
-    for each size. The caches read the variables before their first primitive."""
-    if num_sizes > MANY_SIZES:
+def read_sizes(pictures: list, cfg) -> tuple[dict, list[str]]:
+    """Read images before the model is built: return the shape of each readable one, and the errors of the others.
+
+    Images of many sizes limit PyTorch's caches of oneDNN primitives, which read the variables before their first
+    primitive. By default each keeps 1024 primitives, many for each size.
+
+    Raises:
+        RunError: None of the images can be read.
+    """
+    shapes: dict = {}
+    errors: list[str] = []
+    for path in pictures:
+        try:
+            shapes[path] = read_picture(path, cfg).shape
+        except RunError as error:
+            errors.append(str(error))
+    if not shapes:
+        raise RunError(errors[0])
+    if len(set(shapes.values())) > MANY_SIZES:
         for variable in ('LRU_CACHE_CAPACITY', 'ONEDNN_PRIMITIVE_CACHE_CAPACITY'):
             os.environ.setdefault(variable, '64')
+    return shapes, errors
 
 
 def download(url: str, folder: str) -> str:
     path = Path(folder, osp.basename(urlsplit(url).path))
     try:
         path.write_bytes(fileio.get(url))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # each backend has its own
         raise RunError(f'image {url!r} cannot be downloaded: {described(error)}.') from error
     return str(path)
 
@@ -357,9 +373,13 @@ def show(drawn: np.ndarray, wait: int) -> bool:
 REFUSALS = (AssertionError, RuntimeError, ValueError)  # of an image too small for the model, for example
 
 
-def run_images(predictor: Predictor, pictures: list) -> None:
-    """Predict images one by one. If the model fails on an image, the others are still predicted."""
-    args, refused, count = predictor.args, {}, 0
+def run_images(predictor: Predictor, pictures: list, errors: list[str]) -> None:
+    """Predict images one by one. If the model fails on an image, the others are still predicted.
+
+    Raises:
+        RunError: The model fails on an image, or ``errors`` has messages of unreadable images.
+    """
+    args, count = predictor.args, 0
     drawings = drawing_names(pictures) if predictor.scope == 'mmpretrain' else [*map(osp.basename, pictures)]
     names = [osp.splitext(name)[0] for name in names_below(pictures, '.txt')]
     for picture, drawing, name in zip(pictures, drawings, names):
@@ -368,7 +388,9 @@ def run_images(predictor: Predictor, pictures: list) -> None:
         except REFUSALS as error:
             if os.environ.get('MMLINATTN_TRACEBACK') == '1' or isinstance(error, RunError):
                 raise
-            refused[picture] = described(error)
+            errors.append(
+                f'image {picture!r}: the model refuses it: {described(error)} (MMLINATTN_TRACEBACK=1 shows where)'
+            )
             continue
         count += 1
         if predictor.scope == 'mmpretrain':
@@ -383,9 +405,8 @@ def run_images(predictor: Predictor, pictures: list) -> None:
                 break
     predictor.finish()
     print_outputs(args, f'{count} image(s)')
-    for picture, reason in list(refused.items())[:1]:
-        more = f' and {len(refused) - 1} more' * (len(refused) > 1)
-        raise RunError(f'image {picture!r}{more}: the model refuses it: {reason} (MMLINATTN_TRACEBACK=1 shows where)')
+    if errors:
+        raise RunError(errors[0] + f' {len(errors) - 1} more image(s) failed.' * (len(errors) > 1))
 
 
 def run_video(predictor: Predictor, source: str) -> None:
@@ -453,9 +474,8 @@ def main() -> None:
             image = args.image
             if '://' in image:
                 image = download(image, stack.enter_context(tempfile.TemporaryDirectory()))
-            pictures = find_pictures(image)
-            # images are read before the model is built
-            limit_caches(len({read_picture(path, cfg).shape for path in pictures}))
+            shapes, errors = read_sizes(find_pictures(image), cfg)
+            pictures = list(shapes)
         elif '://' not in args.image and not args.image.isdecimal() and not osp.isfile(args.image):
             raise RunError(f'video {args.image!r}: no such file.')
         if not pictures:
@@ -466,7 +486,7 @@ def main() -> None:
         check_prediction_arguments(args, scope, args.config, args.checkpoint, *pictures)
         predictor = Predictor(args, cfg)
         if pictures:
-            run_images(predictor, pictures)
+            run_images(predictor, pictures, errors)
         else:
             run_video(predictor, args.image)
 

@@ -149,10 +149,13 @@ def check_trained(model: nn.Module, checkpoint: dict) -> None:
     """Load a checkpoint as MMEngine's Runner would, but refuse a checkpoint that leaves weights of ``model`` untrained.
 
     Raises:
-        RunError: Parameters are missing, have another shape, or are not finite real numbers, or the checkpoint has
-            backbone weights that the model lacks.
+        RunError: The checkpoint holds no weights, or it has backbone weights that the model lacks. Or parameters are
+            missing, have another shape, or are not finite real numbers.
     """
-    fit = compare(model, runner_state(checkpoint, model))
+    state = runner_state(checkpoint, model)
+    if not state:
+        raise RunError(f"no weights under 'state_dict'; the file has {some(checkpoint)}.")
+    fit = compare(model, state)
     fit.check_values()
     fit = needed(model, fit, UNUSED_IN_TESTS)
     if fit.missing or fit.unexpected or fit.mismatched:

@@ -111,6 +111,8 @@ def test_missing_running_statistics_are_refused():
     state = {key: value for key, value in model.state_dict().items() if 'running_var' not in key}
     with pytest.raises(RunError, match='1 parameters not in the file: 1.running_var'):
         check_trained(model, dict(state_dict=state))
+    with pytest.raises(RunError, match="no weights under 'state_dict'; the file has model, optimizer"):
+        check_trained(model, dict(model=state, optimizer={}))
 
 
 @pytest.mark.parametrize('prefix', ['', 'module.'])  # as processes save them

@@ -129,6 +129,7 @@ ROWS = [
     bad('demo.py 99 {mmdet} empty.pth --out o.mp4 --max-frames 0', '--max-frames=0: expected at least 1.'),
     bad('demo.py 99 {mmdet} empty.pth', '--out is missing: name the file or folder to write.'),
     bad('demo.py http://127.0.0.1:9/a.jpg {mmdet} empty.pth --out o.jpg', "a.jpg' cannot be downloaded: URLErr"),
+    bad('demo.py nowhere:///a.jpg {mmdet} empty.pth --out o.jpg', "a.jpg' cannot be downloaded: KeyError"),
     bad(f'{DEMO} empty.pth --out o.jpg --classes one two', '2 names given, the model has 12 classes'),
     bad(f'{LOOK} --num-queries 1', '--num-queries 1 has to be at least 2'),
     bad(f'{LOOK} --shape 16 64', '--shape 16 64: height and width have to be at least 32'),

@@ -113,10 +113,13 @@ def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, ca
 
 
 @pytest.mark.parametrize('task', ['mmseg', 'mmpretrain'])
-def test_an_image_that_is_too_small_keeps_no_other_from_being_drawn(run, tmp_path, capsys, task):
+@pytest.mark.parametrize('fault', ['small', 'broken'])
+def test_one_image_that_fails_keeps_no_other_from_being_drawn(run, tmp_path, capsys, task, fault):
     folder, out = tmp_path / 'pictures', tmp_path / 'out'
     for name, size in dict(a=60, b=20, c=60).items():
         mmcv.imwrite(np.zeros((size, size, 3), np.uint8), str(folder / f'{name}.png'))
+    if fault == 'broken':
+        (folder / 'b.png').write_text('no image')
     path = tmp_path / 'config.py'
     steps = [dict(type='LoadImageFromFile'), dict(type='PackSegInputs' if task == 'mmseg' else 'PackInputs')]
     loader = dict(dataset=dict(pipeline=steps))
@@ -125,7 +128,10 @@ def test_an_image_that_is_too_small_keeps_no_other_from_being_drawn(run, tmp_pat
         run(task, folder, out, of_config=path)
     assert sorted(drawn.name for drawn in out.iterdir()) == ['a.png', 'c.png']
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"error: image '{folder}/b.png': the model refuses it: ValueError: ") and '32' in last
+    if fault == 'small':
+        assert last.startswith(f"error: image '{folder}/b.png': the model refuses it: ValueError: ") and '32' in last
+    else:
+        assert last == f"error: image '{folder}/b.png' cannot be read as an image."
 
 
 def test_classifiers_of_several_labels_and_tasks(run, pictures, tmp_path, capsys):

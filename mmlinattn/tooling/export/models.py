@@ -124,12 +124,14 @@ class ExportableModel(nn.Module):
             self.boxes = detector_graph(model, divisor, value)
             self.outputs = self.boxes.outputs
 
-    def fold(self) -> None:
+    def fold(self, convolutions: bool = False) -> None:
         """Merge training-time branches of the backbone (structural re-parameterisation, ``switch_to_deploy``), in
-        place."""
+        place. With ``convolutions``, replace feed-forward networks too, see :func:`as_convolutions`."""
         if hasattr(self.model.backbone, 'switch_to_deploy'):
             with suppress(ValueError):  # altered layers stay as they are
                 self.model.backbone.switch_to_deploy()
+        if convolutions:
+            replace_modules(self, as_convolutions)
 
     def forward(self, image: Tensor):
         with size_oblivious(), StridedPools():
@@ -355,9 +357,7 @@ def export_model(
         expected = [exportable(image) for image in images]
     except TypeError as error:  # heads that want data samples beside the image (PointRend)
         raise RunError(f'{type(model).__name__} does not run on images alone: {described(error)}') from error
-    exportable.fold()
-    if backend.prefers_convolutions:
-        replace_modules(exportable, as_convolutions)
+    exportable.fold(backend.prefers_convolutions)
     meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]))
     if exportable.task != 'detector':
         meta.update(decision(exportable.head))
