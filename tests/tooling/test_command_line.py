@@ -79,7 +79,7 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
         check_kernel('x', ('y',))  # a ValueError of this package
     with pytest.raises(RunError, match='^as it is$'), explained('c.py'):
         raise RunError('as it is')
-    with pytest.raises(RunError, match='The data set holds no image'), explained('c.py'):
+    with pytest.raises(RunError, match='c.py cannot be run: the data set holds no image with'), explained('c.py'):
         raise ValueError('need at least one array to concatenate')
     monkeypatch.setenv('MMLINATTN_TRACEBACK', '1')
     with pytest.raises(KeyError), explained('c.py'):

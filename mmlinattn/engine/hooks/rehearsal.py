@@ -289,7 +289,7 @@ def rehearse_training_data(runner: Any) -> None:
         return
     steps = getattr(dataset, 'pipeline', ())
     names = ', '.join(type(step).__name__ for step in getattr(steps, 'transforms', steps))
-    remedy = f'Correct the transforms ({names}); MMLINATTN_TRACEBACK=1 shows where it fails.'
+    remedy = f'Correct its data set or transforms ({names}); MMLINATTN_TRACEBACK=1 shows where it fails.'
     if fault:
         remedy = (
             f'Masks do not fit: {fault}. One of the transforms ({names}) moves boxes and leaves masks behind: leave it '

@@ -208,7 +208,7 @@ class MaskedData(torch.utils.data.Dataset):
         (Masks(2), (6, 8), ''),
         (Masks(1), (6, 8), '1 masks of 6x8 for 2 boxes in an image of 6x8. One of the transforms .list. moves boxes'),
         (Masks(2), (12, 16), '2 masks of 6x8 for 2 boxes in an image of 12x16'),
-        (None, (-1, 1), 'train_dataloader: loading fails: RuntimeError: .* .in MaskedData.. Correct the tr'),
+        (None, (-1, 1), 'train_dataloader: loading fails: RuntimeError: .* .in MaskedData.. Correct its data'),
     ],
 )
 def test_masks_that_transforms_leave_behind(masks, size, line):
