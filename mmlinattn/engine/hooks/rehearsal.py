@@ -233,15 +233,22 @@ def rehearse(runner: Any) -> Optional[dict]:
 
 
 def _private(dataset: Any) -> Any:
-    """Copy a data set and those inside it, with their transforms: some keep images. Annotations are shared."""
-    made = copy.copy(dataset)
+    """Copy a data set and those inside it, with their transforms: some keep images. Annotations are shared.
+
+    Transforms that cannot be copied, and data sets without attributes, are shared too.
+    """
+    if not hasattr(dataset, '__dict__'):
+        return dataset
+    made = object.__new__(type(dataset))  # MMEngine's slice of a data set cannot be copied
+    vars(made).update(vars(dataset))
     for key, value in vars(made).items():
         if key in ('dataset', '_dataset'):
             setattr(made, key, _private(value))
         elif key == 'datasets':
             setattr(made, key, [*map(_private, value)])
         elif key == 'pipeline':
-            setattr(made, key, copy.deepcopy(value))
+            with contextlib.suppress(Exception):  # open files and locks
+                setattr(made, key, copy.deepcopy(value))
     return made
 
 

@@ -3,6 +3,7 @@
 
 import contextlib
 import random
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -200,6 +201,22 @@ class MaskedData(torch.utils.data.Dataset):
         vars(found)['_data_fields'].add('masks')
         vars(found)['masks'] = self.masks
         return dict(inputs=torch.zeros(3, *self.size), data_samples=BaseDataElement(gt_instances=found))
+
+
+class Sliced:
+    """As MMEngine's ``num_batch_per_epoch`` wraps a data set."""
+
+    def __init__(self, dataset):
+        self._dataset, self.pipeline = dataset, [threading.Lock()]
+
+    def __getattr__(self, name):
+        return getattr(self._dataset, name)
+
+
+def test_data_sets_that_cannot_be_copied():
+    inner = [1, 2]
+    made = rehearsal._private(whole := Sliced(inner))
+    assert made is not whole and made._dataset is inner and made.pipeline is whole.pipeline
 
 
 @pytest.mark.parametrize(
