@@ -441,6 +441,9 @@ def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None
             if isinstance(error, ValueError) and Path(last_frame.f_code.co_filename).is_relative_to(PACKAGE):
                 raise RunError(f'{config}: {error}') from error
             if getattr(runner, 'has_stepped', True):
+                last = _last_checkpoint(work_dir)
+                if last:
+                    notice(f'the last checkpoint is {last!r}; the same command with --resume continues.')
                 raise
         built = [frame.f_locals.get('obj_cls') for frame in building]
         innermost = [kind for kind in built if kind is not None][-1:]

@@ -291,7 +291,7 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
                 False,
             )
     rest = [name for label, name in enumerate(classes) if label not in samples.labels]
-    if all_are_read and samples.labels and rest and not hasattr(dataset, 'cat2label'):
+    if all_are_read and samples.labels and rest and not hasattr(dataset, 'cat_ids'):
         has = 'has an object' if 'bbox_head' in heads else 'is'
         yield Finding(f'{key}: none of its {samples.num} images {has} of {format_names(rest)}.', False)
 

@@ -65,6 +65,11 @@ OTHER = "label 1 is 'b' in train_dataloader and 'c' in val_dataloader"
         ),
         (parts(bbox_head=TWO, language_model=0), dict(train=[named('abc', labelled(2))]), ''),  # positions in a text
         (DETECTOR, dict(train=[named('abc', labelled(-1, ignored=1), *map(labelled, range(3)))]), ''),
+        (
+            DETECTOR,  # of VOC
+            dict(train=[named('abc', labelled(0), labelled(1), cat2label={})]),
+            ["none of its 2 images has an object of ('c',)"],
+        ),
         (one_hot(), dict(train=[Data(dict(gt_label=2))]), 'data_preprocessor.num_classes = 1000'),
         (one_hot(), dict(test=[Data(dict(gt_label=2))]), ''),
         (one_hot(to_onehot=False), dict(train=[Data(dict(gt_label=2))]), ''),
