@@ -423,6 +423,8 @@ def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None
             raise RunError(f'{error} {advice}.') from error.__cause__
         raise
     except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # MMEngine turns one in formatting into a SyntaxError
+            raise error.__context__ from None
         if os.environ.get('MMLINATTN_TRACEBACK') == '1':
             raise
         # MMEngine's builders: build_from_cfg, Runner.build_train_loop and so on

@@ -80,6 +80,11 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
     for has_stepped, kind in ((False, RunError), (True, ZeroDivisionError)):
         with pytest.raises(kind), explained('c.py', whole=False, runner=SimpleNamespace(has_stepped=has_stepped)):
             1 / 0  # noqa: B018
+    with pytest.raises(KeyboardInterrupt), explained('c.py'):
+        try:
+            raise KeyboardInterrupt
+        except BaseException:
+            raise SyntaxError('Failed to format')  # noqa: B904 -- as MMEngine does
     with pytest.raises(RunError, match="Did you mean 'part'"), explained('c.py'):
         MODELS.build(dict(type='Outer', prt=1))
     with pytest.raises(RunError, match="^c.py: kernel='x': expected"), explained('c.py', whole=False):
