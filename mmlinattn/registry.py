@@ -1,14 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Registries of the scope ``mmlinattn``, which MMEngine writes into what a config inherits from us by name.
+"""Registries of the scope ``mmlinattn``, and names of classes whose modules are imported when a config names them.
 
-This package registers in MMEngine's root registries for three tasks, so a type of that scope is the one that the
-config's task knows: MMDetection's ``LoadAnnotations`` in a detector's config, MMSegmentation's in a segmentor's.
+MMEngine writes the scope into the configs that others inherit from us by name. This package registers in MMEngine's
+root registries for three tasks, so a type of that scope is the one that the config's task knows: MMDetection's
+``LoadAnnotations`` in a detector's config, MMSegmentation's in a segmentor's.
 """
 
-from typing import Optional
+from importlib import import_module
+from typing import Any, Optional
 
 import mmengine.registry
-from mmengine.registry import Registry
+from mmengine.registry import HOOKS, LOOPS, OPTIM_WRAPPER_CONSTRUCTORS, RUNNERS, Registry
 
 from .utils.private_apis import default_scopes
 
@@ -30,3 +32,40 @@ REGISTRIES = [
     for root in map(mmengine.registry.__dict__.get, mmengine.registry.__all__)
     if isinstance(root, Registry) and SCOPE not in root.children
 ]
+
+# names in MMEngine's root registries by module
+LATE: dict[str, tuple[Registry, tuple[str, ...]]] = {
+    'engine.hooks': (
+        HOOKS,
+        (
+            *('CheckpointMatchHook', 'CompileHook', 'DataCheckHook', 'ExactResumeHook', 'FiniteLossHook'),
+            *('ProgressHook', 'RehearsalHook', 'ResultsHook', 'SafeCheckpointHook', 'ScheduleCheckHook', 'StopHook'),
+            'UnusedParametersHook',
+        ),
+    ),
+    'engine.optimizers': (
+        OPTIM_WRAPPER_CONSTRUCTORS,
+        ('BackboneLayerDecayOptimWrapperConstructor', 'MergedOptimWrapperConstructor'),
+    ),
+    'engine.hooks.exact_resume': (LOOPS, ('ResumedEpochLoop',)),
+    'engine.runner': (RUNNERS, ('SafeRunner',)),
+}
+
+
+def _builder(module: str, name: str) -> Any:
+    """Return a function that imports a class and builds an instance of it, as a registry expects."""
+
+    def load() -> Any:
+        return getattr(import_module(f'{SCOPE}.{module}'), name)  # the import puts the class in the function's place
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        return load()(*args, **kwargs)
+
+    build.__name__ = name
+    build.from_cfg = lambda cfg: load().from_cfg(cfg)  # type: ignore[attr-defined]
+    return build
+
+
+for module, (registry, names) in LATE.items():
+    for name in names:
+        registry.register_module(name, module=_builder(module, name), force=True)

@@ -192,7 +192,7 @@ def main() -> None:
             runner.register_hook(PredictionFilesHook(args, cfg))
             if args.out and args.out_item == 'pred':
                 runner.test_evaluator.metrics.append(dump_metric(cfg, args.out))
-        with setup_errors(args.config, whole=False):
+        with setup_errors(args.config, whole=False, runner=runner):
             metrics = runner.test()
         if args.out and args.out_item == 'metrics' and runner.rank == 0:
             mmengine.dump(metrics, args.out)

@@ -99,7 +99,7 @@ def main() -> None:
             cfg = configure(args)
             run.work_dir, run.since = cfg.work_dir, 0 if cfg.get('resume') else run.since
             runner = build_runner(cfg, compiles=args.compile)
-        with setup_errors(args.config, whole=False, work_dir=cfg.work_dir):
+        with setup_errors(args.config, whole=False, work_dir=cfg.work_dir, runner=runner):
             try:
                 runner.train()
             except DownloadError as error:

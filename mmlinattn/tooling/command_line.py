@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import walk_tb
 from types import SimpleNamespace
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from mmengine.config import DictAction
@@ -26,11 +26,22 @@ from mmengine.logging import MMLogger
 
 from ..engine.data.files import read_coco
 from ..engine.runner import leave_process_group
-from ..utils.errors import RunError, described, printable, raising_object, say_last
+from ..utils.errors import RunError, closest, described, printable, raising_object, say_last
 from ..utils.files import PACKAGE
 from .memory import keep_freed_memory
+from .settings import accepted
 
 INTERRUPTED = 128 + signal.SIGINT  # exit status, as shells count
+
+
+class Settings(DictAction):
+    """MMEngine's action for KEY=VALUE arguments; others are a usage error."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        try:
+            super().__call__(parser, namespace, values, option_string)
+        except (ValueError, AssertionError) as error:
+            raise argparse.ArgumentError(self, f'{" ".join(values)}: expected KEY=VALUE ({error})') from error
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +55,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=DictAction,
+        action=Settings,
         metavar='KEY=VALUE',
         help='override settings of the config, e.g. train_dataloader.batch_size=4 or '
         'model.backbone.init_cfg=None; lists as key="[a,b]" or key=a,b',
@@ -324,6 +335,23 @@ def _annotations(error: BaseException) -> str:
     return ''
 
 
+def _near_argument(text: str, kinds: list) -> str:
+    """Return the argument of a class that is most similar to the unexpected one that a TypeError names, or ''."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", text)
+    return (closest(found[1], accepted(kinds[0])[0]) or '') if found and kinds else ''
+
+
+def _choice(error: BaseException) -> str:
+    """Return the settings by which the data set under construction chose its images."""
+    keys = ('data_prefix', 'img_suffix', 'ann_file', 'filter_cfg', 'metainfo')
+    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
+        known = frame.f_locals.get('self')
+        if hasattr(known, 'data_prefix'):
+            values = [(key, getattr(known, key, None)) for key in keys]
+            return ', '.join(f'{key}={value!r:.150}' for key, value in values if value)
+    return 'its settings'
+
+
 def _last_checkpoint(work_dir: Optional[str], since: float = 0.0) -> str:
     """Return the path in ``last_checkpoint`` of a work dir if the file was written after ``since``, or ''."""
     with suppress(OSError, ValueError, TypeError):
@@ -370,7 +398,7 @@ def _image_of(error: BaseException) -> str:
 
 
 @contextmanager
-def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None):
+def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None, runner: Any = None):
     """Convert an error in the set-up of a run to a RunError of one line.
 
     MMEngine raises errors of any type while it builds a model, data set, optimizer or hook from wrong arguments. The
@@ -381,6 +409,7 @@ def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None
         whole (bool): Convert all errors. If False, only errors while MMEngine builds something, errors in
             :data:`ADVICE`, errors of :func:`world_error`, and ValueErrors of this package are converted.
         work_dir (str, optional): Folder of a training; its last checkpoint is named if the world is at fault.
+        runner (ToolRunner, optional): Convert all errors until its first iteration is done.
 
     Raises:
         RunError: The message names the class under construction, if any, and the reason. With ``MMLINATTN_TRACEBACK=1``
@@ -388,9 +417,14 @@ def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None
     """
     try:
         yield
-    except RunError:
+    except RunError as error:
+        advice = advice_for(error.__cause__) if error.__cause__ else ''
+        if advice and advice not in str(error):
+            raise RunError(f'{error} {advice}.') from error.__cause__
         raise
     except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # MMEngine turns one in formatting into a SyntaxError
+            raise error.__context__ from None
         if os.environ.get('MMLINATTN_TRACEBACK') == '1':
             raise
         # MMEngine's builders: build_from_cfg, Runner.build_train_loop and so on
@@ -408,19 +442,29 @@ def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None
             *_, (last_frame, _) = walk_tb(error.__traceback__)
             if isinstance(error, ValueError) and Path(last_frame.f_code.co_filename).is_relative_to(PACKAGE):
                 raise RunError(f'{config}: {error}') from error
-            raise
+            if getattr(runner, 'has_stepped', True):
+                last = _last_checkpoint(work_dir)
+                if last:
+                    notice(f'the last checkpoint is {last!r}; the same command with --resume continues.')
+                raise
         built = [frame.f_locals.get('obj_cls') for frame in building]
         innermost = [kind for kind in built if kind is not None][-1:]
         text = ': '.join([*(getattr(kind, '__name__', str(kind)) for kind in innermost), described(error)])
-        file = _annotations(error)
+        text += f' (in {raising_object(error)})' if runner is not None and not building else ''
+        *_, (raising, _) = walk_tb(error.__traceback__)
+        is_argument = isinstance(error, FileNotFoundError) or raising.f_code.co_name == '__init__'
+        file = '' if is_argument else _annotations(error)
         is_coco = file and innermost and hasattr(innermost[0], 'COCOAPI')  # MMDetection's data sets in COCO's layout
         fault = read_coco(file)['fault'] if is_coco else ''
         if file:
             text += f'; {file} {fault}' if fault else f', in reading {file}'
         if 'need at least one array to concatenate' in text:  # MMEngine's serialisation
-            text += '. The data set holds no image, or none of metainfo.classes is a category of its ann_file'
+            kind = f'{innermost[0].__name__}: ' if innermost else ''
+            text = f'{kind}the data set holds no image with {_choice(error)}'
         if "unexpected keyword argument '_delete_'" in text:
             text += '. It goes into a dict that replaces one of the same key in _base_; take it out elsewhere'
+        elif near := _near_argument(text, innermost):
+            text += f'. Did you mean {near!r}?'
         elif 'unexpected keyword argument' in text:
             text += '. Of a dict whose type you changed, _delete_=True leaves out the keys of the inherited type'
         raise RunError(f'{config} cannot be run: {text} (MMLINATTN_TRACEBACK=1 shows where)') from error

@@ -22,6 +22,7 @@ from ..engine.data.checks import check_names
 from ..engine.runner import find_latest_checkpoint
 from ..utils.building import scope_of
 from ..utils.errors import RunError, described
+from ..utils.files import link_checkout
 from ..utils.private_apis import checkpoint_loaders
 from ..utils.registering import bare_name
 from .class_names import dataset_configs, num_classes
@@ -113,6 +114,7 @@ def read_config(path: str) -> Config:
     """
     if not osp.isfile(path):
         raise RunError(f'config {path!r}: no such file.')
+    link_checkout()
     try:
         cfg = Config.fromfile(path)
     except Exception as error:  # a config is a program and may raise anything

@@ -56,9 +56,18 @@ TOOL_HOOKS = (
 class ToolRunner(SafeRunner):
     """SafeRunner for a command line: a quiet console, and learning rates scaled by the batch of an update.
 
+    Attributes:
+        has_stepped (bool): An iteration of the training or test is done.
+
     Raises:
         RunError: An epoch has no iteration, or ``auto_scale_lr`` has no batch size.
     """
+
+    has_stepped = False
+
+    def call_hook(self, fn_name: str, **kwargs) -> None:
+        super().call_hook(fn_name, **kwargs)
+        self.has_stepped = self.has_stepped or fn_name in ('after_train_iter', 'after_test_iter')
 
     def build_logger(self, *args, **kwargs) -> MMLogger:
         logger = super().build_logger(*args, **kwargs)

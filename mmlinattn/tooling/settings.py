@@ -4,7 +4,6 @@
 import ast
 import inspect
 import os
-import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any, Optional
@@ -78,7 +77,7 @@ def _parameters(function: Any) -> tuple[set[str], bool]:
     return {each.name for each in parameters if each.kind is not each.VAR_KEYWORD} - {'self'}, is_open
 
 
-def _accepted(kind: Any) -> tuple[set[str], bool]:
+def accepted(kind: Any) -> tuple[set[str], bool]:
     """Return the keywords that a class, or a function, takes, and True if it takes any other."""
     if not isinstance(kind, type):
         return _parameters(kind)
@@ -110,8 +109,8 @@ def _expected(path: list[str], node: dict, scope: Optional[str]) -> tuple[set[st
     kinds = _kinds(node['type'], scope) if 'type' in node else []
     if not kinds:
         return known, 'type' in node or not known
-    accepted = [_accepted(kind) for kind in kinds]
-    return known.union(*(names for names, _ in accepted)), any(is_open for _, is_open in accepted)
+    each = [accepted(kind) for kind in kinds]
+    return known.union(*(names for names, _ in each)), any(is_open for _, is_open in each)
 
 
 def _leaves(node: Any, path: str = '') -> Iterator[tuple[str, Any]]:
@@ -137,10 +136,11 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _places(cfg: dict, name: str, value: Any) -> list[str]:
-    """Return paths of settings with the name of a variable, or else with its value."""
+    """Return paths of settings with the name of a variable, or else with its value, unless that is a number."""
     leaves = _readers(cfg)
     named = [path for path, _ in leaves if path.rpartition('.')[2] == name]
-    return (named or [path for path, other in leaves if _equal(other, value)])[:3]
+    is_telling = isinstance(value, (str, list, tuple, dict)) and len(value) > 0
+    return (named or [path for path, other in leaves if is_telling and _equal(other, value)])[:3]
 
 
 def check_options(content: dict, cfg: Config, options: dict) -> None:
@@ -196,21 +196,21 @@ def _check_path(option: str, node: Any, merged: Any, scope: Optional[str]) -> No
 
 
 def check_variables(cfg: Config) -> None:
-    """Check that something reads each name that a config file sets at its top. Files of upstream are not checked.
+    """Check that something reads each name that a Python config sets at its top. Files of upstream are not checked.
 
     A name is read if a Runner reads it, or if the file uses it as a variable.
 
     Raises:
         RunError: A setting of OpenMMLab 1.x, a misspelt setting, or a variable that an inherited file has used already.
     """
-    if not cfg.filename or f'{os.sep}.mim{os.sep}' in cfg.filename:
+    if not (cfg.filename or '').endswith('.py') or f'{os.sep}.mim{os.sep}' in cfg.filename:
         return
     with open(cfg.filename, encoding='utf-8') as file:
         tree = ast.parse(file.read())
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     targets = (target for line in tree.body if isinstance(line, ast.Assign) for target in line.targets)
     own = [target.id for target in targets if isinstance(target, ast.Name)]
-    content = cfg._cfg_dict.to_dict()
+    content, inherited = cfg._cfg_dict.to_dict(), _inherited(cfg.filename, tree)
     for key in dict.fromkeys(own):
         if key in READ or key in used or content.get(key) is None:
             continue
@@ -222,14 +222,26 @@ def check_variables(cfg: Config) -> None:
         near = get_close_matches(key, READ, 1, 0.9)
         if near:
             raise RunError(f'{cfg.filename}: {key}: nothing reads this setting. Did you mean {near[0]}?')
-        places = _places(content, key, value)
-        values = dict(_readers(content))
-        is_inherited = len(re.findall(rf'^{key}\s*=', cfg.text or '', re.MULTILINE)) > 1
-        if is_inherited and places and not any(_equal(values[place], value) for place in places):
+        if key not in inherited or _equal(inherited[key], value):
+            continue
+        places, values = _places(content, key, inherited[key]), dict(_readers(content))
+        if places and not any(_equal(values[place], value) for place in places):
             raise RunError(
                 f'{cfg.filename}: {key}={value!r:.60} is a variable that an inherited file has used already. Set '
                 f'{" and ".join(places)}.'
             )
+
+
+def _inherited(path: str, tree: ast.Module) -> dict:
+    """Return the content of the files that a config names in ``_base_``."""
+    for line in tree.body:
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name) and line.targets[0].id == '_base_':
+            bases = ast.literal_eval(line.value)
+            bases = [bases] if isinstance(bases, str) else bases
+            folder = os.path.dirname(os.path.abspath(path))
+            bases = [base if '::' in base else os.path.join(folder, base) for base in bases]
+            return Config.fromstring(f'_base_ = {bases!r}', '.py')._cfg_dict.to_dict()
+    return {}
 
 
 def check_single(cfg: Config) -> None:

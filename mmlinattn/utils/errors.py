@@ -54,7 +54,7 @@ def raising_object(error: BaseException) -> str:
         kind = type(frame.f_locals.get('self'))
         if any(base.__name__ in kinds for base in kind.__mro__):
             return kind.__name__
-    return 'the validation loop'
+    return 'the loop'
 
 
 def say_last(line: str) -> None:

@@ -1,12 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Ends of the command lines: one line on errors and on Ctrl-C. tests/tools/test_bad_input.py has the lines."""
 
+import argparse
 import multiprocessing
 import os
 import re
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from mmengine.registry import DATASETS, MODELS, init_default_scope
@@ -75,11 +77,21 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
         1 / 0  # noqa: B018
     with pytest.raises(ZeroDivisionError), explained('c.py', whole=False):
         1 / 0  # noqa: B018 -- nothing is under construction
+    for has_stepped, kind in ((False, RunError), (True, ZeroDivisionError)):
+        with pytest.raises(kind), explained('c.py', whole=False, runner=SimpleNamespace(has_stepped=has_stepped)):
+            1 / 0  # noqa: B018
+    with pytest.raises(KeyboardInterrupt), explained('c.py'):
+        try:
+            raise KeyboardInterrupt
+        except BaseException:
+            raise SyntaxError('Failed to format')  # noqa: B904 -- as MMEngine does
+    with pytest.raises(RunError, match="Did you mean 'part'"), explained('c.py'):
+        MODELS.build(dict(type='Outer', prt=1))
     with pytest.raises(RunError, match="^c.py: kernel='x': expected"), explained('c.py', whole=False):
         check_kernel('x', ('y',))  # a ValueError of this package
     with pytest.raises(RunError, match='^as it is$'), explained('c.py'):
         raise RunError('as it is')
-    with pytest.raises(RunError, match='The data set holds no image'), explained('c.py'):
+    with pytest.raises(RunError, match='c.py cannot be run: the data set holds no image with'), explained('c.py'):
         raise ValueError('need at least one array to concatenate')
     monkeypatch.setenv('MMLINATTN_TRACEBACK', '1')
     with pytest.raises(KeyError), explained('c.py'):
@@ -102,6 +114,15 @@ def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind):
     with pytest.raises(RunError, match=f'^c.py cannot be run: {kind}: .*{re.escape(str(file))}'):
         with command_line.setup_errors('c.py'):
             DATASETS.build(config)
+
+
+@pytest.mark.parametrize('option', ['max_epochs', 'a=[1,(2]'])
+def test_options_without_a_value_are_a_usage_error(capsys, option):
+    parser = argparse.ArgumentParser()
+    command_line.add_common_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(['--cfg-options', option])
+    assert f'argument --cfg-options: {option}: expected KEY=VALUE' in capsys.readouterr().err
 
 
 def test_the_folder_of_an_output_file(tmp_path):

@@ -77,6 +77,8 @@ def test_options_beside_a_new_type():
         ),
         ('max_epochs = 3\ntrain_cfg = dict(max_epochs=max_epochs)', ''),
         ('max_epochs = 3\ntrain_cfg = dict(max_epochs=3)', ''),
+        ('steps = [5]', 'is a variable that an inherited file has used already. Set param_scheduler.0.milestones'),
+        ('steps = [5]\nparam_scheduler = [dict(milestones=[5])]', ''),
         ('lr = 3', ''),  # of the file alone
         (
             "runner = dict(type='EpochBasedRunner')",
@@ -89,8 +91,11 @@ def test_options_beside_a_new_type():
 def test_names_at_the_top_of_a_file(tmp_path, text, line):
     (tmp_path / 'base.py').write_text(
         'max_epochs = 12\ntrain_cfg = dict(max_epochs=max_epochs)\noptim_wrapper = dict(optimizer=dict(lr=1))\n'
+        'steps = [8, 11]\nparam_scheduler = [dict(milestones=steps)]\n'
     )
     (tmp_path / 'mine.py').write_text(f"_base_ = 'base.py'\n{text}\n")
+    (tmp_path / 'mine.yaml').write_text('_base_: ./mine.py\n')
+    settings.check_variables(Config.fromfile(tmp_path / 'mine.yaml'))
     cfg = Config.fromfile(tmp_path / 'mine.py')
     if not line:
         return settings.check_variables(cfg)

@@ -10,12 +10,11 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
-from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 
 from mmlinattn.tooling.analysis.counting import KINDS
 from mmlinattn.tooling.analysis.flops import Cost, count_model
-from mmlinattn.tooling.command_line import clean_end, one_line_errors, setup_errors
+from mmlinattn.tooling.command_line import Settings, clean_end, one_line_errors, setup_errors
 from mmlinattn.tooling.configs import index_hooks, read_config
 
 
@@ -29,7 +28,7 @@ def parse_args() -> argparse.Namespace:
         metavar=('H', 'W'),
         help='height and width [800 1280 for detectors, 512 2048 for segmentors, the test crop for classifiers]',
     )
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, metavar='KEY=VALUE', help='override settings')
+    parser.add_argument('--cfg-options', nargs='+', action=Settings, metavar='KEY=VALUE', help='override settings')
     return parser.parse_args()
 
 

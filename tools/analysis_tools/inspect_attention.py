@@ -17,7 +17,7 @@ from pathlib import Path
 runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
 import torch
-from mmengine.config import Config, DictAction
+from mmengine.config import Config
 from mmengine.logging import MMLogger
 from rich.console import Console
 from rich.progress import Progress
@@ -27,7 +27,7 @@ from mmlinattn.tooling.analysis import loading, pictures
 from mmlinattn.tooling.analysis.capture import arrangements, watched
 from mmlinattn.tooling.analysis.inspecting import NUM_QUERIES, WHAT, averaged, full_map, measure_block
 from mmlinattn.tooling.analysis.measures import CONFUSION_DISTANCE
-from mmlinattn.tooling.command_line import one_line_errors, writing
+from mmlinattn.tooling.command_line import Settings, one_line_errors, writing
 from mmlinattn.tooling.configs import check_checkpoint, read_config
 from mmlinattn.tooling.images import read_picture
 from mmlinattn.utils.errors import RunError
@@ -64,7 +64,7 @@ def parse_args() -> argparse.Namespace:
         help=f'sampled queries: the most rows of an attention map in memory [{NUM_QUERIES}]',
     )
     parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ... [cpu]')
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, metavar='KEY=VALUE', help='override settings')
+    parser.add_argument('--cfg-options', nargs='+', action=Settings, metavar='KEY=VALUE', help='override settings')
     return parser.parse_args()
 
 

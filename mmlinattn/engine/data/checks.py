@@ -178,8 +178,8 @@ def max_per_image(model: nn.Module) -> int:
 _NO_CLASSES = ('rpn_conv', 'max_depth', 'boundary_threshold')  # attributes of heads of proposals, depth and edges
 
 
-def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
-    """Return ``num_classes`` of each classifying head by name; empty for models that take class names as text."""
+def _counts_of_stages(model: nn.Module) -> dict[str, list[int]]:
+    """Return ``num_classes`` of each classifying head by name: one number per stage."""
     if hasattr(model, 'language_model'):
         return {}
     roi, found = getattr(model, 'roi_head', None), {}
@@ -196,8 +196,16 @@ def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
             and not any(hasattr(stage, attribute) for attribute in _NO_CLASSES)
         ]
         if counts:
-            found[name] = min(counts)
+            found[name] = counts
     return found
+
+
+def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
+    """Return ``num_classes`` of each classifying head by name; empty for models that take class names as text.
+
+    Of a cascade, the smallest number counts.
+    """
+    return {name: min(counts) for name, counts in _counts_of_stages(model).items()}
 
 
 def read_samples(dataset: Any) -> Samples:
@@ -254,8 +262,21 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
     if samples.fault:
         yield Finding(f'{key}: {samples.fault}. Put it there, or take it out of the data set.')
         return
+    all_are_read = bool(heads.keys() & {'bbox_head', 'head'}) and samples.num and samples.num == len(dataset)
+    is_judged = key.startswith('val') and not samples.is_part  # a test may have no annotations
+    has_none = all_are_read and not samples.labels and classes and 'instances' in dataset.get_data_info(0)
+    if has_none and (is_training or is_judged):
+        yield Finding(
+            f'{key}: no image of {getattr(dataset, "ann_file", "")} has an object of metainfo.classes = '
+            f'{format_names(classes)}: they have other names there, no area, or an image_id that is no image.',
+            is_training and not samples.is_part,
+        )
     if not is_training or not classes:
         return
+    for head, counts in _counts_of_stages(model).items():
+        if len(set(counts)) > 1:
+            yield Finding(f'num_classes of the stages of {head} are {counts}: expected one number, {len(classes)}.')
+            return
     is_binary = getattr(decode_head_of(model), 'out_channels', None) == 1  # background and foreground, by a sign
     for head, count in heads.items():
         if head in ('decode_head', 'auxiliary_head') and (max(count, 2) if is_binary else count) < len(classes):
@@ -270,22 +291,22 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
                 False,
             )
     rest = [name for label, name in enumerate(classes) if label not in samples.labels]
-    all_are_read = bool(heads.keys() & {'bbox_head', 'head'}) and samples.num and samples.num == len(dataset)
-    if all_are_read and samples.labels and rest and not hasattr(dataset, 'cat2label'):
+    if all_are_read and samples.labels and rest and not hasattr(dataset, 'cat_ids'):
         has = 'has an object' if 'bbox_head' in heads else 'is'
         yield Finding(f'{key}: none of its {samples.num} images {has} of {format_names(rest)}.', False)
-    if all_are_read and not samples.labels and 'instances' in dataset.get_data_info(0):
-        yield Finding(
-            f'{key}: no image of {getattr(dataset, "ann_file", "")} has an object of metainfo.classes = '
-            f'{format_names(classes)}: they have other names there, no area, or an image_id that is no image.',
-            not samples.is_part,
-        )
 
 
 def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
     """Check that ``metainfo.classes`` is in the order in which MMPretrain numbers folders of the same names."""
     folders, classes = getattr(dataset, 'folder_to_idx', None), classes_of(dataset)
     if not isinstance(folders, dict) or not classes:
+        return
+    hidden = [folder for folder in folders if folder.startswith(('.', '__'))]
+    if hidden:
+        root = dataset.data_prefix['img_path']
+        yield Finding(
+            f'{key}: {osp.join(root, hidden[0])} counts as a class, of label {folders[hidden[0]]}. Remove it.'
+        )
         return
     labels = {str(name): label for label, name in enumerate(classes)}
     for folder, label in folders.items():

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Union
 
-from mmengine.hooks import Hook
+from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
@@ -33,27 +33,52 @@ def _kept_settings(groups: list, saved: list) -> list[str]:
 
 
 def _kept_schedule(schedulers: list, saved: list, has_other_epochs: bool) -> list[str]:
-    """Describe schedule settings of the config that resuming replaces by those of the checkpoint."""
-    if len(schedulers) != len(saved):
-        return [f'{len(saved)} of its param_schedulers (the config has {len(schedulers)})']
+    """Describe schedule settings of the config that resuming replaces by those of the checkpoint.
+
+    Raises:
+        RunError: The checkpoint has schedulers of other types; MMEngine would mix their states.
+    """
+    owns = [{key for key in each.state_dict() if key[0] != '_' and key not in _PROGRESS} for each in schedulers]
+    is_other = any(
+        own - old.keys() and old.keys() - each.state_dict().keys() for own, old, each in zip(owns, saved, schedulers)
+    )
+    if len(schedulers) != len(saved) or is_other:
+        raise RunError(
+            f'the checkpoint to resume from has {len(saved)} param_schedulers that do not fit those of the config: '
+            f'{some([type(each).__name__ for each in schedulers])}. Set param_scheduler as it was, or '
+            'load_from=CHECKPOINT instead of --resume; it starts at iteration 0.'
+        )
     kept = []
-    for scheduler, old in zip(schedulers, saved):
+    for scheduler, old, own in zip(schedulers, saved, owns):
         if has_other_epochs and not scheduler.by_epoch:
             continue  # SafeRunner fits them to the length of an epoch
         state, name = scheduler.state_dict(), type(scheduler).__name__
-        own = {key for key in state if key[0] != '_' and key not in _PROGRESS}
         changed = [key for key in own & old.keys() if state[key] != old[key]]
         kept += [f'{name}.{key} = {old[key]} (the config has {state[key]})' for key in sorted(changed)]
-        if own - old.keys():
-            kept.append(f'another schedule than {name}')
     return kept
+
+
+def _warn_of_lost_state(runner, checkpoint: dict) -> None:
+    """Warn of state that the checkpoint lacks, or that nothing in a resumed run takes up."""
+    own = dict(optimizer=runner.optim_wrapper, param_schedulers=runner.param_schedulers)
+    lost = [key for key, value in own.items() if value and not checkpoint.get(key)]
+    if lost:
+        runner.logger.warning(
+            f'the checkpoint to resume from has no {" and no ".join(lost)} (save_optimizer, save_param_scheduler of '
+            'CheckpointHook): these begin as at iteration 0.'
+        )
+    if 'ema_state_dict' in checkpoint and not any(isinstance(hook, EMAHook) for hook in runner.hooks):
+        runner.logger.warning(
+            'the weights of the checkpoint to resume from are averages of EMAHook, which the config lacks: training '
+            'continues from the averages. Add the hook to custom_hooks to continue from the trained weights.'
+        )
 
 
 def _warn_of_kept_settings(runner, checkpoint: dict) -> None:
     """Warn of optimizer and schedule settings that a resumed run takes from the checkpoint instead of the config.
 
     Raises:
-        RunError: The checkpoint belongs to another type of optimizer.
+        RunError: The checkpoint belongs to another type of optimizer, or to other types of schedulers.
     """
     saved, schedulers = checkpoint.get('optimizer'), runner.param_schedulers
     if not isinstance(saved, dict) or not hasattr(runner.optim_wrapper, 'param_groups'):
@@ -85,10 +110,24 @@ def _warn_of_kept_settings(runner, checkpoint: dict) -> None:
         )
 
 
-def _modules_of(keys: Iterable[str]) -> str:
-    """Return the names of up to five modules with the weights ``keys``, joined by commas, as a value of
-    ``left_out``."""
-    return ','.join(list(dict.fromkeys(key.rpartition('.')[0] for key in keys))[:5])
+def _modules_of(keys: Collection[str]) -> str:
+    """Return the names of modules with the weights ``keys``, joined by commas, as a value of ``left_out``.
+
+    More than five are replaced by the modules that hold them.
+    """
+    paths, depth = [key.split('.')[:-1] for key in keys], max(key.count('.') for key in keys)
+    names = dict.fromkeys('.'.join(path) for path in paths)
+    while len(names) > 5 and depth > 1:
+        depth -= 1
+        names = dict.fromkeys('.'.join(path[:depth]) for path in paths)
+    return ','.join(names)
+
+
+def _frozen(model: nn.Module, keys: Collection[str]) -> list[str]:
+    """Return those ``keys`` that are frozen weights of a backbone; output norms may keep their initial values."""
+    named = [module.named_parameters(name) for name, module in model.named_modules() if isinstance(module, Backbone)]
+    frozen = [key for part in named for key, weight in part if not weight.requires_grad and '.out_norms.' not in key]
+    return [key for key in frozen if key in keys]
 
 
 @HOOKS.register_module(force=True)
@@ -122,8 +161,18 @@ class CheckpointMatchHook(Hook):
 
     def before_train(self, runner) -> None:
         """Set ``norm_eval`` if an adapter (MMPretrain's LoRA) does not save running statistics, so that they stay
-        constant."""
+        constant.
+
+        Warn of frozen weights that no checkpoint has set.
+        """
         model = unwrapped(runner.model)
+        if not runner._load_from and _frozen(model, model.state_dict()):
+            random = _frozen(model, needed(model, compare(model, {}), self.left_out).missing)
+            if random:
+                runner.logger.warning(
+                    f'{len(random)} frozen parameters of the backbone keep their random values: {some(random)}. Name '
+                    'their weights in its init_cfg or load_from, or set frozen_stages=-1.'
+                )
         saved = model.state_dict().keys()
         for name, module in model.named_modules():
             held = running_statistics(module) if isinstance(module, Backbone) else ()
@@ -144,6 +193,7 @@ class CheckpointMatchHook(Hook):
             saved = checkpoint.get('optimizer')
             if isinstance(saved, dict) and saved.get('loss_scaler') == {}:  # of bfloat16: it scaled no loss
                 checkpoint['optimizer'] = {key: value for key, value in saved.items() if key != 'loss_scaler'}
+            _warn_of_lost_state(runner, checkpoint)
             _warn_of_kept_settings(runner, checkpoint)
         option = f'--cfg-options custom_hooks.{type(self).__name__}'
         whole = compare(model, state)
@@ -151,15 +201,18 @@ class CheckpointMatchHook(Hook):
         fit = needed(model, whole, self.left_out if is_training else self.left_out + UNUSED_IN_TESTS)
         if not is_fatal:
             self._check_start(model, whole, fit, checkpoint)
-            if fit.mismatched:
+            fit = fit.only(lambda key: '.out_norms.' not in key)  # classifiers have none
+            if fit.mismatched or fit.missing:
                 runner.logger.warning(
-                    f'{fit}These train from their initial values, as is usual for other classes than those of the '
-                    f'checkpoint. To say that it is meant: {option}.left_out={_modules_of(fit.mismatched)}'
+                    f'{fit}These train from their initial values, as is usual for a head of other classes. To say that '
+                    f'it is meant: {option}.left_out={_modules_of([*fit.mismatched, *fit.missing])}'
                 )
         elif fit.mismatched or fit.missing or fit.unexpected:
             used = 'These would be used as initialised. ' if fit.mismatched or fit.missing else ''
             # on resuming, the state of the optimizer would have the old shapes
-            remedy = f'If it is meant: {option}.left_out={_modules_of(fit.mismatched or fit.missing or fit.unexpected)}'
+            remedy = (
+                f'If it is meant: {option}.left_out={_modules_of([*(fit.mismatched or fit.missing or fit.unexpected)])}'
+            )
             if is_training:
                 remedy = 'load_from=CHECKPOINT instead of --resume trains other parts from scratch.'
             raise RunError(f'{fit}{used}Use the config of the checkpoint, with its number of classes. {remedy}')
@@ -176,17 +229,10 @@ class CheckpointMatchHook(Hook):
             raise RunError(
                 f'nothing in the checkpoint fits the model; it has {some(checkpoint.get("state_dict", checkpoint))}.'
             )
-        for name, module in model.named_modules():
-            own = module.named_parameters(name) if isinstance(module, Backbone) else ()
-            # output norms are not in classifier checkpoints, and may keep their initial values
-            frozen = [
-                key
-                for key, weight in own
-                if key in {*fit.missing, *fit.mismatched} and not weight.requires_grad and '.out_norms.' not in key
-            ]
-            if frozen:
-                raise RunError(
-                    f'{len(frozen)} frozen parameters of the backbone are not in the checkpoint: {some(frozen)}. They '
-                    'would stay as they are initialised. Name their weights in its init_cfg, or, if it is meant: '
-                    f'--cfg-options custom_hooks.{type(self).__name__}.left_out={_modules_of(frozen)}'
-                )
+        frozen = _frozen(model, {*fit.missing, *fit.mismatched})
+        if frozen:
+            raise RunError(
+                f'{len(frozen)} frozen parameters of the backbone are not in the checkpoint: {some(frozen)}. They '
+                'would stay as they are initialised. Name their weights in its init_cfg, or, if it is meant: '
+                f'--cfg-options custom_hooks.{type(self).__name__}.left_out={_modules_of(frozen)}'
+            )

@@ -1,4 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import inspect
 import os
 import os.path as osp
 from collections import deque
@@ -14,7 +15,7 @@ from mmengine.registry import HOOKS
 from mmengine.utils import mkdir_or_exist
 
 from ...utils import atomic_write
-from ...utils.errors import RunError
+from ...utils.errors import RunError, closest
 
 ATOMIC_BACKEND = 'mmlinattn.atomic_local'
 
@@ -90,7 +91,8 @@ class SafeCheckpointHook(CheckpointHook):
     checkpoint only after the new one is on disk.
 
     Raises:
-        RunError: A checkpoint could not be written. The previous checkpoint and ``last_checkpoint`` are intact.
+        RunError: An argument is unknown, or a checkpoint could not be written. The previous checkpoint and
+            ``last_checkpoint`` are intact.
     """
 
     backend_args: Optional[dict]
@@ -98,8 +100,13 @@ class SafeCheckpointHook(CheckpointHook):
     keep_ckpt_ids: deque
 
     def before_train(self, runner) -> None:
-        """Set the backend that writes checkpoints atomically, unless the config sets a storage backend."""
+        """Check the arguments, and set the backend that writes atomically, unless the config sets a backend."""
         super().before_train(runner)
+        known = inspect.signature(runner.save_checkpoint).parameters
+        for key in self.args.keys() - known.keys():
+            near = closest(key, {*known, *inspect.signature(CheckpointHook).parameters})
+            remedy = f' Did you mean {near!r}?' if near else ''
+            raise RunError(f'default_hooks.checkpoint.{key}={self.args[key]!r}: nothing reads it.{remedy}')
         self._saved_step = -1
         if is_main_process() and osp.isdir(self.out_dir):
             for path in glob(osp.join(glob_escape(self.out_dir), '*.*.part')):  # of a process that was killed

@@ -230,4 +230,6 @@ def _build_batch_sampler(loader: DataLoader, config: dict, seed: int) -> Any:
 def _with_batches(batches: _SeededBatches, loader: DataLoader) -> DataLoader:
     names = inspect.signature(DataLoader).parameters.keys() - {'batch_size', 'shuffle', 'sampler', 'drop_last'}
     settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
-    return DataLoader(**{**settings, 'batch_sampler': batches})
+    made = DataLoader(**{**settings, 'batch_sampler': batches})
+    vars(made).update(batch_size=loader.batch_size, drop_last=loader.drop_last)  # read by hooks of upstream
+    return made

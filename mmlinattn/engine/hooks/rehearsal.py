@@ -233,15 +233,22 @@ def rehearse(runner: Any) -> Optional[dict]:
 
 
 def _private(dataset: Any) -> Any:
-    """Copy a data set and those inside it, with their transforms: some keep images. Annotations are shared."""
-    made = copy.copy(dataset)
+    """Copy a data set and those inside it, with their transforms: some keep images. Annotations are shared.
+
+    Transforms that cannot be copied, and data sets without attributes, are shared too.
+    """
+    if not hasattr(dataset, '__dict__'):
+        return dataset
+    made = object.__new__(type(dataset))  # MMEngine's slice of a data set cannot be copied
+    vars(made).update(vars(dataset))
     for key, value in vars(made).items():
         if key in ('dataset', '_dataset'):
             setattr(made, key, _private(value))
         elif key == 'datasets':
             setattr(made, key, [*map(_private, value)])
         elif key == 'pipeline':
-            setattr(made, key, copy.deepcopy(value))
+            with contextlib.suppress(Exception):  # open files and locks
+                setattr(made, key, copy.deepcopy(value))
     return made
 
 
@@ -289,7 +296,7 @@ def rehearse_training_data(runner: Any) -> None:
         return
     steps = getattr(dataset, 'pipeline', ())
     names = ', '.join(type(step).__name__ for step in getattr(steps, 'transforms', steps))
-    remedy = f'Correct the transforms ({names}); MMLINATTN_TRACEBACK=1 shows where it fails.'
+    remedy = f'Correct its data set or transforms ({names}); MMLINATTN_TRACEBACK=1 shows where it fails.'
     if fault:
         remedy = (
             f'Masks do not fit: {fault}. One of the transforms ({names}) moves boxes and leaves masks behind: leave it '

@@ -6,7 +6,8 @@ from typing import Any
 from mmengine.hooks import EarlyStoppingHook
 from mmengine.runner import EpochBasedTrainLoop
 
-VALIDATED = 'validated'  # in the message hub: iteration of the last complete validation
+# in the message hub: iteration of the last complete validation; LoggerHook prints keys that begin with val
+VALIDATED = 'last_validation'
 
 
 def is_validation_due(runner: Any) -> bool:

@@ -91,7 +91,11 @@ class Play:
             is_end = self.length.epoch and (i + 1) % self.length.epoch == 0
             for actor in self.actors:
                 if is_end or not actor.by_epoch:
-                    actor.step()
+                    try:
+                        actor.step()
+                    except ValueError as error:
+                        kind = type(actor).__name__
+                        raise RunError(f'param_scheduler: {kind} fails after iteration {i + 1}: {error}.') from error
         return rates
 
     def play_on(self, end: int) -> np.ndarray:
@@ -230,6 +234,13 @@ def check_custom_keys(config: Any, model: Any, logger: Any) -> None:
         logger.warning(line)
 
 
+def _saves(hook: CheckpointHook, runner: Any) -> bool:
+    """Return True if a checkpoint hook saves in the rest of the training."""
+    done, total = (runner.epoch, runner.max_epochs) if hook.by_epoch else (runner.iter, runner.max_iters)
+    steps = range(max(done, hook.save_begin) + 1, total + 1)
+    return hook.save_last or any((step - hook.save_begin) % hook.interval == 0 for step in steps if hook.interval > 0)
+
+
 @HOOKS.register_module(force=True)
 class ScheduleCheckHook(Hook):
     """Play the learning rate schedule before the first step, and warn if it does not fit the training.
@@ -239,11 +250,11 @@ class ScheduleCheckHook(Hook):
 
     - an iteration-based loop with gradient accumulation, because MMEngine counts iterations rather than updates;
     - a checkpoint that is already at the end of the training;
-    - a run that saves no checkpoints;
+    - a run without checkpoints, or without the validation that the config has;
     - an iteration-based loop with hooks that count epochs.
 
     Raises:
-        RunError: A key of ``custom_keys`` with ``lr_mult`` matches no parameter.
+        RunError: A key of ``custom_keys`` with ``lr_mult`` matches no parameter, or a schedule fails before the end.
     """
 
     priority = 'VERY_LOW'  # after resuming: it takes the schedule of the checkpoint
@@ -283,10 +294,25 @@ class ScheduleCheckHook(Hook):
 
     @staticmethod
     def _check_hooks(runner, by_iteration: bool) -> None:
-        """Warn of missing checkpoints, and of hooks that wait for epochs in an iteration-based loop."""
-        savers = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
-        if not savers:
-            runner.logger.warning('no checkpoint will be written: default_hooks.checkpoint is off.')
+        """Warn of missing checkpoints and validations, and of hooks that wait for epochs in a loop by iteration."""
+        loop, savers = runner.train_loop, [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
+        unit, total = ('iteration', runner.max_iters) if by_iteration else ('epoch', runner.max_epochs)
+        for hook in runner.hooks:
+            for name, value in vars(hook).items():
+                if type(value) is int and name.endswith('_iter' if by_iteration else '_epoch') and value > total:
+                    runner.logger.warning(f'{type(hook).__name__}.{name}={value} is after the last {unit}, {total}.')
+        interval = getattr(loop, 'val_interval', 1)
+        if runner.val_loop is not None and (type(interval) is not int or interval < 1):
+            raise RunError(f'train_cfg.val_interval={interval!r}: expected an integer from 1 up.')
+        if runner.val_loop is not None and loop.val_begin > total:
+            runner.logger.warning(
+                f'train_cfg.val_begin={loop.val_begin} is after the last {unit}, {total}: there is no validation.'
+            )
+        if not any(_saves(hook, runner) for hook in savers):
+            runner.logger.warning(
+                'no checkpoint will be written: default_hooks.checkpoint is off, or its interval and save_begin are '
+                'beyond the training and save_last=False.'
+            )
         if not by_iteration:
             return
         if any(hook.by_epoch for hook in savers):

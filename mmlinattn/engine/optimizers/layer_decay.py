@@ -16,7 +16,7 @@ def _default_decay(optimizer: Any) -> Optional[float]:
     return decay.default if decay is not None and isinstance(decay.default, (int, float)) else None
 
 
-@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
 class BackboneLayerDecayOptimWrapperConstructor(MergedOptimWrapperConstructor):
     """Layer-wise learning rate decay for detectors and segmentors (BEiT, Bao et al. 2022).
 

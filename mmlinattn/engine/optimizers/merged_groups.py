@@ -75,7 +75,7 @@ def _without_options() -> Iterator[None]:
         logger.removeFilter(keep)
 
 
-@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
 class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     """MMEngine's default constructor, but parameters with equal settings share a group, and optimizers are fused if
     possible.

@@ -58,8 +58,18 @@ OTHER = "label 1 is 'b' in train_dataloader and 'c' in val_dataloader"
                 (parts(roi_head=SimpleNamespace(mask_head=TWO)), labelled(2)),
             )
         ),
+        (
+            parts(roi_head=SimpleNamespace(bbox_head=nn.ModuleList([parts(num_classes=3), parts(num_classes=80)]))),
+            dict(train=[named('abc', labelled(2))]),
+            'num_classes of the stages of bbox_head are [3, 80]: expected one number, 3.',
+        ),
         (parts(bbox_head=TWO, language_model=0), dict(train=[named('abc', labelled(2))]), ''),  # positions in a text
         (DETECTOR, dict(train=[named('abc', labelled(-1, ignored=1), *map(labelled, range(3)))]), ''),
+        (
+            DETECTOR,  # of VOC
+            dict(train=[named('abc', labelled(0), labelled(1), cat2label={})]),
+            ["none of its 2 images has an object of ('c',)"],
+        ),
         (one_hot(), dict(train=[Data(dict(gt_label=2))]), 'data_preprocessor.num_classes = 1000'),
         (one_hot(), dict(test=[Data(dict(gt_label=2))]), ''),
         (one_hot(to_onehot=False), dict(train=[Data(dict(gt_label=2))]), ''),
@@ -195,6 +205,11 @@ def test_folders_that_differ(look, tmp_path, val, words, named):
 def test_class_names_in_another_order_than_the_folders(look, tmp_path):
     line, _ = look(CLASSIFIER, train=[folders(tmp_path / 'a', ('ant', 'bee', 'cat'), ('cat', 'ant', 'bee'))])
     assert "label 0 is the folder 'ant', and 'cat' in the config. Write classes=('ant', 'bee', 'cat')" in line
+
+
+def test_hidden_folders_are_no_class(look, tmp_path):
+    line, _ = look(CLASSIFIER, train=[folders(tmp_path / 'a', ('.ipynb_checkpoints', 'bee', 'cat'))])
+    assert f'{tmp_path}/a/.ipynb_checkpoints counts as a class, of label 0. Remove it.' in line
 
 
 def test_lists_that_number_folders_otherwise(look, tmp_path):

@@ -72,6 +72,13 @@ def test_every_setting_of_the_hook_counts(tmp_path):
     assert saved['message_hub']['runtime_info']['last_ckpt'] == str(out / 'at_6.pth')
 
 
+def test_an_unknown_setting_is_refused_before_the_first_step(tmp_path):
+    runner = runner_of(tmp_path, max_keep_ckpt=3)
+    with pytest.raises(RunError, match="checkpoint.max_keep_ckpt=3: nothing reads it. Did you mean 'max_keep_ckpts'?"):
+        runner.train()
+    assert runner.iter == 0
+
+
 @pytest.mark.parametrize('full_at', ['epoch_2.pth', 'last_checkpoint'])
 @pytest.mark.parametrize('is_resumed', [False, True])
 def test_full_disk_leaves_the_previous_checkpoint(tmp_path, full_disk, monkeypatch, full_at, is_resumed):

@@ -111,7 +111,8 @@ def test_epochs_differ_in_order_and_augmentations(tmp_path):
     """The seed decides; MMEngine's DistSamplerSeedHook no longer reaches the sampler."""
     seen = []
     for seed, cfg in ((1, EPOCHS), (1, ITERS), (2, EPOCHS)):
-        note, _ = train(tmp_path / str(len(seen)), cfg, seed=seed)
+        note, runner = train(tmp_path / str(len(seen)), cfg, seed=seed)
+        assert runner.train_dataloader.batch_size == 4  # read by MMPretrain's PreciseBNHook
         epochs = [tuple(sum(note.paths[i : i + 3], [])) for i in range(0, 12, 3)]
         assert len(set(epochs)) == 4 and len(set(map(frozenset, epochs))) == 1
         # the first sample of each batch before augmentation

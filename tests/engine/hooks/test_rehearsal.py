@@ -3,6 +3,7 @@
 
 import contextlib
 import random
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -202,13 +203,29 @@ class MaskedData(torch.utils.data.Dataset):
         return dict(inputs=torch.zeros(3, *self.size), data_samples=BaseDataElement(gt_instances=found))
 
 
+class Sliced:
+    """As MMEngine's ``num_batch_per_epoch`` wraps a data set."""
+
+    def __init__(self, dataset):
+        self._dataset, self.pipeline = dataset, [threading.Lock()]
+
+    def __getattr__(self, name):
+        return getattr(self._dataset, name)
+
+
+def test_data_sets_that_cannot_be_copied():
+    inner = [1, 2]
+    made = rehearsal._private(whole := Sliced(inner))
+    assert made is not whole and made._dataset is inner and made.pipeline is whole.pipeline
+
+
 @pytest.mark.parametrize(
     ('masks', 'size', 'line'),
     [
         (Masks(2), (6, 8), ''),
         (Masks(1), (6, 8), '1 masks of 6x8 for 2 boxes in an image of 6x8. One of the transforms .list. moves boxes'),
         (Masks(2), (12, 16), '2 masks of 6x8 for 2 boxes in an image of 12x16'),
-        (None, (-1, 1), 'train_dataloader: loading fails: RuntimeError: .* .in MaskedData.. Correct the tr'),
+        (None, (-1, 1), 'train_dataloader: loading fails: RuntimeError: .* .in MaskedData.. Correct its data'),
     ],
 )
 def test_masks_that_transforms_leave_behind(masks, size, line):

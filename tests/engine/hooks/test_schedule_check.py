@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.engine_toys import make_runner, validation
+from mmengine import registry
+from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
 from mmengine.registry import PARAM_SCHEDULERS
 
@@ -102,6 +104,12 @@ def warnings_of(runner, word):
 HOOKS = [dict(type='ScheduleCheckHook')]
 
 
+@registry.HOOKS.register_module()
+class LateHook(Hook):
+    def __init__(self, switch_epoch):
+        self.switch_epoch = switch_epoch
+
+
 @pytest.mark.parametrize('max_iters', [6, 20])
 def test_faults_are_named_before_the_first_step(tmp_path, max_iters):
     schedule, loop = [dict(type='PolyLR', end=20, by_epoch=False)], dict(by_epoch=False, max_iters=max_iters)
@@ -121,6 +129,42 @@ def test_complete_trainings_and_missing_checkpoints_are_named(tmp_path):
     assert warnings_of(
         make_runner(tmp_path, HOOKS, **more), 'nothing is left to train: the checkpoint is at epoch 2 of 2'
     )
+
+
+SAVE = dict(type='CheckpointHook', save_last=False)
+
+
+@pytest.mark.parametrize(
+    ('loop', 'settings', 'word'),
+    [
+        (
+            dict(max_epochs=2),
+            dict(checkpoint=dict(type='CheckpointHook', interval=3, save_last=False)),
+            'no checkpoint',
+        ),
+        (dict(max_epochs=2), dict(checkpoint=dict(type='CheckpointHook', interval=2, save_last=False)), ''),
+        (dict(max_epochs=2, val_begin=3), {}, 'train_cfg.val_begin=3 is after the last epoch, 2'),
+        (dict(max_epochs=2), dict(late=dict(type='EMAHook', begin_epoch=2)), ''),
+        (dict(max_epochs=2), dict(late=dict(type='LateHook', switch_epoch=3)), 'LateHook.switch_epoch=3 is after'),
+    ],
+)
+def test_events_beyond_the_end(tmp_path, loop, settings, word):
+    loop = dict(by_epoch=True, **loop)
+    said = warnings_of(make_runner(tmp_path, HOOKS, loop, default_hooks=settings, **validation()), word)
+    assert bool([line for at, line in said if at == 0]) == bool(word)
+
+
+@pytest.mark.parametrize(
+    ('loop', 'schedule', 'said'),
+    [
+        (dict(val_interval=0), None, 'train_cfg.val_interval=0: expected an integer from 1 up'),
+        ({}, dict(type='OneCycleLR', eta_max=1.0, total_steps=2, by_epoch=False), 'OneCycleLR fails after iteration'),
+    ],
+)
+def test_settings_that_would_fail_later(tmp_path, loop, schedule, said):
+    loop = dict(by_epoch=True, max_epochs=2, **loop)
+    with pytest.raises(RunError, match=said):
+        make_runner(tmp_path, HOOKS, loop, param_scheduler=schedule, **validation()).train()
 
 
 @pytest.mark.parametrize('by_epoch', [True, False])
