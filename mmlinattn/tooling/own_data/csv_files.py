@@ -4,6 +4,7 @@
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Optional
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
     from .kinds import Source
 
 # columns by their meaning, in small letters without other signs
-_IMAGE = (
-    'filename file imagename imagepath image imageid path filepath img imgname id photo picture imgpath name'.split()
-)
+_IMAGE = 'filename fname file imagename imagepath image imageid path filepath img imgname id photo picture'.split()
+_IMAGE += ['imgpath', 'name']
 _CLASS = 'class classname label labelname category categoryname target species labels classid diagnosis dx name'.split()
 _SPLIT, _BOX = ['split', 'set', 'subset', 'partition', 'phase'], ['bbox', 'box', 'boundingbox']
+_SPLIT += ['isvalid', 'isval', 'isvalidation', 'istest']  # the others are of train
+_SEVERAL = frozenset('tags labels classes categories attributes'.split())
 _GROUP = 'patientid patient subjectid subject lesionid group groupid videoid video sequenceid'.split()
 # columns of a box, and their meaning (None: the numbers have to tell)
 _HEADERS: list[tuple[str, Optional[str]]] = [
@@ -120,6 +122,8 @@ class Table:
             RunError: The column has a value that is no known split.
         """
         value = row.get(self.split, '')
+        if value and self.split.startswith('is'):
+            value = self.split[2:] if value.lower() in ('true', '1', '1.0', 'yes') else 'train'
         if value and not split_in(value):
             raise RunError(f'{self.path}: {self.split}={value!r}: expected train, val or test.')
         return split_in(value) if value else data.splits.of(data.rel(self.path), is_file=True)
@@ -218,10 +222,11 @@ def read_class_tables(sources: list['Source'], data: Data) -> tuple[list[Item], 
     Raises:
         RunError: A row has no class or several classes, or its image does not exist.
     """
-    notes, items = list[str](), dict[Path, Item]()
+    notes, items, columns = list[str](), dict[Path, Item](), set[str]()
     for path, _, table in sources:
         others = table.unused(table.label)
         label = table.label or (table.column(others[0]) if len(others) == 1 else '')
+        columns.add(label)
         notes += [f'not used of {path.name}: columns {", ".join(others)}'] if table.label and others else []
         pictures = data.pictures.find(path, [row[table.image] for row in table.rows])
         for row, picture in zip(table.rows, pictures):
@@ -238,8 +243,19 @@ def read_class_tables(sources: list['Source'], data: Data) -> tuple[list[Item], 
                     f'{item.name!r} ({item.split}) in {data.name(path)}: give --labels FILE.'
                 )
     labels = {item.name for item in items.values()}
+    words = Counter(word for name in labels for word in set(re.split(r'[\s,;|]+', name)))
     for name in labels:
         parts = set(re.split(r'[\s,;|]+', name)) - {name}
-        if len(parts & labels) > 1 or '|' in name:
-            raise RunError(f'{sources[0].path} has {name!r}, several classes; one an image is learnt.')
+        listed = set(filter(None, re.split(r' *[,;|] *', name))) - {name}
+        if (
+            len(parts & labels) > 1
+            or listed & labels
+            or '|' in name
+            or columns & _SEVERAL
+            and any(words[p] > 1 for p in parts)
+        ):
+            raise RunError(
+                f'{sources[0].path} has {name!r}, several classes; one an image is learnt. If it is one class, name '
+                'the column class and write its words with _.'
+            )
     return list(items.values()), notes

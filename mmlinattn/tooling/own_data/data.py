@@ -16,7 +16,7 @@ from ...utils.errors import RunError, described
 from .images import SUFFIXES, is_mask
 from .names import Splits, has_role_only, is_hidden, relative, shared_key, some
 
-_LABELS = ('.json', '.xml', '.csv', '.tsv', '.txt', '.yaml', '.yml', '.names', '.data')
+_LABELS = ('.json', '.xml', '.csv', '.tsv', '.txt', '.yaml', '.yml', '.names', '.labels', '.data')
 _NO_IMAGES = '.gif .heic .heif .avif .ppm .pgm .pnm .jp2 .dcm .nii .npy .npz .svg .raw .dng .psd'.split()
 _CONTAINERS = {
     '.tfrecord': 'a TFRecord',
@@ -145,7 +145,7 @@ class Data:
         raise RunError(f'DATA {str(self.root)!r}: no image in it{found}.')
 
     def names(self, *files: str) -> Optional[list[str]]:
-        """Return class names: those of ``--classes``, or of the only file of one of the names, or None.
+        """Return class names: those of ``--classes``, or of the only file of one of the names or suffixes, or None.
 
         Each line has a name, perhaps after its number from 0. In CVAT's ``labelmap.txt`` a name ends at the colon.
 
@@ -155,7 +155,7 @@ class Data:
         if self.options.classes:
             return self.options.classes
         found: dict[Path, list[str]] = {}
-        for path in [path for file in files for path in self.files if path.name == file]:
+        for path in [path for file in files for path in self.files if file in (path.name, path.suffix)]:
             lines = read_lines(path)
             if path.name == 'labelmap.txt':
                 lines = [line.split(':')[0] for line in lines if not line.startswith('#')]
@@ -311,6 +311,16 @@ class Pictures:
         if len(found) > 1:
             raise RunError(f'{file}: {name!r} may be {found[0]} or {found[1]}: give --images DIR, or keep one.')
         return found[0]
+
+
+def own(owners: dict[Path, Path], picture: Path, file: Path) -> None:
+    """Add an image and the file that labels it to ``owners``.
+
+    Raises:
+        RunError: Another file labels the image.
+    """
+    if owners.setdefault(picture, file) != file:
+        raise RunError(f'{picture} is labelled twice: by {owners[picture]} and by {file}: give --labels DIR.')
 
 
 def _parts(name: str) -> list[str]:

@@ -229,7 +229,7 @@ def read_label_studio(sources: list[Source], data: Data) -> Claim:
             except (KeyError, TypeError, ValueError) as error:
                 raise RunError(f'{path}, task {task.get("id", picture.name)}: {described(error)}.') from error
             photos.append(Photo(picture, size, objects, of_file, path, group_of(picture)))
-    notes = [f'{open_tasks} tasks without annotation are left out'] if open_tasks else []
+    notes = [f'{open_tasks} tasks without annotation are left out, predictions do not count'] if open_tasks else []
     notes += [f'{several} tasks have several annotations: the first is read'] if several else []
     photos, classes = in_names(photos, _listed(data, photos), data)
     return Claim('Label Studio JSON', photos, classes, notes + _left_out(lost))

@@ -133,7 +133,7 @@ def interpret(
         notes: Notes for the user, extended in place.
     """
     values, listed, given = sorted(seen.pixels), read_values(data), data.options.classes
-    named = data.names('classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt')
+    named = data.names('classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt', *[] if listed else ['labels.txt'])
     numbers = sorted(value for value in listed if value < _IS_COLOUR)
     of_255 = [IGNORED in each for each in seen.values if len(each) > 1]
     if values == [0, 1, IGNORED] and any(of_255) and not any({1, IGNORED} <= each for each in seen.values):

@@ -158,13 +158,14 @@ def _all_pairs(data: Data, notes: list[str]) -> list[_Pair]:
             pairs += _pairs(data, folder, folder, notes, ending)
     if not pairs:
         there = [folder for folder in inner if _has_masks(data, folder)]
+        there = there or [path for path in data.images[:100] if is_mask(path)][:2]
         if there:
             raise RunError(
                 f'DATA {str(data.root)!r}: no annotations in it under known names; {some(map(data.name, there), 6)} '
-                'have images like masks: give --images DIR and --labels DIR, or name them images and masks.'
+                'seem to be masks: give --images DIR and --labels DIR, or name them images/x.jpg and masks/x.png (in '
+                'one folder x.jpg and x_mask.png).'
             )
-        read = 'images beside masks (or labels, annotations), train beside trainannot, leftImg8bit beside gtFine'
-        raise refusal(data, recognise_all(data), {}, f'segmentation masks: folders {read}')
+        raise refusal(data, recognise_all(data), 'segmentation')
     return pairs
 
 
@@ -208,7 +209,9 @@ def _pairs(data: Data, images: Path, masks: Path, notes: list[str], ending: str 
     if images == masks:
         counts = {ending: sum(f'{stem}{ending}' in found for stem in stems)}
     if not counts:
-        raise RunError(f'{masks} has no label image with the name of an image of {images}.')
+        raise RunError(
+            f'{masks} has no label image with the name of an image of {images}: give --images DIR and --labels DIR.'
+        )
     best = [ending for ending in counts if counts[ending] == max(counts.values())]
     kinds = [[each for each in best if kind in each] for kind in _KINDS]
     ending, *others = next(filter(None, kinds), best)

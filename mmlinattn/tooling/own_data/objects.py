@@ -243,7 +243,7 @@ def _numbers(item: Object) -> str:
 
 def _units(claim: Claim, raw: list, given: Optional[str]) -> tuple[str, str]:
     """Return the unit of the numbers, and a note if they alone tell it."""
-    small = [max(map(abs, item.box)) <= 1 + _SLACK for _, item in raw if any(item.box)]
+    small = [max(map(abs, item.box)) <= 1 + _SLACK for _, item in raw if max(item.box) > 0]
     photo, item = raw[0]
     if given:
         return given, '; --units'

@@ -109,8 +109,9 @@ def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], i
     lines that name no image."""
     found, lost = list[Path](), 0
     for line in read_lines(path):
-        name = next((name for name in (line, *line.split()[:1]) if data.pictures.named(name)), '')
-        images = [image for image in data.pictures.named(name) if image in labelled] if name else []
+        known = [(name, data.pictures.named(name)) for name in dict.fromkeys((line, *line.split()[:1]))]
+        fitting = ((name, [image for image in images if image in labelled]) for name, images in known)
+        name, images = next(filter(all, fitting), ('', []))
         if len(images) > 1:
             parts = Path(name.replace('\\', '/')).with_suffix('').parts
             exact = [image for image in images if image.with_suffix('').parts[-len(parts) :] == parts]
@@ -120,44 +121,46 @@ def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], i
             ]
             images = near or exact or images
         found += images
-        lost += not name
+        lost += not any(images for _, images in known)
     return found, lost
 
 
 def _lists(data: Data, labelled: set[Path], task: str) -> tuple[dict[Path, str], list[Path]]:
     """Return the splits of images by text files that have the name of a split and name images, and these files.
 
-    VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``.
+    VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``, and val is
+    preferred to test.
 
     Raises:
-        RunError: Lists of two folders differ.
+        RunError: An image is listed in train and in another split.
     """
-    by_folder: dict[Path, dict[str, Path]] = {}
-    for path in data.files:
-        name = path.stem.lower()
-        if path.suffix.lower() == '.txt' and split_in(path.stem):
-            by_folder.setdefault(path.parent, {})['trainval' if 'trainval' in name else str(split_in(path.stem))] = path
-        if path.name == 'train_test_split.txt' and path.with_name('images.txt') in data.files:
+    texts = [path for path in data.files if path.suffix.lower() == '.txt']
+    for path in texts:
+        if path.name == 'train_test_split.txt' and path.with_name('images.txt') in texts:
             return _of_numbers(data, path)
+    by_folder: dict[Path, dict[str, list[Path]]] = {}
+    for rule in (split_in, data.splits.of_file):  # train.txt, else car_train.txt
+        for path in texts if not by_folder else ():
+            split = 'trainval' if rule(path.stem) and 'trainval' in path.stem.lower() else rule(path.stem)
+            if split:
+                by_folder.setdefault(path.parent, {}).setdefault(split, []).append(path)
     preferred = [folder for folder in by_folder if folder.name == _PREFERRED.get(task)]
     splits, files = dict[Path, str](), list[Path]()
     for folder in preferred or by_folder:
         lists = by_folder[folder]
-        if 'train' in lists:
-            lists.pop('trainval', None)
-        here: dict[Path, str] = {}
-        for split in [split for split in ('trainval', 'train', 'val', 'test') if split in lists]:
-            images, lost = _of_list(data, lists[split], labelled)
-            if len(images) <= lost and split != 'test':
-                continue
-            here.update(dict.fromkeys(images, 'train' if split == 'trainval' else split))
-            files.append(lists[split])
-        for path, other in here.items():
-            if splits.setdefault(path, other) != other:
-                raise RunError(
-                    f'{path} is of {splits[path]} and of {other} in two of {some(map(str, files))}: give --train and '
-                    '--val, each a list or a folder.'
-                )
+        for split in ('train', 'val', 'test', *([] if 'train' in lists else ['trainval'])):
+            for file in lists.get(split, ()):
+                images, lost = _of_list(data, file, labelled)
+                if len(images) <= lost and split != 'test':
+                    continue
+                files.append(file)
+                for image in images:
+                    known = splits.setdefault(image, 'train' if split == 'trainval' else split)
+                    if known != split and 'train' in (known, split) and split != 'trainval':
+                        raise RunError(
+                            f'{image} is of {known} and of {split} in two of {some(map(str, files))}: give --train and '
+                            '--val, each a list or a folder.'
+                        )
     data.used.update(files)
     return splits, files
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ...utils.errors import RunError, described
-from .data import Data
+from .data import Data, own
 from .kinds import Source
 from .names import shared_key
 from .objects import Claim, Object, Photo, checked_size, corners, from_points, in_names, marks_of
@@ -21,20 +21,22 @@ def read_voc_files(sources: list[Source], data: Data) -> Claim:
     Raises:
         RunError: A file is damaged, or its image does not exist, or its name and its ``<filename>`` are of two images.
     """
-    photos, keys = list[Photo](), {shared_key(data.rel(path).parent) for path, *_ in sources}
+    owners, keys = dict[Path, Path](), {shared_key(data.rel(path).parent) for path, *_ in sources}
     for path, *_ in sources:
         tree = _parsed(path)
         name = Path((tree.findtext('filename') or '').strip().replace('\\', '/')).name
         is_named, has_own = bool(name and data.pictures.named(name)), bool(data.pictures.named(path.stem))
         picture = data.pictures.of_label(path, keys, name if is_named and not has_own else '')
-        if is_named and has_own and picture.stem != Path(name).stem and picture.name != name:
+        if is_named and has_own and name not in (picture.name, picture.stem) and picture.stem != Path(name).stem:
             raise RunError(
                 f'{path}: its name is that of {picture.name}, its <filename> {name!r} is another image: correct one.'
             )
-        if is_named and has_own and picture.name != name:  # a.png beside a.jpg
+        if is_named and has_own and name not in (picture.name, picture.stem):  # a.png beside a.jpg
             picture = data.pictures.of_label(path, keys, name)
-        photos.append(read_voc(path, picture))
-    photos, classes = in_names(photos, data.names('classes.txt', 'labelmap.txt'), data)
+        own(owners, picture, path)
+    photos, classes = in_names(
+        [read_voc(path, picture) for picture, path in owners.items()], data.names('classes.txt', 'labelmap.txt'), data
+    )
     return Claim('VOC XML', photos, classes, [], 'corners', 'pixels')
 
 
