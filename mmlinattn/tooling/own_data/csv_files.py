@@ -6,6 +6,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
@@ -14,7 +15,6 @@ from .data import Data, read_text
 from .images import SUFFIXES
 from .names import split_in
 from .objects import Claim, Object, Photo, checked_size, in_names, marks_of
-from .splits import group_of
 
 if TYPE_CHECKING:
     from .kinds import Source
@@ -129,6 +129,15 @@ class Table:
         return split_in(value) if value else data.splits.of(data.rel(self.path), is_file=True)
 
 
+def split_table(path: Path) -> list[Table]:
+    """Return the table of a file that has the splits of images and nothing else of them, or []."""
+    with suppress(RunError):
+        table = Table(path)
+        if table.image and table.split and not table.kind and not table.unused():
+            return [table]
+    return []
+
+
 def _is_flag(cell: str) -> bool:
     return bool(re.fullmatch(r'[01](\.0*)?', cell))
 
@@ -177,7 +186,7 @@ def read_box_tables(sources: list['Source'], data: Data) -> Claim:
             split = table.split_of(row, data)
             if (picture, split) not in photos:
                 size = checked_size(path, picture, *(row.get(key) for key in table.size))
-                group = group_of(picture, row.get(table.group, ''))
+                group = row.get(table.group, '') or None
                 photos[picture, split] = Photo(picture, size, [], split, path, group)
             numbers, label = table.numbers(row), row.get(table.label, name)
             if not numbers:
@@ -234,7 +243,7 @@ def read_class_tables(sources: list['Source'], data: Data) -> tuple[list[Item], 
             names = [row[label]] * bool(row[label]) if label else flagged
             if len(names) != 1:
                 raise RunError(f'{path}: {list(row.values())} has {len(names)} classes; one an image is learnt.')
-            group = group_of(picture, row.get(table.group, ''))
+            group = row.get(table.group, '') or None
             item = Item(picture, names[0], table.split_of(row, data), path, group)
             if items.setdefault(picture, item)[:4] != item[:4]:
                 first = items[picture]

@@ -12,7 +12,7 @@ from .images import check_whole
 from .kinds import UNKNOWN, Source, recognise_all, refusal
 from .names import has_role_only, some
 from .objects import name_table
-from .splits import class_table, divide, group_of
+from .splits import class_table, divide
 
 
 def read_classes(data: Data) -> OwnData:
@@ -180,7 +180,7 @@ def _folder_items(data: Data, notes: list[str]) -> list[Item]:
                     'DIR if the upper ones are splits, else --images DIR of one level.'
                 )
             items += [
-                Item(path, name, split or data.splits.of(path.relative_to(folder.top).parent), path, group_of(path))
+                Item(path, name, split or data.splits.of(path.relative_to(folder.top).parent), path)
                 for path in folder.images
             ]
     return items

@@ -315,9 +315,9 @@ def interpret_values(
         if is_indexed or labels[-1] < 2 * len(labels):
             return [f'class_{label}' for label in range(labels[-1] + 1)], {}
         raise RunError(f'the masks have the values {listed}: give --classes NAME ..., a name a value.')
-    if labels[-1] < len(names):
+    if len(names) > 1 and labels[-1] < len(names):
         return names, {}
-    for known in (labels, values):
+    for known in (labels, values) if len(names) > 1 else ():
         if len(known) == len(names):
             return names, {**{IGNORED: IGNORED}, **{value: label for label, value in enumerate(known)}}
     raise RunError(

@@ -16,7 +16,7 @@ from .images import check_whole, image_size, is_mask, page_notes, turned_notes
 from .kinds import recognise_all, refusal
 from .mask_values import IGNORED, format_value, interpret, remap, scan, shortened
 from .names import some
-from .splits import class_table, divide, group_of
+from .splits import class_table, divide
 
 # folders, in small letters
 _IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'jpegimages', 'leftimg8bit', 'image_2', '701_stillsraw_full')
@@ -39,6 +39,7 @@ class _Pair(NamedTuple):
     suffixes: tuple[str, str]
     split: Optional[str] = None
     classes: frozenset = frozenset()
+    group: None = None
 
     @property
     def path(self) -> Path:
@@ -47,10 +48,6 @@ class _Pair(NamedTuple):
     @property
     def file(self) -> Path:
         return self.masks / f'{self.stem}{self.suffixes[1]}'
-
-    @property
-    def group(self) -> Optional[str]:
-        return group_of(self.path)
 
 
 def read_masks(data: Data, remapped: Path) -> OwnData:

@@ -13,7 +13,6 @@ from .images import image_size, is_mask
 from .kinds import Source
 from .names import shared_key, some
 from .objects import Claim, Object, Photo, from_points, in_names, is_right_angled, marks_of
-from .splits import group_of
 
 
 def read_yolo(sources: list[Source], data: Data) -> Claim:
@@ -201,7 +200,7 @@ def _photo(path: Path, file: Optional[Path], classes: list[str], has_points: boo
             raise RunError(f'{file}, line {number}: {line[:60]!r}; numbers are shares of the image, from 0 to 1.')
         rows.append(numbers)
         objects.append(from_points(name, [np.reshape(numbers, (-1, 2)) * size], marks))
-    return Photo(path, size, objects, None, file or path, group_of(path))
+    return Photo(path, size, objects, None, file or path)
 
 
 def read_kitti(sources: list[Source], data: Data) -> Claim:
@@ -224,7 +223,7 @@ def read_kitti(sources: list[Source], data: Data) -> Claim:
                 raise RunError(f'{path}, line {number}: {kind} is not followed by the 14 numbers of KITTI.') from None
             marks = marks_of(dict(truncated=truncated > 0, occluded=occluded > 0, score=len(values) > 14))
             objects.append(Object(kind, (left, top, right, bottom), None, marks, is_raw=True))
-        photos.append(Photo(picture, image_size(picture), objects, None, path, group_of(picture)))
+        photos.append(Photo(picture, image_size(picture), objects, None, path))
     photos, classes = in_names(photos, data.names('classes.txt'), data)
     return Claim(
         'KITTI text files', photos, classes, ['of KITTI the boxes are learnt, nothing in 3D'], 'corners', 'pixels'

@@ -12,7 +12,6 @@ from .data import Data, own
 from .kinds import Source
 from .names import shared_key
 from .objects import Claim, Object, Photo, checked_size, corners, from_points, in_names, marks_of
-from .splits import group_of
 
 
 def read_voc_files(sources: list[Source], data: Data) -> Claim:
@@ -61,7 +60,7 @@ def read_voc(path: Path, picture: Path) -> Photo:
             raise ValueError('a box that is no number')
     except ValueError as error:
         raise RunError(f'{path} cannot be read: {described(error)}') from error
-    return Photo(picture, checked_size(path, picture, *size), objects, None, path, group_of(picture))
+    return Photo(picture, checked_size(path, picture, *size), objects, None, path)
 
 
 def _object(item: ElementTree.Element) -> Object:

@@ -157,12 +157,16 @@ def test_lists_of_the_command_line(tmp_path, options, train, val):
         (dict(car_train='a.jpg/1 b.jpg/-1 c.jpg/1', car_val='d.jpg/1 e.jpg/-1'), 'abc de'),
         (dict(train='a.jpg/masks-a.png b c', val='d', test='d e'), 'abc d e'),
         (dict(train1='a b', val1='c', train2='c'), 'is of train and of val in two of'),
+        ({'split.csv': 'image,split a.jpg,train b.jpg,train c.jpg,val d.jpg,test'}, 'ab c d'),
     ],
 )
 def test_lists_of_the_data(tmp_path, lists, expected):
     voc(tmp_path)
     for name, lines in lists.items():
-        text(tmp_path / f'{name}.txt', '\n'.join(line.replace('/', ' ') for line in lines.split()))
+        text(
+            tmp_path / (name if '.' in name else f'{name}.txt'),
+            '\n'.join(line.replace('/', ' ') for line in lines.split()),
+        )
     if 'two of' in expected:
         with pytest.raises(RunError, match=expected):
             read(tmp_path)
@@ -180,11 +184,12 @@ def test_a_mask_is_no_image_of_a_label(tmp_path):
 
 
 def test_two_formats_of_two_splits_are_read(tmp_path):
-    voc(tmp_path / 'val', names='fgh')
+    voc(tmp_path / 'val', names='cgh')
     coco(tmp_path / 'train', names='abc')
     data = read(tmp_path)
     assert {split: len(paths) for split, paths in data.images.items()} == dict(train=3, val=3)
     assert data.kind == 'COCO JSON and VOC XML' and len(boxes_of(data)) == 6
+    assert any(note.startswith('1 images of val are copies of training images') for note in data.notes)
 
 
 @pytest.mark.parametrize(
