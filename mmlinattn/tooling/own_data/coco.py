@@ -75,7 +75,7 @@ def read_coco_files(sources: list[Source], data: Data) -> Claim:
     groups -= {str(item.name) for photo in photos for item in photo.objects}
     classes = [name for name in classes if name not in groups]
     if data.options.classes:
-        photos, classes = in_names(photos, data.options.classes, data)
+        photos, classes = in_names(photos, data.options.classes)
     listed = ', '.join(f'{key} ({count})' for key, count in sorted(unused.items()))
     notes = [f'not used of the images in COCO JSON: {listed}'] if unused else []
     data.used -= {source.path for source in sources if source not in chosen}

@@ -199,7 +199,7 @@ def read_box_tables(sources: list['Source'], data: Data) -> Claim:
             if not label:
                 raise RunError(f'{path}: {list(row.values())} has no class.')
             photos[picture, split].objects.append(Object(label, tuple(numbers), None, marks, is_raw=True))
-    photos_, classes = in_names(list(photos.values()), names or data.names('classes.txt'), data)
+    photos_, classes = in_names(list(photos.values()), names or data.names('classes.txt'))
     return Claim('CSV of boxes', photos_, classes, notes, meanings.pop())
 
 

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Files of a data set: its images, possible label files, and the options of the command line that choose among them."""
 
+import itertools
 import os
 import re
 import unicodedata
@@ -287,6 +288,20 @@ class Pictures:
             raise RunError(f'{file} has no image in its folder, and {picture} is in another: give --images DIR.')
         return picture
 
+    def owners(self, files: Sequence[Path], names: Sequence[str] = ()) -> dict[Path, Path]:
+        """Return the label file of each image that has one; ``names`` are those of the images, if not of the files.
+
+        Raises:
+            RunError: A file has no image, or two files label one image.
+        """
+        keys, owners = set(map(self.key, files)), dict[Path, Path]()
+        for file, name in itertools.zip_longest(files, names, fillvalue=''):
+            picture = self.of_label(Path(file), keys, str(name))
+            other = owners.setdefault(picture, Path(file))
+            if other != file:
+                raise RunError(f'{picture} is labelled twice: by {other} and by {file}: give --labels DIR.')
+        return owners
+
     def key(self, path: Path) -> tuple[str, ...]:
         return shared_key(self.data.rel(path).parent)
 
@@ -311,16 +326,6 @@ class Pictures:
         if len(found) > 1:
             raise RunError(f'{file}: {name!r} may be {found[0]} or {found[1]}: give --images DIR, or keep one.')
         return found[0]
-
-
-def own(owners: dict[Path, Path], picture: Path, file: Path) -> None:
-    """Add an image and the file that labels it to ``owners``.
-
-    Raises:
-        RunError: Another file labels the image.
-    """
-    if owners.setdefault(picture, file) != file:
-        raise RunError(f'{picture} is labelled twice: by {owners[picture]} and by {file}: give --labels DIR.')
 
 
 def _parts(name: str) -> list[str]:

@@ -16,16 +16,7 @@ UNKNOWN = 'of no known format'
 _AS_COCO = 'export it as COCO JSON'
 # formats of boxes that are read
 READ = frozenset(
-    {
-        'COCO JSON',
-        'CVAT XML',
-        'VOC XML',
-        'LabelMe JSON',
-        'Label Studio JSON',
-        'CSV of boxes',
-        'KITTI text files',
-        'YOLO text files',
-    }
+    'COCO JSON,CVAT XML,VOC XML,LabelMe JSON,Label Studio JSON,CSV of boxes,KITTI text files,YOLO text files'.split(',')
 )
 # remedy and formats by task
 _TASKS = {
@@ -219,9 +210,8 @@ def refusal(data: Data, kinds: dict[str, list[Source]], task: str) -> RunError:
             why += f', which {task} does not take'
         else:
             why += ', which is not read here'
-            remedy = (
-                'unpack it' if kind == 'an archive' else _REMEDIES.get(kind, remedy) if task == 'detection' else remedy
-            )
+            remedies = {**(_REMEDIES if task == 'detection' else {}), 'an archive': 'unpack it'}
+            remedy = remedies.get(kind, remedy)
         return RunError(f'DATA {str(data.root)!r}: {data.name(path)} is {kind}{why}: {remedy}. It takes {takes}.')
     if tables:
         return RunError(

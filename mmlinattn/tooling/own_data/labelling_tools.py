@@ -107,7 +107,7 @@ def read_labelme(sources: list[Source], data: Data) -> Claim:
             raise RunError(f'{path} cannot be read: {described(error)}') from error
         photos.append(Photo(picture, size, objects, None, path))
     notes = [f'not used of the images: flags {", ".join(sorted(flags))}'] if flags else []
-    photos, classes = in_names(photos, _listed(data, photos), data)
+    photos, classes = in_names(photos, _listed(data, photos))
     return Claim('LabelMe JSON', photos, classes, notes + _left_out(lost))
 
 
@@ -162,7 +162,7 @@ def read_cvat(sources: list[Source], data: Data) -> Claim:
             own = Path(image.get('subset', '')), Path(image.get('name', '')).parent
             split = next(filter(None, map(data.splits.of, own)), of_file)
             photos.append(Photo(picture, size, objects, split, path))
-    photos, classes = in_names(photos, _listed(data, photos, *dict.fromkeys(labels)), data)
+    photos, classes = in_names(photos, _listed(data, photos, *dict.fromkeys(labels)))
     return Claim('CVAT XML', photos, classes, _left_out(lost))
 
 
@@ -230,7 +230,7 @@ def read_label_studio(sources: list[Source], data: Data) -> Claim:
             photos.append(Photo(picture, size, objects, of_file, path))
     notes = [f'{open_tasks} tasks without annotation are left out, predictions do not count'] if open_tasks else []
     notes += [f'{several} tasks have several annotations: the first is read'] if several else []
-    photos, classes = in_names(photos, _listed(data, photos), data)
+    photos, classes = in_names(photos, _listed(data, photos))
     return Claim('Label Studio JSON', photos, classes, notes + _left_out(lost))
 
 

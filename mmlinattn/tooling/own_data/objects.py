@@ -290,7 +290,7 @@ def name_table(found: set[str], listed: Optional[list[str]]) -> tuple[list[str],
     )
 
 
-def in_names(photos: list[Photo], listed: Optional[list[str]], data: Data) -> tuple[list[Photo], list[str]]:
+def in_names(photos: list[Photo], listed: Optional[list[str]]) -> tuple[list[Photo], list[str]]:
     """Return images with the names of the list in place of labels, and the class names (:func:`name_table`)."""
     found = {str(item.name) for photo in photos for item in photo.objects if not is_region(item.name)}
     classes, names = name_table(found, listed)

@@ -8,10 +8,10 @@ import numpy as np
 import yaml
 
 from ...utils.errors import RunError, described
-from .data import Data, own, read_lines
+from .data import Data, read_lines
 from .images import image_size, is_mask
 from .kinds import Source
-from .names import shared_key, some
+from .names import some
 from .objects import Claim, Object, Photo, from_points, in_names, is_right_angled, marks_of
 
 
@@ -36,10 +36,8 @@ def read_yolo(sources: list[Source], data: Data) -> Claim:
             f'DATA {str(data.root)!r} has YOLO text files, and no names of their classes: write classes.txt, a name a '
             'line, or data.yaml with names: [...], or give --classes NAME ...'
         )
-    keys = {shared_key(data.rel(path).parent) for path, *_ in sources}
-    owners: dict[Path, Path] = {}
-    for path, *_ in sources:
-        own(owners, data.pictures.of_label(path, keys), path)
+    files = [path for path, *_ in sources]
+    owners, keys = data.pictures.owners(files), set(map(data.pictures.key, files))
     folders = {path.parent for path in owners}
     splits = _splits(data, file, content)
     background = [
@@ -209,10 +207,7 @@ def read_kitti(sources: list[Source], data: Data) -> Claim:
     Raises:
         RunError: A line does not have KITTI's fields, or a file has no image.
     """
-    photos, owners = list[Photo](), dict[Path, Path]()
-    keys = {shared_key(data.rel(path).parent) for path, *_ in sources}
-    for path, *_ in sources:
-        own(owners, data.pictures.of_label(path, keys), path)
+    photos, owners = list[Photo](), data.pictures.owners([path for path, *_ in sources])
     for picture, path in owners.items():
         objects = []
         for number, (kind, *values) in enumerate(map(str.split, read_lines(path)), 1):
@@ -224,7 +219,7 @@ def read_kitti(sources: list[Source], data: Data) -> Claim:
             marks = marks_of(dict(truncated=truncated > 0, occluded=occluded > 0, score=len(values) > 14))
             objects.append(Object(kind, (left, top, right, bottom), None, marks, is_raw=True))
         photos.append(Photo(picture, image_size(picture), objects, None, path))
-    photos, classes = in_names(photos, data.names('classes.txt'), data)
+    photos, classes = in_names(photos, data.names('classes.txt'))
     return Claim(
         'KITTI text files', photos, classes, ['of KITTI the boxes are learnt, nothing in 3D'], 'corners', 'pixels'
     )
