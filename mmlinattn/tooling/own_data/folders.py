@@ -72,8 +72,9 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item],
             fault = error
     if len({item.name for item in folders}) == 1 and len(kinds) > 0:
         folders = []
-    if folders or fault:
-        tables = [table for table in tables if _names_an_image(table, data)]
+    named = [table for table in tables if _names_an_image(table, data)]
+    if folders or fault or named:  # a table of numbers and class names names no image
+        tables = named
     if tables:
         data.used.update(source.path for source in tables)
         items, more = read_class_tables(tables, data)

@@ -468,6 +468,7 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
     images(tmp_path)
     rows = [f'{name}.jpg,{i % 2 * 8 + 2},{"val" if i > 3 else "train"},x' for i, name in enumerate(OBJECTS)]
     text(tmp_path / 'labels.csv', '\n'.join(['image,class,split,photographer', *rows]))
+    text(tmp_path / 'names.csv', 'id,name\n2,x\n10,y')
     data = read(tmp_path, 'classification')
     assert data.classes == ['2', '10'] and [len(data.images[split]) for split in ('train', 'val')] == [4, 2]
     assert 'not used of labels.csv: columns photographer' in data.notes
