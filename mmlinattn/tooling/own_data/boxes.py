@@ -15,7 +15,7 @@ from .coco import read_coco_files
 from .csv_files import read_box_tables
 from .data import Data, Example, OwnData, folders_of
 from .images import check_whole, turned_notes
-from .kinds import BOXES, Source, recognise_all, refusal
+from .kinds import Source, recognise_all, refusal
 from .labelling_tools import read_cvat, read_label_studio, read_labelme
 from .objects import IGNORED, Claim, Object, Photo, is_region, is_right_angled, settle
 from .splits import class_table, divide
@@ -77,9 +77,10 @@ def _claims(data: Data) -> list[Claim]:
             claims.append(reader(kinds[kind], data))
     empty = [claim for claim in claims if not any(photo.objects for photo in claim.photos)]
     if claims and len(empty) == len(claims):
-        raise RunError(f'DATA {str(data.root)!r}: no box in its {claims[0].kind}.')
+        why = f': {"; ".join(claims[0].notes)}' if claims[0].notes else ''
+        raise RunError(f'DATA {str(data.root)!r}: no box in its {claims[0].kind}{why}.')
     if not claims:
-        raise refusal(data, kinds, READERS, BOXES)
+        raise refusal(data, kinds, 'detection')
     return [claim for claim in claims if claim not in empty]
 
 

@@ -5,12 +5,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...engine.data.files import fault_of_coco
 from ...utils.errors import RunError
 from .data import Data
 from .kinds import Source
 from .objects import Claim, Object, Photo, checked_size, corners, in_names, marks_of
-from .splits import group_of
 
 # keys that are read, or say nothing about an object
 _READ = {'id', 'image_id', 'category_id', 'bbox', 'area', 'segmentation', 'attributes', 'rotation', 'num_keypoints'}
@@ -65,7 +66,7 @@ def read_coco_files(sources: list[Source], data: Data) -> Claim:
             own = str(image.get('split') or image.get('subset') or '')
             found = objects.pop(image.get('id'), [])
             split = of_file or data.splits.of(Path(own))
-            photos.append(Photo(picture, size, found, split, path, group_of(picture)))
+            photos.append(Photo(picture, size, found, split, path))
             unused.update(key for key in image if key not in _OF_IMAGES and marks_of({key: image[key]}))
         if objects:
             raise RunError(
@@ -74,7 +75,7 @@ def read_coco_files(sources: list[Source], data: Data) -> Claim:
     groups -= {str(item.name) for photo in photos for item in photo.objects}
     classes = [name for name in classes if name not in groups]
     if data.options.classes:
-        photos, classes = in_names(photos, data.options.classes, data)
+        photos, classes = in_names(photos, data.options.classes)
     listed = ', '.join(f'{key} ({count})' for key, count in sorted(unused.items()))
     notes = [f'not used of the images in COCO JSON: {listed}'] if unused else []
     data.used -= {source.path for source in sources if source not in chosen}
@@ -87,10 +88,10 @@ def _object(item: dict, name: str, path: Path) -> Object:
     marks = marks_of({key: value for key, value in item.items() if key not in _READ})
     marks |= marks_of({key: value for key, value in attributes.items() if key != 'rotation'})
     outline, area = item.get('segmentation') or None, item.get('area')
-    if isinstance(outline, list) and not isinstance(outline[0], list):
+    if isinstance(outline, list) and any(np.ndim(part) != 1 for part in outline):
         raise RunError(
-            f'{path}: annotation {item.get("id")}: segmentation is a flat list of numbers: expected a list of '
-            'polygons, [[x, y, ...], ...].'
+            f'{path}: annotation {item.get("id")}: segmentation is no list of polygons, [[x, y, ...], ...], each a '
+            'flat list of numbers.'
         )
     if isinstance(outline, list):
         kept = [part for part in outline if len(part) >= 6 and len(part) % 2 == 0]

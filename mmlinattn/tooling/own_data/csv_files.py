@@ -4,7 +4,9 @@
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
@@ -13,17 +15,17 @@ from .data import Data, read_text
 from .images import SUFFIXES
 from .names import split_in
 from .objects import Claim, Object, Photo, checked_size, in_names, marks_of
-from .splits import group_of
 
 if TYPE_CHECKING:
     from .kinds import Source
 
 # columns by their meaning, in small letters without other signs
-_IMAGE = (
-    'filename file imagename imagepath image imageid path filepath img imgname id photo picture imgpath name'.split()
-)
+_IMAGE = 'filename fname file imagename imagepath image imageid path filepath img imgname id photo picture'.split()
+_IMAGE += ['imgpath', 'name']
 _CLASS = 'class classname label labelname category categoryname target species labels classid diagnosis dx name'.split()
 _SPLIT, _BOX = ['split', 'set', 'subset', 'partition', 'phase'], ['bbox', 'box', 'boundingbox']
+_SPLIT += ['isvalid', 'isval', 'isvalidation', 'istest']  # the others are of train
+_SEVERAL = frozenset('tags labels classes categories attributes'.split())
 _GROUP = 'patientid patient subjectid subject lesionid group groupid videoid video sequenceid'.split()
 # columns of a box, and their meaning (None: the numbers have to tell)
 _HEADERS: list[tuple[str, Optional[str]]] = [
@@ -120,9 +122,20 @@ class Table:
             RunError: The column has a value that is no known split.
         """
         value = row.get(self.split, '')
+        if value and self.split.startswith('is'):
+            value = self.split[2:] if value.lower() in ('true', '1', '1.0', 'yes') else 'train'
         if value and not split_in(value):
             raise RunError(f'{self.path}: {self.split}={value!r}: expected train, val or test.')
         return split_in(value) if value else data.splits.of(data.rel(self.path), is_file=True)
+
+
+def split_table(path: Path) -> list[Table]:
+    """Return the table of a file that has the splits of images and nothing else of them, or []."""
+    with suppress(RunError):
+        table = Table(path)
+        if table.image and table.split and not table.kind and not table.unused():
+            return [table]
+    return []
 
 
 def _is_flag(cell: str) -> bool:
@@ -173,7 +186,7 @@ def read_box_tables(sources: list['Source'], data: Data) -> Claim:
             split = table.split_of(row, data)
             if (picture, split) not in photos:
                 size = checked_size(path, picture, *(row.get(key) for key in table.size))
-                group = group_of(picture, row.get(table.group, ''))
+                group = row.get(table.group, '') or None
                 photos[picture, split] = Photo(picture, size, [], split, path, group)
             numbers, label = table.numbers(row), row.get(table.label, name)
             if not numbers:
@@ -186,7 +199,7 @@ def read_box_tables(sources: list['Source'], data: Data) -> Claim:
             if not label:
                 raise RunError(f'{path}: {list(row.values())} has no class.')
             photos[picture, split].objects.append(Object(label, tuple(numbers), None, marks, is_raw=True))
-    photos_, classes = in_names(list(photos.values()), names or data.names('classes.txt'), data)
+    photos_, classes = in_names(list(photos.values()), names or data.names('classes.txt'))
     return Claim('CSV of boxes', photos_, classes, notes, meanings.pop())
 
 
@@ -218,10 +231,11 @@ def read_class_tables(sources: list['Source'], data: Data) -> tuple[list[Item], 
     Raises:
         RunError: A row has no class or several classes, or its image does not exist.
     """
-    notes, items = list[str](), dict[Path, Item]()
+    notes, items, columns = list[str](), dict[Path, Item](), set[str]()
     for path, _, table in sources:
         others = table.unused(table.label)
         label = table.label or (table.column(others[0]) if len(others) == 1 else '')
+        columns.add(label)
         notes += [f'not used of {path.name}: columns {", ".join(others)}'] if table.label and others else []
         pictures = data.pictures.find(path, [row[table.image] for row in table.rows])
         for row, picture in zip(table.rows, pictures):
@@ -229,7 +243,7 @@ def read_class_tables(sources: list['Source'], data: Data) -> tuple[list[Item], 
             names = [row[label]] * bool(row[label]) if label else flagged
             if len(names) != 1:
                 raise RunError(f'{path}: {list(row.values())} has {len(names)} classes; one an image is learnt.')
-            group = group_of(picture, row.get(table.group, ''))
+            group = row.get(table.group, '') or None
             item = Item(picture, names[0], table.split_of(row, data), path, group)
             if items.setdefault(picture, item)[:4] != item[:4]:
                 first = items[picture]
@@ -238,8 +252,19 @@ def read_class_tables(sources: list['Source'], data: Data) -> tuple[list[Item], 
                     f'{item.name!r} ({item.split}) in {data.name(path)}: give --labels FILE.'
                 )
     labels = {item.name for item in items.values()}
+    words = Counter(word for name in labels for word in set(re.split(r'[\s,;|]+', name)))
     for name in labels:
         parts = set(re.split(r'[\s,;|]+', name)) - {name}
-        if len(parts & labels) > 1 or '|' in name:
-            raise RunError(f'{sources[0].path} has {name!r}, several classes; one an image is learnt.')
+        listed = set(filter(None, re.split(r' *[,;|] *', name))) - {name}
+        if (
+            len(parts & labels) > 1
+            or listed & labels
+            or '|' in name
+            or columns & _SEVERAL
+            and any(words[p] > 1 for p in parts)
+        ):
+            raise RunError(
+                f'{sources[0].path} has {name!r}, several classes; one an image is learnt. If it is one class, name '
+                'the column class and write its words with _.'
+            )
     return list(items.values()), notes

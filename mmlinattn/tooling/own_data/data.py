@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Files of a data set: its images, possible label files, and the options of the command line that choose among them."""
 
+import itertools
 import os
 import re
 import unicodedata
@@ -16,7 +17,7 @@ from ...utils.errors import RunError, described
 from .images import SUFFIXES, is_mask
 from .names import Splits, has_role_only, is_hidden, relative, shared_key, some
 
-_LABELS = ('.json', '.xml', '.csv', '.tsv', '.txt', '.yaml', '.yml', '.names', '.data')
+_LABELS = ('.json', '.xml', '.csv', '.tsv', '.txt', '.yaml', '.yml', '.names', '.labels', '.data')
 _NO_IMAGES = '.gif .heic .heif .avif .ppm .pgm .pnm .jp2 .dcm .nii .npy .npz .svg .raw .dng .psd'.split()
 _CONTAINERS = {
     '.tfrecord': 'a TFRecord',
@@ -145,7 +146,7 @@ class Data:
         raise RunError(f'DATA {str(self.root)!r}: no image in it{found}.')
 
     def names(self, *files: str) -> Optional[list[str]]:
-        """Return class names: those of ``--classes``, or of the only file of one of the names, or None.
+        """Return class names: those of ``--classes``, or of the only file of one of the names or suffixes, or None.
 
         Each line has a name, perhaps after its number from 0. In CVAT's ``labelmap.txt`` a name ends at the colon.
 
@@ -155,7 +156,7 @@ class Data:
         if self.options.classes:
             return self.options.classes
         found: dict[Path, list[str]] = {}
-        for path in [path for file in files for path in self.files if path.name == file]:
+        for path in [path for file in files for path in self.files if file in (path.name, path.suffix)]:
             lines = read_lines(path)
             if path.name == 'labelmap.txt':
                 lines = [line.split(':')[0] for line in lines if not line.startswith('#')]
@@ -286,6 +287,20 @@ class Pictures:
         if not beside and not same and ({key} & self._keys - {()} or {self.key(picture)} & keys - {()}):
             raise RunError(f'{file} has no image in its folder, and {picture} is in another: give --images DIR.')
         return picture
+
+    def owners(self, files: Sequence[Path], names: Sequence[str] = ()) -> dict[Path, Path]:
+        """Return the label file of each image that has one; ``names`` are those of the images, if not of the files.
+
+        Raises:
+            RunError: A file has no image, or two files label one image.
+        """
+        keys, owners = set(map(self.key, files)), dict[Path, Path]()
+        for file, name in itertools.zip_longest(files, names, fillvalue=''):
+            picture = self.of_label(Path(file), keys, str(name))
+            other = owners.setdefault(picture, Path(file))
+            if other != file:
+                raise RunError(f'{picture} is labelled twice: by {other} and by {file}: give --labels DIR.')
+        return owners
 
     def key(self, path: Path) -> tuple[str, ...]:
         return shared_key(self.data.rel(path).parent)

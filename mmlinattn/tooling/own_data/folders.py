@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Optional
 
 from ...utils.errors import RunError
-from .csv_files import Item, read_class_tables
+from .csv_files import Item, Table, read_class_tables
 from .data import Data, Example, OwnData, folders_of
 from .images import check_whole
 from .kinds import UNKNOWN, Source, recognise_all, refusal
 from .names import has_role_only, some
 from .objects import name_table
-from .splits import class_table, divide, group_of
+from .splits import class_table, divide
 
 
 def read_classes(data: Data) -> OwnData:
@@ -72,8 +72,9 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item],
             fault = error
     if len({item.name for item in folders}) == 1 and len(kinds) > 0:
         folders = []
-    if folders or fault:
-        tables = [table for table in tables if _names_an_image(table, data)]
+    named = [table for table in tables if _names_an_image(table, data)]
+    if folders or fault or named:  # a table of numbers and class names names no image
+        tables = named
     if tables:
         data.used.update(source.path for source in tables)
         items, more = read_class_tables(tables, data)
@@ -92,11 +93,21 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item],
             'alone: give --labels FILE, or --labels DIR for the folders.'
         )
     if fault:
-        others = (source for kind in kinds if kind not in (UNKNOWN, 'CSV of classes') for source in kinds[kind])
-        beside = next((f' {data.name(path)} is {kind}, which this task does not take.' for path, kind, _ in others), '')
+        others = [source for kind in kinds if kind != 'CSV of classes' for source in kinds[kind]]
+        known = [
+            f' {data.name(path)} is {kind}, which this task does not take.'
+            for path, kind, _ in others
+            if kind != UNKNOWN
+        ]
+        known += [
+            f' {data.name(path)} has the columns {some(table.names)}: none is named class or label.'
+            for path, _, table in others
+            if isinstance(table, Table)
+        ]
+        beside = next(iter(known), '')
         raise RunError(f'{fault}{beside}')
     if not folders:
-        raise refusal(data, kinds, {}, 'a folder of images a class, and CSV files of images and classes')
+        raise refusal(data, kinds, 'classification')
     return 'folders of images', folders, notes
 
 
@@ -124,6 +135,8 @@ class _Folders:
             else:
                 self.loose.append(path)
         self.inner = {name: _Folders(top / name, paths) for name, paths in below.items()}
+        if all(has_role_only(name) and not folder.inner for name, folder in self.inner.items()):
+            self.loose, self.inner = self.images, {}  # val/images/x.jpg: no class is named images
         only = next(iter(self.inner.values()), None)
         if only and len(self.inner) == 1 and not self.loose and only.inner:  # a folder around the others
             self.top, self.loose, self.inner = only.top, only.loose, only.inner
@@ -168,7 +181,7 @@ def _folder_items(data: Data, notes: list[str]) -> list[Item]:
                     'DIR if the upper ones are splits, else --images DIR of one level.'
                 )
             items += [
-                Item(path, name, split or data.splits.of(path.relative_to(folder.top).parent), path, group_of(path))
+                Item(path, name, split or data.splits.of(path.relative_to(folder.top).parent), path)
                 for path in folder.images
             ]
     return items
@@ -195,8 +208,8 @@ def _divided(data: Data, top: _Folders, splits: dict[str, Optional[str]], notes:
             lists = [path for path in data.files if path.suffix.lower() in ('.txt', '.csv')]
             raise RunError(
                 f'{folder.top}: {len(folder.loose)} images of {splits[name]} are in no folder of a class'
-                f'{"; the files " + some(map(data.name, lists), 4) + " do not tell it" if lists else ""}: sort them '
-                'into folders, or write a CSV file with filename,label.'
+                f'{"; " + some(map(data.name, lists), 4) + ": no CSV of images and classes" if lists else ""}: sort '
+                'them into folders, or write a CSV file with filename,label.'
             )
     others = [name for name in top.inner if name not in parts]
     notes += [f'{some(others)} beside {first}: left out'] if others else []

@@ -4,7 +4,6 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +12,29 @@ from .csv_files import Table
 from .data import Data, container, read_text
 from .names import some
 
-BOXES = (
-    'COCO JSON, VOC XML, YOLO text files, LabelMe JSON, CVAT XML 1.1, Label Studio JSON, CSV with a header '
-    '(filename, class, xmin, ymin, xmax, ymax) and KITTI text files'
-)
 UNKNOWN = 'of no known format'
 _AS_COCO = 'export it as COCO JSON'
+# formats of boxes that are read
+READ = frozenset(
+    'COCO JSON,CVAT XML,VOC XML,LabelMe JSON,Label Studio JSON,CSV of boxes,KITTI text files,YOLO text files'.split(',')
+)
+# remedy and formats by task
+_TASKS = {
+    'detection': (
+        _AS_COCO,
+        'COCO JSON, VOC XML, YOLO text files, LabelMe JSON, CVAT XML 1.1, Label Studio JSON, CSV with a header '
+        '(filename, class, xmin, ymin, xmax, ymax) and KITTI text files',
+    ),
+    'segmentation': (
+        'write masks as PNG files of class numbers',
+        'segmentation masks: folders images beside masks (or labels, annotations), train beside trainannot, '
+        'leftImg8bit beside gtFine',
+    ),
+    'classification': (
+        'write a CSV file with filename,label',
+        'a folder of images a class, and CSV files of images and classes',
+    ),
+}
 _GLIMPSE = 1 << 16  # characters of XML and text files
 # formats that are not read -> remedy
 _REMEDIES = {
@@ -70,7 +86,7 @@ def _json_kind(content: Any) -> str:
         ('LabelMe JSON', isinstance(content, dict) and isinstance(content.get('shapes'), list)),
         ('VGG Image Annotator JSON', any(key.startswith('_via') for key in keys) or 'regions' in first),
         ('Supervisely JSON', 'projectType' in keys or 'objects' in keys and 'classTitle' in _first(content['objects'])),
-        ('Datumaro JSON', keys & {'dm_format_version', 'media_type'}),
+        ('Datumaro JSON', keys & {'dm_format_version', 'media_type'} or keys >= {'categories', 'items'}),
         ('Darwin JSON of V7', 'schema_ref' in keys or {'item', 'annotations'} <= keys or 'bounding_box' in of_coco),
         ('Labelbox JSON', {'data_row', 'Labeled Data'} & (set(first) | keys)),
         ('Scale AI JSON', 'task_id' in first),
@@ -163,7 +179,7 @@ def recognise_all(data: Data) -> dict[str, list[Source]]:
     found: dict[str, list[Source]] = {}
     texts: dict[Path, list[Source]] = {}
     for path in data.labels + data.containers:
-        if path.suffix.lower() not in ('.yaml', '.yml', '.names', '.data'):
+        if path.suffix.lower() not in ('.yaml', '.yml', '.names', '.labels', '.data'):
             source = recognise(path)
             if path.suffix.lower() == '.txt':
                 texts.setdefault(path.parent, []).append(source)
@@ -181,26 +197,28 @@ def recognise_all(data: Data) -> dict[str, list[Source]]:
     return found
 
 
-def refusal(data: Data, kinds: dict[str, list[Source]], readers: dict[str, Callable], read: str) -> RunError:
-    """Return the error for data without a claim: it names a format that was found and its remedy, or the files."""
-    for kind, sources in kinds.items():
-        if kind not in readers and kind != UNKNOWN:
-            table = sources[0].content
-            why = f' (columns {some(table.names)})' if isinstance(table, Table) else ''
-            remedy = _REMEDIES.get(kind, 'unpack or convert it' if sources[0].path in data.containers else _AS_COCO)
-            return RunError(
-                f'DATA {str(data.root)!r}: {data.name(sources[0].path)} is {kind}{why}, which is not read here: '
-                f'{remedy}. It takes {read}.'
-            )
-    unknown = kinds.get(UNKNOWN, [])
-    tables = [source for source in unknown if isinstance(source.content, Table)]
+def refusal(data: Data, kinds: dict[str, list[Source]], task: str) -> RunError:
+    """Return the error for data without a claim: it names a file that was found and its format, and a remedy."""
+    remedy, takes = _TASKS[task]
+    tables = [source for kind in (UNKNOWN, 'CSV of classes') for source in kinds.get(kind, [])]
+    tables = [source for source in tables if isinstance(source.content, Table)]
+    for kind, ((path, _, content), *_) in kinds.items():
+        if kind == UNKNOWN or task == 'detection' and kind in READ | {'CSV of classes'}:
+            continue
+        why = f' (columns {some(content.names)})' if isinstance(content, Table) else ''
+        if kind in READ:
+            why += f', which {task} does not take'
+        else:
+            why += ', which is not read here'
+            remedies = {**(_REMEDIES if task == 'detection' else {}), 'an archive': 'unpack it'}
+            remedy = remedies.get(kind, remedy)
+        return RunError(f'DATA {str(data.root)!r}: {data.name(path)} is {kind}{why}: {remedy}. It takes {takes}.')
     if tables:
-        names = some(tables[0].content.names)
         return RunError(
             f'DATA {str(data.root)!r}: {data.name(tables[0].path)} is a table without a known header; its columns are '
-            f'{names}. It takes {read}.'
+            f'{some(tables[0].content.names)}. It takes {takes}.'
         )
-    listed = some((data.name(source.path) for source in unknown), 8)
-    there = f' ({listed}: {UNKNOWN})' if unknown else ''
+    unknown = some((data.name(source.path) for source in kinds.get(UNKNOWN, [])), 4)
+    there = f' ({unknown}: {UNKNOWN})' if unknown else ''
     there += f'; images of a kind that is not read: {data.unread}' if data.unread else ''
-    return RunError(f'DATA {str(data.root)!r}: no annotations in it{there}. It takes {read}.')
+    return RunError(f'DATA {str(data.root)!r}: no annotations in it that are read{there}: {remedy}. It takes {takes}.')

@@ -19,7 +19,6 @@ from .images import SUFFIXES
 from .kinds import Source
 from .names import shared_key
 from .objects import Claim, Object, Photo, checked_size, corners, ellipse, from_points, in_names, in_order, marks_of
-from .splits import group_of
 
 
 class _Shape(NamedTuple):
@@ -106,9 +105,9 @@ def read_labelme(sources: list[Source], data: Data) -> Claim:
             objects = _objects(_labelme_shapes(content['shapes'], size, lost))
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise RunError(f'{path} cannot be read: {described(error)}') from error
-        photos.append(Photo(picture, size, objects, None, path, group_of(picture)))
+        photos.append(Photo(picture, size, objects, None, path))
     notes = [f'not used of the images: flags {", ".join(sorted(flags))}'] if flags else []
-    photos, classes = in_names(photos, _listed(data, photos), data)
+    photos, classes = in_names(photos, _listed(data, photos))
     return Claim('LabelMe JSON', photos, classes, notes + _left_out(lost))
 
 
@@ -162,8 +161,8 @@ def read_cvat(sources: list[Source], data: Data) -> Claim:
                 raise RunError(f'{path}, image {image.get("name")!r}: {described(error)}.') from error
             own = Path(image.get('subset', '')), Path(image.get('name', '')).parent
             split = next(filter(None, map(data.splits.of, own)), of_file)
-            photos.append(Photo(picture, size, objects, split, path, group_of(picture)))
-    photos, classes = in_names(photos, _listed(data, photos, *dict.fromkeys(labels)), data)
+            photos.append(Photo(picture, size, objects, split, path))
+    photos, classes = in_names(photos, _listed(data, photos, *dict.fromkeys(labels)))
     return Claim('CVAT XML', photos, classes, _left_out(lost))
 
 
@@ -228,10 +227,10 @@ def read_label_studio(sources: list[Source], data: Data) -> Claim:
                 objects = _objects(_studio_shapes(shapes, path, picture, lost))
             except (KeyError, TypeError, ValueError) as error:
                 raise RunError(f'{path}, task {task.get("id", picture.name)}: {described(error)}.') from error
-            photos.append(Photo(picture, size, objects, of_file, path, group_of(picture)))
-    notes = [f'{open_tasks} tasks without annotation are left out'] if open_tasks else []
+            photos.append(Photo(picture, size, objects, of_file, path))
+    notes = [f'{open_tasks} tasks without annotation are left out, predictions do not count'] if open_tasks else []
     notes += [f'{several} tasks have several annotations: the first is read'] if several else []
-    photos, classes = in_names(photos, _listed(data, photos), data)
+    photos, classes = in_names(photos, _listed(data, photos))
     return Claim('Label Studio JSON', photos, classes, notes + _left_out(lost))
 
 

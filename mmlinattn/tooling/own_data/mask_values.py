@@ -133,7 +133,7 @@ def interpret(
         notes: Notes for the user, extended in place.
     """
     values, listed, given = sorted(seen.pixels), read_values(data), data.options.classes
-    named = data.names('classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt')
+    named = data.names('classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt', *[] if listed else ['labels.txt'])
     numbers = sorted(value for value in listed if value < _IS_COLOUR)
     of_255 = [IGNORED in each for each in seen.values if len(each) > 1]
     if values == [0, 1, IGNORED] and any(of_255) and not any({1, IGNORED} <= each for each in seen.values):
@@ -315,9 +315,9 @@ def interpret_values(
         if is_indexed or labels[-1] < 2 * len(labels):
             return [f'class_{label}' for label in range(labels[-1] + 1)], {}
         raise RunError(f'the masks have the values {listed}: give --classes NAME ..., a name a value.')
-    if labels[-1] < len(names):
+    if len(names) > 1 and labels[-1] < len(names):
         return names, {}
-    for known in (labels, values):
+    for known in (labels, values) if len(names) > 1 else ():
         if len(known) == len(names):
             return names, {**{IGNORED: IGNORED}, **{value: label for label, value in enumerate(known)}}
     raise RunError(

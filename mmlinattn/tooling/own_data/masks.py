@@ -16,7 +16,7 @@ from .images import check_whole, image_size, is_mask, page_notes, turned_notes
 from .kinds import recognise_all, refusal
 from .mask_values import IGNORED, format_value, interpret, remap, scan, shortened
 from .names import some
-from .splits import class_table, divide, group_of
+from .splits import class_table, divide
 
 # folders, in small letters
 _IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'jpegimages', 'leftimg8bit', 'image_2', '701_stillsraw_full')
@@ -39,6 +39,7 @@ class _Pair(NamedTuple):
     suffixes: tuple[str, str]
     split: Optional[str] = None
     classes: frozenset = frozenset()
+    group: None = None
 
     @property
     def path(self) -> Path:
@@ -47,10 +48,6 @@ class _Pair(NamedTuple):
     @property
     def file(self) -> Path:
         return self.masks / f'{self.stem}{self.suffixes[1]}'
-
-    @property
-    def group(self) -> Optional[str]:
-        return group_of(self.path)
 
 
 def read_masks(data: Data, remapped: Path) -> OwnData:
@@ -158,13 +155,14 @@ def _all_pairs(data: Data, notes: list[str]) -> list[_Pair]:
             pairs += _pairs(data, folder, folder, notes, ending)
     if not pairs:
         there = [folder for folder in inner if _has_masks(data, folder)]
+        there = there or [path for path in data.images[:100] if is_mask(path)][:2]
         if there:
             raise RunError(
                 f'DATA {str(data.root)!r}: no annotations in it under known names; {some(map(data.name, there), 6)} '
-                'have images like masks: give --images DIR and --labels DIR, or name them images and masks.'
+                'seem to be masks: give --images DIR and --labels DIR, or name them images/x.jpg and masks/x.png (in '
+                'one folder x.jpg and x_mask.png).'
             )
-        read = 'images beside masks (or labels, annotations), train beside trainannot, leftImg8bit beside gtFine'
-        raise refusal(data, recognise_all(data), {}, f'segmentation masks: folders {read}')
+        raise refusal(data, recognise_all(data), 'segmentation')
     return pairs
 
 
@@ -208,7 +206,9 @@ def _pairs(data: Data, images: Path, masks: Path, notes: list[str], ending: str 
     if images == masks:
         counts = {ending: sum(f'{stem}{ending}' in found for stem in stems)}
     if not counts:
-        raise RunError(f'{masks} has no label image with the name of an image of {images}.')
+        raise RunError(
+            f'{masks} has no label image with the name of an image of {images}: give --images DIR and --labels DIR.'
+        )
     best = [ending for ending in counts if counts[ending] == max(counts.values())]
     kinds = [[each for each in best if kind in each] for kind in _KINDS]
     ending, *others = next(filter(None, kinds), best)

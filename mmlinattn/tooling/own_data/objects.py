@@ -243,7 +243,7 @@ def _numbers(item: Object) -> str:
 
 def _units(claim: Claim, raw: list, given: Optional[str]) -> tuple[str, str]:
     """Return the unit of the numbers, and a note if they alone tell it."""
-    small = [max(map(abs, item.box)) <= 1 + _SLACK for _, item in raw if any(item.box)]
+    small = [max(map(abs, item.box)) <= 1 + _SLACK for _, item in raw if max(item.box) > 0]
     photo, item = raw[0]
     if given:
         return given, '; --units'
@@ -290,7 +290,7 @@ def name_table(found: set[str], listed: Optional[list[str]]) -> tuple[list[str],
     )
 
 
-def in_names(photos: list[Photo], listed: Optional[list[str]], data: Data) -> tuple[list[Photo], list[str]]:
+def in_names(photos: list[Photo], listed: Optional[list[str]]) -> tuple[list[Photo], list[str]]:
     """Return images with the names of the list in place of labels, and the class names (:func:`name_table`)."""
     found = {str(item.name) for photo in photos for item in photo.objects if not is_region(item.name)}
     classes, names = name_table(found, listed)

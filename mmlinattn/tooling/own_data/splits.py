@@ -6,9 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from ...utils.errors import RunError
+from .csv_files import split_table
 from .data import Data, folders_of, read_lines
 from .names import some, split_in
 
@@ -53,7 +54,7 @@ def divide(data: Data, items: list, task: str, by_folder: bool = True) -> tuple[
         chosen = _draw(splits['train'])
         splits['val'] = [item for i, item in enumerate(splits['train']) if i in chosen]
         splits['train'] = [item for i, item in enumerate(splits['train']) if i not in chosen]
-        groups = len({item.group for item in splits['val']} - {None})
+        groups = len(set(map(_group_of, splits['val'])) - {None})
         whole = f' as {groups} whole groups' if groups else ''
         notes.append(
             f'no val in the data, and no test takes its place: {len(chosen)} images were drawn from train for it{whole}'
@@ -63,6 +64,7 @@ def divide(data: Data, items: list, task: str, by_folder: bool = True) -> tuple[
             f'{len(splits["train"])} image(s) to train on and {len(splits["val"])} of val: 2 are the least. Name the '
             'splits by folders or lists train, val, test, or give --train and --val.'
         )
+    notes += _copies(splits['train'], splits['val'])
     return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
 
 
@@ -109,8 +111,9 @@ def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], i
     lines that name no image."""
     found, lost = list[Path](), 0
     for line in read_lines(path):
-        name = next((name for name in (line, *line.split()[:1]) if data.pictures.named(name)), '')
-        images = [image for image in data.pictures.named(name) if image in labelled] if name else []
+        known = [(name, data.pictures.named(name)) for name in dict.fromkeys((line, *line.split()[:1]))]
+        fitting = ((name, [image for image in images if image in labelled]) for name, images in known)
+        name, images = next(filter(all, fitting), ('', []))
         if len(images) > 1:
             parts = Path(name.replace('\\', '/')).with_suffix('').parts
             exact = [image for image in images if image.with_suffix('').parts[-len(parts) :] == parts]
@@ -120,44 +123,52 @@ def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], i
             ]
             images = near or exact or images
         found += images
-        lost += not name
+        lost += not any(images for _, images in known)
     return found, lost
 
 
 def _lists(data: Data, labelled: set[Path], task: str) -> tuple[dict[Path, str], list[Path]]:
     """Return the splits of images by text files that have the name of a split and name images, and these files.
 
-    VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``.
+    VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``, and val is
+    preferred to test.
 
     Raises:
-        RunError: Lists of two folders differ.
+        RunError: An image is listed in train and in another split.
     """
-    by_folder: dict[Path, dict[str, Path]] = {}
-    for path in data.files:
-        name = path.stem.lower()
-        if path.suffix.lower() == '.txt' and split_in(path.stem):
-            by_folder.setdefault(path.parent, {})['trainval' if 'trainval' in name else str(split_in(path.stem))] = path
-        if path.name == 'train_test_split.txt' and path.with_name('images.txt') in data.files:
+    texts = [path for path in data.files if path.suffix.lower() == '.txt']
+    for path in texts:
+        if path.name == 'train_test_split.txt' and path.with_name('images.txt') in texts:
             return _of_numbers(data, path)
+    by_folder: dict[Path, dict[str, list[Path]]] = {}
+    for rule in (split_in, data.splits.of_file):  # train.txt, else car_train.txt
+        for path in texts if not by_folder else ():
+            split = 'trainval' if rule(path.stem) and 'trainval' in path.stem.lower() else rule(path.stem)
+            if split:
+                by_folder.setdefault(path.parent, {}).setdefault(split, []).append(path)
+    tables = [table for path in data.files if path.suffix.lower() in ('.csv', '.tsv') for table in split_table(path)]
+    if tables:
+        pictures = data.pictures.find(tables[0].path, [row[tables[0].image] for row in tables[0].rows])
+        data.used.add(tables[0].path)
+        found = (tables[0].split_of(row, data) for row in tables[0].rows)
+        return {path: split for path, split in zip(pictures, found) if split}, [tables[0].path]
     preferred = [folder for folder in by_folder if folder.name == _PREFERRED.get(task)]
     splits, files = dict[Path, str](), list[Path]()
     for folder in preferred or by_folder:
         lists = by_folder[folder]
-        if 'train' in lists:
-            lists.pop('trainval', None)
-        here: dict[Path, str] = {}
-        for split in [split for split in ('trainval', 'train', 'val', 'test') if split in lists]:
-            images, lost = _of_list(data, lists[split], labelled)
-            if len(images) <= lost and split != 'test':
-                continue
-            here.update(dict.fromkeys(images, 'train' if split == 'trainval' else split))
-            files.append(lists[split])
-        for path, other in here.items():
-            if splits.setdefault(path, other) != other:
-                raise RunError(
-                    f'{path} is of {splits[path]} and of {other} in two of {some(map(str, files))}: give --train and '
-                    '--val, each a list or a folder.'
-                )
+        for split in ('train', 'val', 'test', *([] if 'train' in lists else ['trainval'])):
+            for file in lists.get(split, ()):
+                images, lost = _of_list(data, file, labelled)
+                if len(images) <= lost and split != 'test':
+                    continue
+                files.append(file)
+                for image in images:
+                    known = splits.setdefault(image, 'train' if split == 'trainval' else split)
+                    if known != split and 'train' in (known, split) and split != 'trainval':
+                        raise RunError(
+                            f'{image} is of {known} and of {split} in two of {some(map(str, files))}: give --train and '
+                            '--val, each a list or a folder.'
+                        )
     data.used.update(files)
     return splits, files
 
@@ -179,7 +190,7 @@ def _draw(items: Sequence) -> set[int]:
     """
     units: dict[object, list[int]] = {}
     for i, item in enumerate(items):
-        units.setdefault(i if item.group is None else item.group, []).append(i)
+        units.setdefault(_group_of(item) or i, []).append(i)
     members: dict[Optional[str], list[object]] = {}
     classes: dict[object, set] = {}
     for unit, indices in units.items():
@@ -201,10 +212,18 @@ def _draw(items: Sequence) -> set[int]:
     return {i for unit in chosen for i in units[unit]}
 
 
-def group_of(path: Path, group: str = '') -> Optional[str]:
+def _group_of(item: Any) -> Optional[str]:
     """Return the group of an image: a column's, or the name before Roboflow's augmentation."""
-    augmented = re.fullmatch(r'(.+)\.rf\.\w+', path.stem)
-    return group or (augmented[1] if augmented else None)
+    augmented = re.fullmatch(r'(.+)\.rf\.\w+', item.path.stem)
+    return item.group or (augmented[1] if augmented else None)
+
+
+def _copies(train: list, val: list) -> list[str]:
+    """Return a note on images of val that are copies of training images, by name and content."""
+    known = {(item.path.name, item.path.stat().st_size): item.path for item in train}
+    pairs = [(known.get((item.path.name, item.path.stat().st_size)), item.path) for item in val]
+    same = [(path, other) for path, other in pairs if path and path.read_bytes() == other.read_bytes()]
+    return [f'{len(same)} images of val are copies of training images, as {b} of {a}: remove them' for a, b in same[:1]]
 
 
 def class_table(classes: Sequence[str], splits: dict[str, list]) -> list[str]:

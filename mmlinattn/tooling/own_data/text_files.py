@@ -11,9 +11,8 @@ from ...utils.errors import RunError, described
 from .data import Data, read_lines
 from .images import image_size, is_mask
 from .kinds import Source
-from .names import shared_key
+from .names import some
 from .objects import Claim, Object, Photo, from_points, in_names, is_right_angled, marks_of
-from .splits import group_of
 
 
 def read_yolo(sources: list[Source], data: Data) -> Claim:
@@ -25,30 +24,32 @@ def read_yolo(sources: list[Source], data: Data) -> Claim:
         RunError: A line is not a box or polygon of a known class, or there are no class names.
     """
     file, content = _settings(data)
-    classes = data.options.classes or _names(file, content) or data.names('classes.txt', 'obj.names', 'labels.txt')
-    if not classes:
-        lists = [path for path in data.files if path.suffix.lower() == '.names']
-        classes = read_lines(lists[0]) if len(lists) == 1 else None
-        data.used.update(lists[:1])
+    named, listed = _names(file, content) or [], data.names('classes.txt', 'labels.txt', '.names', '.labels') or []
+    if not data.options.classes and any(a != b for a, b in zip(named, listed)):
+        raise RunError(
+            f'{file} names the classes {some(named)}, and a list beside (classes.txt, labels.txt or .names) '
+            f'{some(listed)}: keep one, or give --classes NAME ...'
+        )
+    classes = data.options.classes or named or listed
     if not classes:
         raise RunError(
             f'DATA {str(data.root)!r} has YOLO text files, and no names of their classes: write classes.txt, a name a '
             'line, or data.yaml with names: [...], or give --classes NAME ...'
         )
-    keys = {shared_key(data.rel(path).parent) for path, *_ in sources}
-    owners: dict[Path, Path] = {}
-    for path, *_ in sources:
-        picture = data.pictures.of_label(path, keys)
-        if owners.setdefault(picture, path) != path:
-            raise RunError(f'{picture} is labelled twice: by {owners[picture]} and by {path}: give --labels DIR.')
+    files = [path for path, *_ in sources]
+    owners, keys = data.pictures.owners(files), set(map(data.pictures.key, files))
     folders = {path.parent for path in owners}
-    background = [p for p in data.images if p not in owners and (p.parent in folders or data.pictures.key(p) in keys)]
+    splits = _splits(data, file, content)
+    background = [
+        path
+        for path in data.images
+        if path not in owners and (path in splits or path.parent in folders or data.pictures.key(path) in keys)
+    ]
     masks = [
         path for path in background if path.with_suffix('') in {p.with_suffix('') for p in owners} and is_mask(path)
     ]
     background = [path for path in background if path not in masks]
     has_points = 'kpt_shape' in content
-    splits = _splits(data, file, content)
     rows: list[list[float]] = []
     photos = [_photo(path, owners.get(path), classes, has_points, rows) for path in [*owners, *background]]
     photos = [photo._replace(split=splits.get(photo.path)) for photo in photos]
@@ -197,7 +198,7 @@ def _photo(path: Path, file: Optional[Path], classes: list[str], has_points: boo
             raise RunError(f'{file}, line {number}: {line[:60]!r}; numbers are shares of the image, from 0 to 1.')
         rows.append(numbers)
         objects.append(from_points(name, [np.reshape(numbers, (-1, 2)) * size], marks))
-    return Photo(path, size, objects, None, file or path, group_of(path))
+    return Photo(path, size, objects, None, file or path)
 
 
 def read_kitti(sources: list[Source], data: Data) -> Claim:
@@ -206,8 +207,8 @@ def read_kitti(sources: list[Source], data: Data) -> Claim:
     Raises:
         RunError: A line does not have KITTI's fields, or a file has no image.
     """
-    photos, keys = list[Photo](), {shared_key(data.rel(path).parent) for path, *_ in sources}
-    for path, *_ in sources:
+    photos, owners = list[Photo](), data.pictures.owners([path for path, *_ in sources])
+    for picture, path in owners.items():
         objects = []
         for number, (kind, *values) in enumerate(map(str.split, read_lines(path)), 1):
             try:
@@ -217,9 +218,8 @@ def read_kitti(sources: list[Source], data: Data) -> Claim:
                 raise RunError(f'{path}, line {number}: {kind} is not followed by the 14 numbers of KITTI.') from None
             marks = marks_of(dict(truncated=truncated > 0, occluded=occluded > 0, score=len(values) > 14))
             objects.append(Object(kind, (left, top, right, bottom), None, marks, is_raw=True))
-        picture = data.pictures.of_label(path, keys)
-        photos.append(Photo(picture, image_size(picture), objects, None, path, group_of(picture)))
-    photos, classes = in_names(photos, data.names('classes.txt'), data)
+        photos.append(Photo(picture, image_size(picture), objects, None, path))
+    photos, classes = in_names(photos, data.names('classes.txt'))
     return Claim(
         'KITTI text files', photos, classes, ['of KITTI the boxes are learnt, nothing in 3D'], 'corners', 'pixels'
     )

@@ -10,9 +10,7 @@ import numpy as np
 from ...utils.errors import RunError, described
 from .data import Data
 from .kinds import Source
-from .names import shared_key
 from .objects import Claim, Object, Photo, checked_size, corners, from_points, in_names, marks_of
-from .splits import group_of
 
 
 def read_voc_files(sources: list[Source], data: Data) -> Claim:
@@ -21,20 +19,18 @@ def read_voc_files(sources: list[Source], data: Data) -> Claim:
     Raises:
         RunError: A file is damaged, or its image does not exist, or its name and its ``<filename>`` are of two images.
     """
-    photos, keys = list[Photo](), {shared_key(data.rel(path).parent) for path, *_ in sources}
+    names = list[str]()
     for path, *_ in sources:
-        tree = _parsed(path)
-        name = Path((tree.findtext('filename') or '').strip().replace('\\', '/')).name
-        is_named, has_own = bool(name and data.pictures.named(name)), bool(data.pictures.named(path.stem))
-        picture = data.pictures.of_label(path, keys, name if is_named and not has_own else '')
-        if is_named and has_own and picture.stem != Path(name).stem and picture.name != name:
+        name = Path((_parsed(path).findtext('filename') or '').strip().replace('\\', '/')).name
+        named, own = data.pictures.named(name) if name else [], data.pictures.named(path.stem)
+        if named and own and not set(named) & set(own):
             raise RunError(
-                f'{path}: its name is that of {picture.name}, its <filename> {name!r} is another image: correct one.'
+                f'{path}: its name is that of {own[0].name}, its <filename> {name!r} is another image: correct one.'
             )
-        if is_named and has_own and picture.name != name:  # a.png beside a.jpg
-            picture = data.pictures.of_label(path, keys, name)
-        photos.append(read_voc(path, picture))
-    photos, classes = in_names(photos, data.names('classes.txt', 'labelmap.txt'), data)
+        names.append(name if named else '')
+    owners = data.pictures.owners([path for path, *_ in sources], names)
+    photos = [_photo(path, picture) for picture, path in owners.items()]
+    photos, classes = in_names(photos, data.names('classes.txt', 'labelmap.txt'))
     return Claim('VOC XML', photos, classes, [], 'corners', 'pixels')
 
 
@@ -45,21 +41,17 @@ def _parsed(path: Path) -> ElementTree.Element:
         raise RunError(f'{path} cannot be read: {described(error)}') from error
 
 
-def read_voc(path: Path, picture: Path) -> Photo:
-    """Read one XML file. Coordinates are pixels from the left and upper edge of the image, and are not shifted by 1.
-
-    Raises:
-        RunError: The file is not a VOC annotation, or belongs to another image.
-    """
+def _photo(path: Path, picture: Path) -> Photo:
+    """Read one file. Coordinates are pixels from the left and upper edge of the image, and are not shifted by 1."""
     tree = _parsed(path)
     try:
-        size = [tree.findtext(f'size/{side}') for side in ('width', 'height')]
         objects = [_object(item) for item in tree.iter('object')]
         if not all(math.isfinite(edge) for item in objects for edge in item.box):
             raise ValueError('a box that is no number')
     except ValueError as error:
         raise RunError(f'{path} cannot be read: {described(error)}') from error
-    return Photo(picture, checked_size(path, picture, *size), objects, None, path, group_of(picture))
+    size = [tree.findtext(f'size/{side}') for side in ('width', 'height')]
+    return Photo(picture, checked_size(path, picture, *size), objects, None, path)
 
 
 def _object(item: ElementTree.Element) -> Object:

@@ -357,7 +357,7 @@ def test_tasks_of_label_studio_without_annotation(tmp_path):
     tasks[0]['annotations'], tasks[1]['annotations'][0]['result'] = [], []
     tasks[2]['annotations'].append(dict(result=[]))
     data = read(text(file, tasks).parent)
-    assert '1 tasks without annotation are left out' in data.notes
+    assert '1 tasks without annotation are left out, predictions do not count' in data.notes
     assert '1 tasks have several annotations: the first is read' in data.notes
     assert sum(map(len, data.images.values())) == 5
 
@@ -399,7 +399,7 @@ UNREAD = {
     'labelTxt/a.txt': ('1 1 9 1 9 9 1 9 plane 0', 'DOTA text files', 'upright boxes'),
     'gt.txt': ('1,1,10,20,30,40,1,-1,-1,-1', 'MOT text files', 'mot2coco'),
     'annotations/a.txt': ('10,20,30,40,1,4,0,0', 'VisDrone text files', 'COCO JSON'),
-    'a.tfrecord': ('x', 'a TFRecord', 'convert it'),
+    'a.tfrecord': ('x', 'a TFRecord', 'COCO JSON'),
     'old.xml': ('<annotation><object><polygon><pt><x>1</x></pt></polygon></object></annotation>', 'LabelMe XML', 'VOC'),
     'dlib.xml': ('<dataset><images><image file="a.jpg"><box top="1"/></image></images></dataset>', 'dlib XML', 'COCO'),
 }
@@ -468,6 +468,7 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
     images(tmp_path)
     rows = [f'{name}.jpg,{i % 2 * 8 + 2},{"val" if i > 3 else "train"},x' for i, name in enumerate(OBJECTS)]
     text(tmp_path / 'labels.csv', '\n'.join(['image,class,split,photographer', *rows]))
+    text(tmp_path / 'names.csv', 'id,name\n2,x\n10,y')
     data = read(tmp_path, 'classification')
     assert data.classes == ['2', '10'] and [len(data.images[split]) for split in ('train', 'val')] == [4, 2]
     assert 'not used of labels.csv: columns photographer' in data.notes
@@ -478,6 +479,8 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
     [
         (['image,a,b', 'a,1,1'], 'has 2 classes; one an image is learnt'),
         (['image,label', 'a.jpg,'], 'has 0 classes'),
+        (['image,tags', 'a.jpg,clear water', 'b.jpg,clear road'], 'several classes'),
+        (['image,label', 'a.jpg,x', 'b.jpg,x;y'], 'several classes'),
         (['image,label', 'z.jpg,a'], "names the image 'z.jpg'"),
         (
             ['image,label', 'a.jpg,a', 'a.jpg,b'],
@@ -496,7 +499,7 @@ def test_tables_of_classes_that_are_refused(tmp_path, rows, said):
 def test_boxes_in_place_of_classes_are_refused(tmp_path):
     flat_images(tmp_path)
     cvat(tmp_path)
-    with pytest.raises(RunError, match='annotations.xml is CVAT XML, which is not read here'):
+    with pytest.raises(RunError, match='annotations.xml is CVAT XML, which classification does not take: write a CSV'):
         read(tmp_path, 'classification')
 
 

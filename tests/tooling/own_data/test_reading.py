@@ -202,8 +202,8 @@ def test_one_folder_to_train_and_validate_on_is_divided(tmp_path):
 
 def test_yolo_boxes_before_key_points(tmp_path):
     yolo(tmp_path, '0 0.5 0.5 0.5 0.5 0.1 0.1 0.2 0.2')
-    text(tmp_path / 'data.yaml', 'kpt_shape: [2, 2]\nnames: [person]')
-    assert list(boxes_of(read(tmp_path), 'val')) == [('images/val/0.jpg', 'person', (16, 12, 32, 24))]
+    text(tmp_path / 'data.yaml', 'kpt_shape: [2, 2]\nnames: [b]')
+    assert list(boxes_of(read(tmp_path), 'val')) == [('images/val/0.jpg', 'b', (16, 12, 32, 24))]
 
 
 def test_yolo_polygons_of_turned_photographs(tmp_path):
@@ -335,7 +335,11 @@ def labelled(line, **names):
         (labelled('0 0.1 0.2 0.3 0.4 0.5 0.6 0.7'), 'is no class and x y width height'),
         (labelled('1 0.5 0.5 0.2 0.2', yaml='{1: a, 2: b}'), 'names have the numbers [1, 2]: expected 0 to 1'),
         (labelled('1 0.5 0.5 0.2 0.2', yaml='coco.names'), "names='coco.names': expected a list"),
-        ({'classes.txt': 'a'}, 'no annotations in it (classes.txt: of no known format). It takes COCO'),
+        ({'classes.txt': 'a'}, '(classes.txt: of no known format): export it as COCO JSON. It takes COCO'),
+        (
+            {**labelled('1 0.5 0.5 0.2 0.2', yaml='[a, b]'), 'classes.txt': 'b\na'},
+            'names the classes a, b, and a list beside (classes.txt, labels.txt or .names) b, a: keep one',
+        ),
     ],
 )
 def test_refused_boxes(tmp_path, files, said):

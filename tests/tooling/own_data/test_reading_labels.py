@@ -40,6 +40,7 @@ def test_values_of_label_images(values, names, classes, table):
     [
         ([7], None, 'the value 7 alone'),
         ([0, 1, 2, 3], ['a', 'b', 'c'], 'name every value in their order, the background too'),
+        ([0, 255], ['road'], 'the background too'),
         ([0, 128, 255], None, 'give --classes'),
     ],
 )

@@ -68,6 +68,14 @@ def exports(root):
     coco(root, RIGHT, 'old.json')
 
 
+def two_folders(root):
+    voc(root)
+    for folder in ('a', 'b'):
+        text(root / folder / 'a.xml', (root / 'a.xml').read_text())
+    for file in root.glob('*.xml'):
+        file.rename(root / 'b' / file.name)
+
+
 def listed(root):
     voc(root)
     text(root / 'one.txt', 'a.jpg\nb.jpg\nc.jpg')
@@ -88,7 +96,7 @@ def mixed(name, i):
         (csv_of((0.1, 0.2, 0.9, 1.000001), 'xmin,ymin,xmax,ymax'), {}, (6.4, 9.6, 51.2, 38.4)),
         (table('filename,class,xmin,ymin,xmax,ymax', mixed), {}, '--units pixels|shares'),
         (csv_of((0.5, 0.5, 0.9, 0.9), 'xmin,ymin,xmax,ymax'), dict(units='pixels'), 'has a box'),
-        (csv_of(CORNERS, 'x_center,y_center,wide,high'), {}, '(columns filename, class, x_center'),
+        (csv_of(CORNERS, 'x_center,y_center,wide,high'), {}, 'its columns are filename, class, x_center'),
         (csv_of((*CORNERS, 1, 1), 'x1,y1,x2,y2,x3,y3'), {}, 'CSV of quadrilaterals'),
         (table('file,kind,xmin,ymin,xmax,ymax', lambda n, i: f'{n},k{i},1,2,9,9'), {}, 'Is it kind? Name it class'),
         (table('a.jpg,4,8,24,38,car', lambda n, i: f'{n}.jpg,4,8,24,38,car'), {}, 'has no header'),
@@ -101,6 +109,8 @@ def mixed(name, i):
         (both, dict(labels='a.xml'), SIDES),
         (exports, {}, 'labelled twice: by all.json (None) and by old.json (None): give --labels FILE'),
         (exports, dict(labels='old.json'), RIGHT),
+        (two_folders, {}, 'is labelled twice: by'),
+        (two_folders, dict(labels='b'), SIDES),
         (lambda root: yolo(root, '0 0.3 0.3 0.6 0.6 0.2 0.2 0.3 0.4'), {}, 'write kpt_shape'),
         (lambda root: yolo(root, '0 0.3 0.3 0.2 0.2 0.9 1'), {}, 'leave the scores out'),
         (lambda root: yolo(root, '0 0.1 0.1 0.4 0.1 0.4 0.4 0.9'), {}, 'the score of a prediction (--save-conf)'),
@@ -140,6 +150,31 @@ def test_lists_of_the_command_line(tmp_path, options, train, val):
     assert not val or (found['train'], found['val']) == (train, val)
 
 
+@pytest.mark.parametrize(
+    'lists, expected',
+    [
+        (dict(train1='a b c', val1='d', val2='e'), 'abc de'),
+        (dict(car_train='a.jpg/1 b.jpg/-1 c.jpg/1', car_val='d.jpg/1 e.jpg/-1'), 'abc de'),
+        (dict(train='a.jpg/masks-a.png b c', val='d', test='d e'), 'abc d e'),
+        (dict(train1='a b', val1='c', train2='c'), 'is of train and of val in two of'),
+        ({'split.csv': 'image,split a.jpg,train b.jpg,train c.jpg,val d.jpg,test'}, 'ab c d'),
+    ],
+)
+def test_lists_of_the_data(tmp_path, lists, expected):
+    voc(tmp_path)
+    for name, lines in lists.items():
+        text(
+            tmp_path / (name if '.' in name else f'{name}.txt'),
+            '\n'.join(line.replace('/', ' ') for line in lines.split()),
+        )
+    if 'two of' in expected:
+        with pytest.raises(RunError, match=expected):
+            read(tmp_path)
+    else:
+        found = read(tmp_path).images.values()
+        assert ' '.join(''.join(sorted(path.stem for path in paths)) for paths in found) == expected
+
+
 def test_a_mask_is_no_image_of_a_label(tmp_path):
     voc(tmp_path / 'images')
     (tmp_path / 'images/a.jpg').unlink()
@@ -149,11 +184,12 @@ def test_a_mask_is_no_image_of_a_label(tmp_path):
 
 
 def test_two_formats_of_two_splits_are_read(tmp_path):
-    voc(tmp_path / 'val', names='fgh')
+    voc(tmp_path / 'val', names='cgh')
     coco(tmp_path / 'train', names='abc')
     data = read(tmp_path)
     assert {split: len(paths) for split, paths in data.images.items()} == dict(train=3, val=3)
     assert data.kind == 'COCO JSON and VOC XML' and len(boxes_of(data)) == 6
+    assert any(note.startswith('1 images of val are copies of training images') for note in data.notes)
 
 
 @pytest.mark.parametrize(
