@@ -55,7 +55,10 @@ def main() -> None:
     """
     folder = tools_folder()
     parser = argparse.ArgumentParser(
-        prog='mmlinattn', description='Run a tool of mmlinattn.', epilog=f'tools: {folder}'
+        prog='mmlinattn',
+        description='Run a tool of mmlinattn.',
+        epilog=f'tools: {folder}',
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # a path is one line
     )
     parser.add_argument('--version', action='version', version=installed_version())
     parser.add_argument('command', choices=TOOLS, help='the tool to run')

@@ -5,6 +5,7 @@ import ast
 import inspect
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Optional
 
@@ -236,11 +237,12 @@ def _inherited(path: str, tree: ast.Module) -> dict:
     """Return the content of the files that a config names in ``_base_``."""
     for line in tree.body:
         if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name) and line.targets[0].id == '_base_':
-            bases = ast.literal_eval(line.value)
+            bases = eval(compile(ast.Expression(line.value), path, 'eval'), {})  # MMEngine has run the file already
             bases = [bases] if isinstance(bases, str) else bases
             folder = os.path.dirname(os.path.abspath(path))
             bases = [base if '::' in base else os.path.join(folder, base) for base in bases]
-            return Config.fromstring(f'_base_ = {bases!r}', '.py')._cfg_dict.to_dict()
+            with suppress(OSError):  # a path with predefined variables, such as {{ fileDirname }}
+                return Config.fromstring(f'_base_ = {bases!r}', '.py')._cfg_dict.to_dict()
     return {}
 
 

@@ -127,6 +127,7 @@ def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
     shutil.copy2(EXAMPLE, tmp_path)
     sources = (path.read_text() for path in (ROOT / 'mmlinattn').rglob('*.py'))
     offered = [name for text in sources for name in re.findall(REGISTERED, text, re.MULTILINE)]
+    offered.remove('CPUDistributedDataParallel')  # MMEngine asks for a class, and our tools import it
     assert len(offered) > 18
     assert json.loads(run(sys.executable, '-c', DOWNSTREAM, cwd=tmp_path, env=env).splitlines()[-1]) == dict(
         package=str(site / 'mmlinattn' / '__init__.py'),
