@@ -29,7 +29,7 @@ def read_voc_files(sources: list[Source], data: Data) -> Claim:
             )
         names.append(name if named else '')
     owners = data.pictures.owners([path for path, *_ in sources], names)
-    photos = [_photo(path, picture) for picture, path in owners.items()]
+    photos = [read_voc(path, picture) for picture, path in owners.items()]
     photos, classes = in_names(photos, data.names('classes.txt', 'labelmap.txt'))
     return Claim('VOC XML', photos, classes, [], 'corners', 'pixels')
 
@@ -41,7 +41,7 @@ def _parsed(path: Path) -> ElementTree.Element:
         raise RunError(f'{path} cannot be read: {described(error)}') from error
 
 
-def _photo(path: Path, picture: Path) -> Photo:
+def read_voc(path: Path, picture: Path) -> Photo:
     """Read one file. Coordinates are pixels from the left and upper edge of the image, and are not shifted by 1."""
     tree = _parsed(path)
     try:
