@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Tests of projects: ``python -m pytest projects``. ``.ci/run`` leaves them out."""
+"""Tests of projects: ``python -m pytest projects``."""
 
 import random
 import sys
