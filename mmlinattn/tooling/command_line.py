@@ -452,7 +452,10 @@ def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None
         text = ': '.join([*(getattr(kind, '__name__', str(kind)) for kind in innermost), described(error)])
         text += f' (in {raising_object(error)})' if runner is not None and not building else ''
         *_, (raising, _) = walk_tb(error.__traceback__)
-        is_argument = isinstance(error, FileNotFoundError) or raising.f_code.co_name == '__init__'
+        # an error in the constructor of the object itself, and not of what it reads by
+        is_argument = isinstance(error, FileNotFoundError) or (
+            raising.f_code.co_name == '__init__' and type(raising.f_locals.get('self')) in innermost
+        )
         file = '' if is_argument else _annotations(error)
         is_coco = file and innermost and hasattr(innermost[0], 'COCOAPI')  # MMDetection's data sets in COCO's layout
         fault = read_coco(file)['fault'] if is_coco else ''

@@ -98,13 +98,15 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
         MODELS.build(model)
 
 
-@pytest.mark.parametrize('kind', ['CocoDataset', 'VOCDataset'])
-def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize(
+    ('kind', 'content'), [('CocoDataset', 'x y z'), ('CocoDataset', '[]'), ('VOCDataset', 'x y z')]
+)
+def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind, content):
     pytest.importorskip('mmdet')
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
     init_default_scope('mmdet')
     file = tmp_path / ('a.json' if kind == 'CocoDataset' else 'a.xml')
-    file.write_text('x y z')
+    file.write_text(content)
     config = dict(type=kind, ann_file=str(file))
     if kind == 'VOCDataset':  # a list of names
         (tmp_path / 'Annotations').mkdir()
