@@ -406,7 +406,8 @@ def run_images(predictor: Predictor, pictures: list, errors: list[str]) -> None:
     predictor.finish()
     print_outputs(args, f'{count} image(s)')
     if errors:
-        raise RunError(errors[0] + f' {len(errors) - 1} more image(s) failed.' * (len(errors) > 1))
+        more = f' {len(errors) - 1} more image(s) failed.' if len(errors) > 1 else ''
+        raise RunError(errors[0] + more)
 
 
 def run_video(predictor: Predictor, source: str) -> None:

@@ -211,10 +211,10 @@ def check_variables(cfg: Config) -> None:
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     targets = (target for line in tree.body if isinstance(line, ast.Assign) for target in line.targets)
     own = [target.id for target in targets if isinstance(target, ast.Name)]
-    content, inherited = cfg._cfg_dict.to_dict(), _inherited(cfg.filename, tree)
-    for key in dict.fromkeys(own):
-        if key in READ or key in used or content.get(key) is None:
-            continue
+    content = cfg._cfg_dict.to_dict()
+    unread = [key for key in dict.fromkeys(own) if not (key in READ or key in used or content.get(key) is None)]
+    inherited = _inherited(cfg.filename, tree) if unread else {}
+    for key in unread:
         value = content[key]
         if key in SUCCESSORS:
             raise RunError(

@@ -254,7 +254,8 @@ class ScheduleCheckHook(Hook):
     - an iteration-based loop with hooks that count epochs.
 
     Raises:
-        RunError: A key of ``custom_keys`` with ``lr_mult`` matches no parameter, or a schedule fails before the end.
+        RunError: A key of ``custom_keys`` with ``lr_mult`` matches no parameter, a schedule fails before the end, or
+            ``val_interval`` is not a positive integer.
     """
 
     priority = 'VERY_LOW'  # after resuming: it takes the schedule of the checkpoint

@@ -146,7 +146,8 @@ def _lists(data: Data, labelled: set[Path], task: str) -> tuple[dict[Path, str],
             split = 'trainval' if rule(path.stem) and 'trainval' in path.stem.lower() else rule(path.stem)
             if split:
                 by_folder.setdefault(path.parent, {}).setdefault(split, []).append(path)
-    tables = [table for path in data.files if path.suffix.lower() in ('.csv', '.tsv') for table in split_table(path)]
+    others = [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv') and path not in data.used]
+    tables = [table for path in others for table in split_table(path)]
     if tables:
         pictures = data.pictures.find(tables[0].path, [row[tables[0].image] for row in tables[0].rows])
         data.used.add(tables[0].path)
@@ -220,8 +221,15 @@ def _group_of(item: Any) -> Optional[str]:
 
 def _copies(train: list, val: list) -> list[str]:
     """Return a note on images of val that are copies of training images, by name and content."""
-    known = {(item.path.name, item.path.stat().st_size): item.path for item in train}
-    pairs = [(known.get((item.path.name, item.path.stat().st_size)), item.path) for item in val]
+    names = {item.path.name for item in train} & {item.path.name for item in val}
+
+    def by_size(items: list) -> list[tuple[tuple, Path]]:
+        return [
+            ((path.name, path.stat().st_size), path) for path in (item.path for item in items) if path.name in names
+        ]
+
+    known = dict(by_size(train))
+    pairs = [(known.get(key), path) for key, path in by_size(val)]
     same = [(path, other) for path, other in pairs if path and path.read_bytes() == other.read_bytes()]
     return [f'{len(same)} images of val are copies of training images, as {b} of {a}: remove them' for a, b in same[:1]]
 

@@ -42,7 +42,11 @@ def _parsed(path: Path) -> ElementTree.Element:
 
 
 def read_voc(path: Path, picture: Path) -> Photo:
-    """Read one file. Coordinates are pixels from the left and upper edge of the image, and are not shifted by 1."""
+    """Read one file. Coordinates are pixels from the left and upper edge of the image, and are not shifted by 1.
+
+    Raises:
+        RunError: The file is not a VOC annotation, or belongs to another image.
+    """
     tree = _parsed(path)
     try:
         objects = [_object(item) for item in tree.iter('object')]
