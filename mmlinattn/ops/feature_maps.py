@@ -38,14 +38,19 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _elu_plus_one_(x: Tensor) -> Tensor:
+    if dispatch.on_cpu(x):
+        return _write_elu_plus_one(x, x)
+    # the gradient of ELU multiplies by exp(x) below 0, and by 1 above
+    return private_apis.ELU_BACKWARD(x.clamp(min=0).add_(1), 1, 1, 1, False, x, grad_input=x)
+
+
+def _write_elu_plus_one(out: Tensor, x: Tensor) -> Tensor:
     # not 1 + elu(x): the sum with 1 would round off the digits of small results
-    if not dispatch.on_cpu(x):  # the gradient of ELU multiplies by exp(x) below 0, and by 1 above
-        return private_apis.ELU_BACKWARD(x.clamp(min=0).add_(1), 1, 1, 1, False, x, grad_input=x)
     for images, rows in blocks(x, x.shape[-4], x.shape[-2]):
-        part = x[..., images, :, rows, :]
+        part = x[..., images, :, rows, :].to(out.dtype)
         exponential = part.clamp(LOWEST_EXPONENT, 0).exp_()
-        part.clamp_(min=0).add_(exponential)
-    return x
+        torch.clamp(part, min=0, out=out[..., images, :, rows, :]).add_(exponential)
+    return out
 
 
 def _softmax_(x: Tensor) -> Tensor:
@@ -62,6 +67,14 @@ IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor],
     'exp': (lambda x: x.mul_(0.2).exp_(), lambda y, d_y: d_y.mul_(y).mul_(0.2)),
     'softmax': (_softmax_, lambda y, d_y: d_y.sub_((y * d_y).sum(dim=-1, keepdim=True)).mul_(y)),
 }
+
+
+def write_map(kernel: str, out: Tensor, x: Tensor) -> Tensor:
+    """Write the feature map of ``x`` (..., B, heads, N, d) to ``out`` of the same shape, computed in the type of
+    ``out``."""
+    if kernel == 'elu' and dispatch.on_cpu(x):  # one pass over memory instead of a copy and a change in place
+        return _write_elu_plus_one(out, x)
+    return IN_PLACE[kernel][0](out.copy_(x))
 
 
 def check_kernel(kernel: str, allowed: Collection[str]) -> str:

@@ -1,17 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Split and merge attention heads, also of queries and keys in one tensor, and products by head."""
 
-from collections.abc import Sequence
-from typing import Any, Optional, Union
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from . import dispatch
 from .sizes import clone_if_open
-
-# queries and keys (B, heads, N, d): one tensor (2, B, heads, N, d) if their shapes are equal, otherwise a tuple
-Both = Union[Tensor, tuple[Tensor, Tensor]]
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -62,13 +59,13 @@ def split_pair(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
     return torch.unflatten(pair, -1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4)
 
 
-def copy_pair(q: Tensor, k: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
-    """Copy queries and keys (B, N, heads * d) to (2, B, heads, N, d), or to a tuple of two if their shapes differ.
+def copy_pair(
+    q: Tensor, k: Tensor, num_heads: int, dtype: torch.dtype, write: Callable[[Tensor, Tensor], Any] = Tensor.copy_
+) -> Tensor:
+    """Copy queries and keys of one shape, (B, N, heads * d), to (2, B, heads, N, d) by ``write(destination, source)``.
 
     On CPUs the heads of a token are contiguous. On GPUs the tokens of a head are, so that matmuls need no copy.
     """
-    if q.shape != k.shape:
-        return copy_heads(q, num_heads, dtype), copy_heads(k, num_heads, dtype)
     (batch, tokens, _), width = q.shape, q.shape[-1] // num_heads
     if dispatch.on_cpu(q):
         both = q.new_empty(batch, tokens, 2, num_heads, width, dtype=dtype).permute(2, 0, 3, 1, 4)
@@ -76,9 +73,10 @@ def copy_pair(q: Tensor, k: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
         both = q.new_empty(2, batch, num_heads, tokens, width, dtype=dtype)
     pair = split_pair(q, k, num_heads)
     if pair is not None:
-        return both.copy_(pair)
-    for place, x in zip(both, (q, k)):
-        place.copy_(split_heads(x, num_heads))
+        write(both, pair)
+    else:
+        write(both[0], split_heads(q, num_heads))
+        write(both[1], split_heads(k, num_heads))
     return both
 
 
@@ -89,12 +87,9 @@ def copy_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
     return split_heads(x, num_heads).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def empty_pair(q: Tensor, k: Tensor, num_heads: int) -> tuple[Sequence[Tensor], Both]:
-    """Allocate the gradients of queries and keys, (B, N, heads * d), and return both with their views by head. The view
-    is one tensor (2, B, heads, N, d) if the shapes are equal, otherwise a tuple of two."""
-    if q.shape != k.shape or q.dtype != k.dtype:
-        made = torch.empty_like(q), torch.empty_like(k)
-        return made, (split_heads(made[0], num_heads), split_heads(made[1], num_heads))
+def empty_pair(q: Tensor, num_heads: int) -> tuple[Sequence[Tensor], Tensor]:
+    """Allocate the gradients of queries and keys, (B, N, heads * d), and return both with their view by head,
+    (2, B, heads, N, d)."""
     pair = q.new_empty(2, *q.shape)
     return list(pair), torch.unflatten(pair, -1, (num_heads, -1)).transpose(2, 3)
 

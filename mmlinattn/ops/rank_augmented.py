@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Rank-augmented linear attention: linear attention with token weights and rotation."""
 
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from ..utils import private_apis
 from . import dispatch
 from .dtypes import accumulation_dtype, product_dtype
-from .feature_maps import FEATURE_MAPS, IN_PLACE, LOWEST_EXPONENT, check_kernel
+from .feature_maps import FEATURE_MAPS, IN_PLACE, LOWEST_EXPONENT, check_kernel, write_map
 from .gradients import AnalyticGradient
 from .heads import copy_pair, dots, empty_pair, needs_equation, scale_heads, split_heads
 from .linear import equation, recomputed_equation
@@ -73,8 +74,8 @@ def rala(
 # ``S`` state, ``d_x`` gradient of x.
 
 
-def _mix(both: Tensor, v: Tensor, products: torch.dtype, kernel, rotary, mask, weight_scale, eps):
-    """Compute :func:`rala` of queries and keys ``both``, which are overwritten.
+def _mix(both: Tensor, v: Tensor, products: torch.dtype, rotary, mask, weight_scale, eps):
+    """Compute :func:`rala` of queries and keys ``both`` after their feature map. They are overwritten.
 
     Args:
         products (torch.dtype): Type of the matmuls with values and state; other tensors have the type of ``both``.
@@ -82,7 +83,7 @@ def _mix(both: Tensor, v: Tensor, products: torch.dtype, kernel, rotary, mask, w
     Returns:
         tuple: Output (B, N, heads * e), g, 1 / normaliser, w, z, S.
     """
-    q, k = IN_PLACE[kernel][0](both)
+    q, k = both
     dtype, wide = q.dtype, accumulation_dtype(q)
     mean_query = token_mean(q, mask).to(dtype)
     logits = (k @ mean_query.transpose(-1, -2)).to(wide).mul_(weight_scale)
@@ -119,10 +120,9 @@ def _token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
 def _backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
     (q, k, v, rotary, mask), (mean_query, inverse, weight, key_mean, state) = inputs, kept
     wide, products = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v)
-    places: Any
-    made, places = empty_pair(q, k, num_heads)
+    made, places = empty_pair(q, num_heads)
     grad_v = torch.empty_like(v)
-    both = IN_PLACE[kernel][0](copy_pair(q, k, num_heads, wide))
+    both = copy_pair(q, k, num_heads, wide, partial(write_map, kernel))
     q, k = both
     v, state = split_heads(v, num_heads).to(products), state.to(products)
     table = None if rotary is None else rotary.to(wide)
@@ -166,8 +166,8 @@ class _RALA(AnalyticGradient):
     def forward(ctx: Any, options, q, k, v, rotary, mask):
         ctx.op, ctx.options = _RALA, options
         wide = torch.promote_types(accumulation_dtype(q), v.dtype)
-        both, values = copy_pair(q, k, options['num_heads'], wide), split_heads(v, options['num_heads'])
-        settings = {name: value for name, value in options.items() if name != 'num_heads'}
-        out, *kept = _mix(both, values, product_dtype(q, v), rotary=rotary, mask=mask, **settings)
+        num_heads, kernel, weight_scale, eps = options.values()
+        both = copy_pair(q, k, num_heads, wide, partial(write_map, kernel))
+        out, *kept = _mix(both, split_heads(v, num_heads), product_dtype(q, v), rotary, mask, weight_scale, eps)
         ctx.save_for_backward(q, k, v, rotary, mask, *kept)
         return out.to(v.dtype)

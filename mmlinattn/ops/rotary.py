@@ -160,8 +160,7 @@ def _pair_backward(grads, inputs, kept, wanted, num_heads):
     both = grads[0].new_empty(2, *grads[0].shape, dtype=table.dtype)
     for place, grad in zip(both, grads):
         place.copy_(grad)
-    places: Any
-    made, places = empty_pair(q, k, num_heads)
+    made, places = empty_pair(q, num_heads)
     places.copy_(rotate(both, backwards(table), inplace=True))
     return *made, None
 
