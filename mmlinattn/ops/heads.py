@@ -31,12 +31,16 @@ def split_heads_5d(x: Tensor, num_heads: int) -> Tensor:
     drop the axis of size 1 before the permutation, and Inductor would see a 4-d tensor.
     """
     batch, tokens, channels = x.shape
+    if num_heads == 1:  # runtimes copy a map to move an axis of size 1
+        return x.reshape(1, batch, 1, tokens, channels)
     return x.reshape(1, batch, tokens, num_heads, channels // num_heads).transpose(2, 3)
 
 
 def merge_heads_5d(x: Tensor) -> Tensor:
     """Invert :func:`split_heads_5d`: (1, B, heads, N, d) -> (B, N, heads * d)."""
     _, batch, heads, tokens, width = x.shape
+    if type(heads) is int and heads == 1:
+        return x.reshape(batch, tokens, width)
     return clone_if_open(x.transpose(2, 3)).reshape(batch, tokens, heads * width)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...utils.errors import RunError
 from ..command_line import quiet
 from .nms import register_onnx_symbolic
+from .products import split_products
 
 METADATA = 'metadata.json'  # name of the metadata inside the files of PyTorch
 OPSET = 17  # of traced ONNX graphs
@@ -126,6 +127,8 @@ class Onnx(Format):
 
     @quiet()
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
+        import onnx
+
         named = dict(input_names=['image'], output_names=metadata['outputs'], verbose=False)
         properties = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
         if 'boxes' in metadata['outputs']:
@@ -135,6 +138,9 @@ class Onnx(Format):
         program: Any = torch.onnx.export(model, (example,), dynamo=True, dynamic_shapes=shapes, **named)
         program.model.metadata_props.update(properties)
         program.save(str(path))
+        graph = onnx.load(str(path))
+        split_products(graph)
+        onnx.save(graph, str(path))
 
     def _trace(
         self, model: nn.Module, example: Tensor, path: Path, is_open: bool, named: dict, properties: dict
@@ -150,6 +156,7 @@ class Onnx(Format):
         named.update(dynamic_axes=axes if is_open else None, opset_version=OPSET)
         torch.onnx.export(model, (example,), str(path), dynamo=False, **named)
         graph = onnx.load(str(path))
+        split_products(graph)
         onnx.helper.set_model_props(graph, properties)
         onnx.save(graph, str(path))
 
