@@ -6,12 +6,11 @@ PyTorch version lacks the private API, a public one is used instead.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Callable, cast
 
 import torch
-from mmengine.model import BaseModule
 from mmengine.registry import DefaultScope
 from mmengine.runner import CheckpointLoader
 from torch import _weights_only_unpickler, nn, overrides
@@ -204,13 +203,6 @@ def renewed_weight(conv: nn.Conv2d) -> torch.Tensor:
 @functools.cache
 def _methods(kind: Any) -> frozenset:
     return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
-
-
-def methods_of(kinds: Iterable[type]) -> list[tuple[type, str, Any]]:
-    """Return (class, name, function) for each method of the given module classes and their bases below
-    ``BaseModule``."""
-    classes = {base for kind in kinds for base in kind.__mro__} - set(BaseModule.__mro__)
-    return [(base, name, value) for base in classes for name, value in vars(base).items() if callable(value)]
 
 
 def keep_sizes_open() -> None:
