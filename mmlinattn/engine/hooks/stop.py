@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from mmengine.dist import all_reduce, barrier, get_rank, get_world_size
@@ -23,14 +23,14 @@ from .exact_resume import ExactResumeHook
 from .resumed_state import resume_state
 
 CHECKPOINT_NAME = 'stopped.pth'  # overwritten by the next stop; not counted by max_keep_ckpts
-TERMINATED = 128 + signal.SIGTERM  # exit status, as shells count
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 STOP, SAVING, SAVED = (f'mmlinattn/stop/{name}' for name in ('asked', 'saving', 'saved'))  # keys of the store
 
 
 class _Shielded:
-    """``worker_init_fn`` of a DataLoader that ignores Ctrl-C and SIGTERM in the worker, then calls ``init_fn``.
+    """``worker_init_fn`` of a DataLoader that ignores Ctrl-C, SIGHUP and SIGTERM in the worker, then calls ``init_fn``.
 
-    A terminal sends Ctrl-C, and Slurm sends SIGTERM, to all processes of a run. The main process needs its workers for
+    A terminal sends Ctrl-C and SIGHUP, and Slurm sends SIGTERM, to all processes of a run. The main process needs its workers for
     the rest of the iteration, and ends them itself. Workers end with the main process, also if it is killed.
     """
 
@@ -40,7 +40,8 @@ class _Shielded:
         atexit.register(self.main_ends.fill_, True)  # runs before multiprocessing terminates the workers
 
     def __call__(self, worker_id: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for ignored in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(ignored, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         if sys.platform == 'linux':
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphans after a kill -9
@@ -68,6 +69,12 @@ def shield_workers(loader: DataLoader) -> None:
 _forking = threading.local()  # mask: signals blocked by a thread before it forks
 
 
+def _owner(number: int) -> Optional['StopHook']:
+    """Return the StopHook that handles a signal, or None."""
+    found = getattr(signal.getsignal(number), '__self__', None)
+    return found if isinstance(found, StopHook) else None
+
+
 @functools.cache
 def _reset_in_children() -> None:
     """Restore the default SIGTERM handler in processes forked while a StopHook handles the signal.
@@ -77,14 +84,13 @@ def _reset_in_children() -> None:
     """
 
     def before() -> None:
-        listens = isinstance(getattr(signal.getsignal(signal.SIGTERM), '__self__', None), StopHook)
-        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]) if listens else None
+        blocked = [signal.SIGTERM] if _owner(signal.SIGTERM) else []
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
 
     def after(is_child: bool) -> None:
-        if _forking.mask is not None:
-            if is_child:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+        if is_child and _owner(signal.SIGTERM):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
     os.register_at_fork(before=before, after_in_parent=lambda: after(False), after_in_child=lambda: after(True))
 
@@ -97,16 +103,17 @@ def _sums(model: torch.nn.Module) -> list[float]:
 
 @HOOKS.register_module(force=True)
 class StopHook(Hook):
-    """Save a checkpoint and exit with status 143 on SIGTERM (sent by Slurm, Kubernetes, torchrun).
+    """Save a checkpoint and exit on SIGTERM (sent by Slurm, Kubernetes, torchrun) and SIGHUP (a closed terminal).
 
     - In training, the current iteration is finished, or with gradient accumulation all iterations up to the next update
       of the weights. Then ``stopped.pth`` is written beside the other checkpoints, and named in ``last_checkpoint``.
       ``--resume`` continues from it, even in the middle of an epoch (:class:`ExactResumeHook`).
     - In a validation, the checkpoint is saved at once. The resumed run begins with that validation.
     - Epoch-based runs without :class:`ExactResumeHook`, and loops other than MMEngine's two, exit without saving.
+    - The exit status is 143 after SIGTERM and 129 after SIGHUP. A SIGHUP that is ignored (``nohup``) stays ignored.
 
     Args:
-        save_on_sigterm (bool): Handle SIGTERM. If False, SIGTERM ends the run at once.
+        save_on_sigterm (bool): Handle the signals. If False, they end the run at once.
         interval (int): Number of iterations after which processes tell each other about received signals.
 
     Raises:
@@ -120,9 +127,10 @@ class StopHook(Hook):
             raise ValueError(f'StopHook: interval={interval!r}: expected a positive integer')
         self.save_on_sigterm = save_on_sigterm
         self.interval = interval
-        self.is_signalled = False  # this process got the signal
+        self.is_signalled = False  # this process got a signal
+        self._signal = signal.SIGTERM  # which, or the one that another process got
         self._all_signalled = False  # all processes know of it
-        self._previous: Any = None  # the previous handler
+        self._previous: dict[int, Any] = {}  # the previous handlers
         self._averages: list[EMAHook] = []
         self._weights: list[float] = []
 
@@ -138,19 +146,20 @@ class StopHook(Hook):
         resume_state(runner)
 
     def _listen(self, runner) -> None:
-        found = signal.getsignal(signal.SIGTERM)
-        other = getattr(found, '__self__', None)
-        if isinstance(other, StopHook) and other not in runner.hooks:  # left by a training that ended in an error
-            found = other._previous
-        if found in (signal.SIG_DFL, signal.SIG_IGN):
-            self._previous = found
-            _reset_in_children()
-            signal.signal(signal.SIGTERM, self._on_sigterm)
-        elif not isinstance(other, StopHook):  # a config and its base may each have one
-            runner.logger.warning('StopHook: SIGTERM has a handler already, which stays: no checkpoint is saved.')
+        self._terminals = [file for file in (1, 2) if os.isatty(file)]
+        for number in SIGNALS:
+            found, other = signal.getsignal(number), _owner(number)
+            if other is not None and other not in runner.hooks:  # left by a training that ended in an error
+                found, other = other._previous[number], None
+            if found is signal.SIG_DFL or (found is signal.SIG_IGN and number == signal.SIGTERM):
+                self._previous[number] = found
+                _reset_in_children()
+                signal.signal(number, self._on_signal)
+            elif number == signal.SIGTERM and other is None:  # a config and its base may each have one
+                runner.logger.warning('StopHook: SIGTERM has a handler already, which stays: no checkpoint is saved.')
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
-        if self._previous is None:
+        if not self._previous:
             return
         if get_world_size() == 1:
             self._all_signalled = self.is_signalled
@@ -174,7 +183,7 @@ class StopHook(Hook):
 
         The first process saves. Others that got the signal ask it by the store of the process group, and wait.
         """
-        if self._previous is None:
+        if not self._previous:
             return
         store = default_store() if get_world_size() > 1 else None
         if store is not None and get_rank() > 0:
@@ -183,7 +192,7 @@ class StopHook(Hook):
             if store.check([SAVING]):
                 store.wait([SAVED], datetime.timedelta(hours=1))
                 self.after_train(runner)
-                raise SystemExit(TERMINATED)
+                raise SystemExit(128 + self._signal)
             return
         if not self.is_signalled and (store is None or not store.check([STOP])):
             return
@@ -194,29 +203,33 @@ class StopHook(Hook):
         self._save_and_end(runner, runner.iter, store)
 
     def after_train(self, runner) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-            self._previous = None
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
 
-    def _on_sigterm(self, signum, frame) -> None:
-        self.is_signalled = True
+    def _on_signal(self, signum, frame) -> None:
+        self.is_signalled, self._signal = True, signal.Signals(signum)
+        for file in self._terminals if signum == signal.SIGHUP else ():  # writing to a closed terminal is an error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file)
 
     def _save_and_end(self, runner, iteration: int, store: Any = None) -> None:
         has_position = any(isinstance(hook, ExactResumeHook) and hook.batches is not None for hook in runner.hooks)
         if has_position or type(runner.train_loop) is IterBasedTrainLoop:
             path = self._save(runner, dict(epoch=runner.epoch, iter=iteration))
             runner.logger.warning(
-                f'SIGTERM: iteration {iteration} is saved in {path!r}; the same command with --resume goes on from '
+                f'{self._signal.name}: iteration {iteration} is saved in {path!r}; the same command with --resume goes on from '
                 'there.'
             )
         else:
-            runner.logger.warning('SIGTERM: this kind of run cannot be continued here, so nothing is saved.')
+            runner.logger.warning(
+                f'{self._signal.name}: this kind of run cannot be continued here, so nothing is saved.'
+            )
         if store is not None:
             store.set(SAVED, '1')
         else:
             barrier()  # launchers kill the others when a process ends
         self.after_train(runner)
-        raise SystemExit(TERMINATED)
+        raise SystemExit(128 + self._signal)
 
     def _save(self, runner, meta: dict) -> str:
         hook = next((hook for hook in runner.hooks if isinstance(hook, CheckpointHook)), None)

@@ -18,17 +18,17 @@ HOOKS = [dict(type='ExactResumeHook'), dict(type='StopHook')]
 
 
 class Kill(Hook):
-    """Run the handler of SIGTERM before an iteration of training, or of the validation there.
+    """Run the handler of a signal before an iteration of training, or of the validation there.
 
     The signal itself, which ends a process without a handler, is sent in ``tests/tools/test_stopping.py``.
     """
 
-    def __init__(self, iteration, mode='train'):
-        self.iteration, self.mode = iteration, mode
+    def __init__(self, iteration, mode='train', number=signal.SIGTERM):
+        self.iteration, self.mode, self.number = iteration, mode, number
 
     def _before_iter(self, runner, batch_idx, data_batch=None, mode='train'):
         if (runner.iter, mode) == (self.iteration, self.mode):
-            signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)
+            signal.getsignal(self.number)(self.number, None)
 
 
 def stopped(folder, kill, hooks=HOOKS, **options):
@@ -36,24 +36,43 @@ def stopped(folder, kill, hooks=HOOKS, **options):
     runner.register_hook(kill, 'VERY_HIGH')
     with pytest.raises(SystemExit) as end:
         runner.train()
-    assert end.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert end.value.code == 128 + kill.number
+    assert [signal.getsignal(number) for number in stop.SIGNALS] == [signal.SIG_DFL] * 2
     found = list(folder.parent.glob('**/stopped.pth'))
     return torch.load(found[0], weights_only=False) if found else None
 
 
-@pytest.mark.parametrize('by_epoch', [True, False])
-def test_a_stopped_run_resumes_exactly(tmp_path, by_epoch):
+@pytest.mark.parametrize(
+    ('by_epoch', 'number'), [(True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGHUP)]
+)
+def test_a_stopped_run_resumes_exactly(tmp_path, by_epoch, number):
     train_cfg = dict(by_epoch=True, max_epochs=3) if by_epoch else dict(type='IterBasedTrainLoop', max_iters=9)
     options = dict(train_cfg=train_cfg, randomness=dict(seed=1))
     if not by_epoch:
         options['loader'] = dict(sampler=dict(type='InfiniteSampler', shuffle=True))
-    assert stopped(tmp_path / 'work', Kill(4), **options)['meta']['iter'] == 5
+    assert stopped(tmp_path / 'work', Kill(4, number=number), **options)['meta']['iter'] == 5
     path = (tmp_path / 'work/last_checkpoint').read_text()
     assert path == str(tmp_path / 'work/stopped.pth')
     resumed = make_runner(tmp_path / 'work', HOOKS, resume=True, load_from=path, **options)
     whole = make_runner(tmp_path / 'whole', HOOKS, **options)
     ours, theirs = (torch.cat([p.detach().flatten() for p in run.train().parameters()]) for run in (resumed, whole))
     assert resumed.iter == 9 and torch.equal(ours, theirs)
+
+
+def test_an_ignored_hangup_stays_ignored(tmp_path):
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        made = make_runner(tmp_path, HOOKS)
+        made.register_hook(SendHangup())
+        assert made.train() is not None and made.iter == 6
+    finally:
+        assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
+
+
+class SendHangup(Hook):
+    def before_train_iter(self, *args, **kwargs):
+        os.kill(os.getpid(), signal.SIGHUP)
 
 
 class Fork(Hook):
@@ -131,8 +150,8 @@ def test_workers_survive_signals():
     shield_workers(loader)
     batches = iter(loader)
     pid = int(next(batches))
-    os.kill(pid, signal.SIGINT)
-    os.kill(pid, signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        os.kill(pid, number)
     assert int(next(batches)) == pid
 
 
@@ -201,7 +220,7 @@ def test_several_optimizers_accumulate(tmp_path):
     for each in made.optim_wrapper.values():
         each._inner_count = 0
     hook = next(hook for hook in made.hooks if isinstance(hook, stop.StopHook))
-    hook._previous, hook.is_signalled, ended = signal.SIG_DFL, True, []
+    hook._previous, hook.is_signalled, ended = {signal.SIGTERM: signal.SIG_DFL}, True, []
     hook._save_and_end = lambda runner, iteration: ended.append(iteration)
     for count in (1, 2, 3):
         for each in made.optim_wrapper.values():
@@ -220,7 +239,7 @@ def test_a_signal_to_one_process_in_a_validation(tmp_path, monkeypatch, rank):
     hook = next(hook for hook in made.hooks if isinstance(hook, stop.StopHook))
     for name, value in dict(get_world_size=lambda: 2, get_rank=lambda: rank, default_store=lambda: store).items():
         monkeypatch.setattr(stop, name, value)
-    hook._previous, hook.is_signalled, saved = signal.SIG_DFL, rank == 1, []
+    hook._previous, hook.is_signalled, saved = {signal.SIGTERM: signal.SIG_DFL}, rank == 1, []
     hook._save = lambda runner, meta: saved.append(meta) or 'stopped.pth'
     for each in made.hooks:
         vars(each).update(batches=[])
