@@ -29,7 +29,7 @@ from .class_names import dataset_configs, num_classes
 from .command_line import notice, writing
 from .environment import PIP, describe_failure, use
 from .running import add_checks, fit_schedule
-from .settings import check_options, check_single, check_variables
+from .settings import check_numbers, check_options, check_single, check_variables
 
 # arguments of pip by default_scope
 PIP_NAMES = {scope: PIP[scope] for scope in ('mmdet', 'mmseg', 'mmpretrain')}
@@ -67,6 +67,7 @@ def load_config(args: argparse.Namespace) -> Config:
         check_options(content, cfg, options)
         fit_schedule(cfg, before, args.cfg_options)
     check_single(cfg)
+    check_numbers(cfg)
     if scope == 'mmpretrain':
         adapt_inherited_classes(cfg)
     if args.no_pin_memory:

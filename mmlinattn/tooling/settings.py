@@ -4,6 +4,7 @@
 import ast
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from difflib import get_close_matches
@@ -69,6 +70,18 @@ _UNTYPED: dict[str, tuple] = {
 }
 # settings that builders take out of a dict with a type
 _OF_BUILDERS = {'type', '_scope_', '_delete_', 'priority', 'convert_to_iter_based', 'init_cfg', 'data_preprocessor'}
+
+
+_OF_NUMBERS = {
+    'optim_wrapper',
+    'param_scheduler',
+    'train_cfg',
+    'model',
+    'auto_scale_lr',
+    'default_hooks',
+    'custom_hooks',
+}
+_EXPONENT = re.compile(r'([-+]?\d+)(\.\d*)?([eE])([-+]?\d+)')
 
 
 def _parameters(function: Any) -> tuple[set[str], bool]:
@@ -244,6 +257,23 @@ def _inherited(path: str, tree: ast.Module) -> dict:
             with suppress(OSError):  # a path with predefined variables, such as {{ fileDirname }}
                 return Config.fromstring(f'_base_ = {bases!r}', '.py')._cfg_dict.to_dict()
     return {}
+
+
+def check_numbers(cfg: Config) -> None:
+    """Check that numbers with an exponent are numbers. YAML reads ``1e-4``, without a dot, as a text.
+
+    Raises:
+        RunError: A text is such a number.
+    """
+    for path, value in _leaves({key: cfg.get(key) for key in _OF_NUMBERS if cfg.get(key)}):
+        found = _EXPONENT.fullmatch(value) if isinstance(value, str) else None
+        if found:
+            whole, rest, letter, exponent = found.groups()
+            number = float(value)
+            written = f'{whole}{rest or ".0"}{letter}{exponent}' if number < 1 else f'{number:.15g}'
+            raise RunError(
+                f'{path}={value!r}: expected a number, not a text. YAML needs a dot before the exponent: set {written}.'
+            )
 
 
 def check_single(cfg: Config) -> None:

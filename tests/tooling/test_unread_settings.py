@@ -118,3 +118,20 @@ def test_lists_in_place_of_one_data_set(dataset, line):
         return settings.check_single(cfg)
     with pytest.raises(RunError, match=re.escape(line)):
         settings.check_single(cfg)
+
+
+@pytest.mark.parametrize(
+    ('text', 'line'),
+    [
+        ('optim_wrapper: {optimizer: {lr: 1e-4}}', "optim_wrapper.optimizer.lr='1e-4': .* set 1.0e-4."),
+        ('param_scheduler: [{eta_min: 2.5E7}]', "param_scheduler.0.eta_min='2.5E7': .* set 25000000."),
+        ('optim_wrapper: {optimizer: {lr: 1.0e-4}}\nwork_dir: 1e-4', ''),
+    ],
+)
+def test_numbers_that_yaml_reads_as_texts(tmp_path, text, line):
+    (tmp_path / 'mine.yaml').write_text(text)
+    cfg = Config.fromfile(tmp_path / 'mine.yaml')
+    if not line:
+        return settings.check_numbers(cfg)
+    with pytest.raises(RunError, match=line):
+        settings.check_numbers(cfg)
