@@ -254,6 +254,12 @@ ADVICE = [
         'Set topk=(1,) in val_evaluator, test_evaluator and the head',
     ),
     Advice(
+        ValueError,
+        'mmdet.evaluation',
+        'inhomogeneous shape',
+        "metric='proposal_fast' of CocoMetric fails with NumPy 1.24 and newer: set metric='proposal'",
+    ),
+    Advice(
         TypeError,
         'mmengine.optim',
         'None is not a callable object',

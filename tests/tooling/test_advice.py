@@ -51,6 +51,12 @@ def five_best_of_three():
     Accuracy.calculate(torch.rand(2, 3), torch.tensor([0, 1]), topk=(5,))
 
 
+def recalls_of_several_numbers_of_boxes():
+    from mmdet.evaluation import eval_recalls
+
+    eval_recalls([np.zeros((1, 4)), np.zeros((2, 4))], [np.zeros((3, 4)), np.zeros((5, 4))], [100])
+
+
 def unknown_optimizer():
     build_optim_wrapper(nn.Linear(1, 1), dict(optimizer=dict(type='Nothing', lr=0.1)))
 
@@ -107,6 +113,7 @@ ERRORS = {
     other_classes_of_a_segmentor: 'is not a subset of classes',
     three_boxes_of_two: 'selected index k out of range',
     five_best_of_three: 'accuracy is unavailable since the number of categories',
+    recalls_of_several_numbers_of_boxes: 'inhomogeneous shape',
     unknown_optimizer: 'None is not a callable object',
     scale_in_a_list: 'Scale must be a number or tuple of int',
     factor_of_no_weight_decay: 'base_wd should not be None',

@@ -125,30 +125,47 @@ def _copied(metric: Any, folder: str) -> Any:
     return made
 
 
-def _with_box(sample: Any, label: int) -> None:
-    """Add a box of the whole image to predictions without boxes, because metrics without predictions have no names."""
+def _with_boxes(sample: Any, label: int, counts: list[int]) -> None:
+    """Give a sample another number of predicted boxes than the samples before, and not 0, as in a real validation.
+
+    Metrics without predictions have no names, and some fail only for arrays of several lengths. Boxes of the whole
+    image are added, or one is left out.
+
+    Args:
+        sample: Data sample of a detector; others stay as they are.
+        label: Label of the added boxes.
+        counts: Number of boxes of each sample before; that of this sample is appended.
+    """
     found = sample.get('pred_instances') if hasattr(sample, 'get') else None
-    if found is None or len(found) or not {'bboxes', 'labels', 'scores'} <= {*found.keys()} <= _BOXES:
+    if found is None or not {'bboxes', 'labels', 'scores'} <= {*found.keys()} <= _BOXES:
         return
     boxes, masks, shape = found.bboxes, found.get('masks'), sample.get('ori_shape')
     if shape is None or type(boxes) is not torch.Tensor or boxes.shape[1:] != (4,):
         return
+    if masks is not None and not isinstance(masks, torch.Tensor):
+        return
     made = InstanceData(bboxes=boxes.new_tensor([[0, 0, shape[1], shape[0]]]), scores=found.scores.new_ones(1))
     made.labels = found.labels.new_full((1,), label)
-    if isinstance(masks, torch.Tensor):
+    if masks is not None:
         made.masks = masks.new_ones(1, *shape[:2])
-    sample.pred_instances = made
+    if len(found) > 1 and len(found) in counts:
+        found = found[:-1]
+    while len(found) in (0, *counts):
+        found = InstanceData.cat([found, made]) if len(found) else made[[0] * (1 + len(counts))]
+    counts.append(len(found))
+    sample.pred_instances = found
 
 
 def _rehearsed(evaluator: Any, label: int, folder: str) -> Any:
     """Copy an evaluator so that it judges the images of the rehearsal alone."""
     made = copy.copy(evaluator)
     made.metrics = [_copied(metric, folder) for metric in getattr(evaluator, 'metrics', ())]
-    ids = []
+    ids: list = []
+    counts: list[int] = []
 
     def process(data_samples, data_batch=None) -> None:
         for sample in data_samples:
-            _with_box(sample, label)
+            _with_boxes(sample, label, counts)
             ids.append(sample.get('img_id') if hasattr(sample, 'get') else None)
         type(made).process(made, data_samples=data_samples, data_batch=data_batch)
 
