@@ -24,7 +24,7 @@ import torch
 from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 
-from ..engine.data.files import read_coco
+from ..engine.data.coco import load_coco
 from ..engine.runner import leave_process_group
 from ..utils.errors import RunError, closest, described, printable, raising_object, say_last
 from ..utils.files import PACKAGE
@@ -464,7 +464,7 @@ def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None
         )
         file = '' if is_argument else _annotations(error)
         is_coco = file and innermost and hasattr(innermost[0], 'COCOAPI')  # MMDetection's data sets in COCO's layout
-        fault = read_coco(file)['fault'] if is_coco else ''
+        fault = load_coco(file)[1] if is_coco else ''
         if file:
             text += f'; {file} {fault}' if fault else f', in reading {file}'
         if 'need at least one array to concatenate' in text:  # MMEngine's serialisation

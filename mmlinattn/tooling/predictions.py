@@ -24,7 +24,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import DATASETS
 
 from ..engine.data.checks import infos_of
-from ..engine.data.files import load_coco
+from ..engine.data.coco import load_coco
 from ..utils.errors import RunError
 from .class_names import dataset_configs, num_classes
 from .command_line import check_out_file, notice, writing

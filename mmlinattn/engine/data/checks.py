@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 from torch import nn
 
-from .files import FactCache, fault_of_sizes, read_coco, reads_local_files, spread
-from .findings import MAX_NAMES, Finding, classes_of, decode_head_of, format_names, is_metric_learning, transforms_of
+from .coco import check_coco
+from .files import reads_local_files, spread
+from .findings import Finding, classes_of, decode_head_of, format_names, is_metric_learning, transforms_of
 from .label_images import check_label_images
 
 _NUM_READ = 2000  # samples with labels that are read
@@ -86,90 +87,6 @@ def check_names(key: str, meta: dict) -> Iterator[Finding]:
         yield Finding(
             f'{key}: metainfo.CLASSES is read by nobody. Write metainfo=dict(classes={format_names(meta["CLASSES"])})'
         )
-
-
-def check_categories(
-    key: str, file: str, in_file: Sequence, of_labels: Sequence, classes: Sequence, needs_all: bool
-) -> Iterator[Finding]:
-    """Check that labels, numbered in the order of a COCO file's categories, have the class names of the config.
-
-    Args:
-        key: Config key of the data set, for messages.
-        file: The annotation file.
-        in_file: Names of all categories in the file.
-        of_labels: Category name of each label.
-        classes: Class names of the config.
-        needs_all: Report a class without a category as a fault rather than a warning.
-    """
-    if not set(of_labels) <= set(classes):
-        return  # data sets that choose categories by something else
-    missing = [name for name in classes if name not in of_labels]
-    order = format_names(of_labels) if len(of_labels) <= MAX_NAMES else 'in that order'
-    at = next((i for i, (one, other) in enumerate(zip(of_labels, classes)) if one != other), len(of_labels))
-    if missing and (needs_all or at < len(of_labels) or not of_labels):
-        yield Finding(
-            f'{key}: {file} has no category {format_names(missing)}, which metainfo.classes names'
-            f'{"" if at == len(of_labels) else ", and the labels behind it move up"}. Its categories are '
-            f'{format_names(in_file)}; write the names as they are there, in its order.'
-        )
-    elif missing:
-        yield Finding(f'{key}: {file} has no category {format_names(missing)}: nothing of these classes trains.', False)
-    elif len(of_labels) != len(set(of_labels)):
-        yield Finding(
-            f'{key}: {file} has two categories of one name, which labels tell apart: {format_names(of_labels)}.'
-        )
-    elif at < len(of_labels):
-        yield Finding(
-            f'{key}: labels follow the order of the categories in {file}, not that of metainfo.classes: label {at} is '
-            f'{of_labels[at]!r} there and {classes[at]!r} in the config. Write classes={order}'
-        )
-
-
-def _check_coco(key: str, dataset: Any, model: nn.Module, memory: FactCache, is_training: bool) -> Iterator[Finding]:
-    path, labels = getattr(dataset, 'ann_file', ''), getattr(dataset, 'cat2label', None)
-    is_plain = isinstance(path, str) and path.endswith('.json') and osp.isfile(path)
-    if not is_plain or not isinstance(labels, dict) or not hasattr(dataset, 'cat_ids'):
-        return
-    folder = (getattr(dataset, 'data_prefix', None) or {}).get('img') or ''
-    transforms = transforms_of(dataset)
-    outlines = any(getattr(step, 'with_mask', False) for step in transforms)
-    colours = [getattr(step, 'color_type', '') for step in transforms]
-    turns = not any('ignore' in colour or colour == 'unchanged' for colour in colours)
-    facts = memory.facts(read_coco, [path], path, outlines=outlines)
-    fault = facts['fault'] or fault_of_sizes(facts['images'], folder, turns) or facts['shapes']
-    if fault:
-        yield Finding(f'{key}: {path} {fault}.')
-        return
-    if facts['note']:
-        yield Finding(f'{key}: {path}: {facts["note"]}.', False)
-    names = dict(facts['categories'])
-    things_first = [name for name in names.values() if name not in facts['stuff']] + facts['stuff']
-    if list(names.values()) != things_first:
-        yield Finding(
-            f'{key}: {path} lists {facts["stuff"][0]!r}, which is stuff, before things: labels follow its order, and '
-            f'heads count things first. Sort its categories, and write classes={format_names(things_first)}'
-        )
-        return
-    most = max_per_image(model)
-    if 0 < most < facts['densest']:
-        yield Finding(
-            f'{key}: {path} has up to {facts["densest"]} objects an image, and max_per_img = {most} of test_cfg gives '
-            'no more: raise it, and give CocoMetric use_mp_eval=True and proposal_nums of as many.',
-            False,
-        )
-    unused = [names[number] for number in labels if number in names and number not in facts['used']]
-    if is_training and facts['used'] and unused:
-        yield Finding(f'{key}: {path} has no object of {format_names(unused)}: nothing of these classes trains.', False)
-    of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
-    yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all=False)
-
-
-def max_per_image(model: nn.Module) -> int:
-    """Return the largest number of objects that a detector returns for an image; 0 if it has no limit or is no
-    detector."""
-    head = getattr(model, 'roi_head', None) or getattr(model, 'bbox_head', None)
-    limits = getattr(head, 'test_cfg', None) or {}
-    return int(limits.get('max_per_img', 0) or 0) if isinstance(limits, dict) else 0
 
 
 # -- labels -----------------------------------------------------------------------------------------------------------
@@ -388,11 +305,11 @@ def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Fin
 
 
 def check_dataset(
-    key: str, dataset: Any, model: nn.Module, samples: Samples, memory: FactCache, is_training: bool, num_images: int
+    key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool, num_images: int
 ) -> Iterator[Finding]:
     """Run all checks of a single data set."""
     yield from check_names(key, getattr(dataset, 'metainfo', None) or {})
-    yield from _check_coco(key, dataset, model, memory, is_training)
+    yield from check_coco(key, dataset, model, is_training)
     yield from check_folders(key, dataset)
     yield from check_labels(key, dataset, model, samples, is_training)
-    yield from check_label_images(key, dataset, model, memory, is_training, num_images)
+    yield from check_label_images(key, dataset, model, is_training, num_images)

@@ -11,7 +11,8 @@ import numpy as np
 from mmengine.runner import EpochBasedTrainLoop, TestLoop, ValLoop
 from torch import nn
 
-from .checks import check_categories, infos_of, inner_datasets, leaf_datasets, num_classes_of_heads
+from .checks import infos_of, inner_datasets, leaf_datasets, num_classes_of_heads
+from .coco import check_categories
 from .findings import Finding, classes_of, decode_head_of, format_names
 
 _NUM_IMAGES = 500  # compared by id

@@ -11,15 +11,15 @@ from torch import nn
 
 from ...checkpoints.states import some
 from ...utils.errors import printable
-from .files import FactCache, open_image, oriented_size, reads_local_files, spread
+from .files import open_image, oriented_size, reads_local_files, spread
 from .findings import Finding, classes_of, decode_head_of, format_names, transforms_of
 
 _MIN_OPENED = 16  # label images that are opened, however slow
 
 
 def read_labels(
-    dataset: Any, load: Callable[[dict], dict], paths: dict[int, str], ignored: Any, count: int, **_: Any
-) -> dict:
+    dataset: Any, load: Callable[[dict], dict], paths: dict[int, str], ignored: Any, count: int
+) -> tuple[int, dict[int, str], str]:
     """Read the labels of some label images through the pipeline of their data set.
 
     On average 0.01 s is allowed for each image of ``count``. While only one label and ignored pixels have been found,
@@ -33,8 +33,8 @@ def read_labels(
         count: Number of label images to open.
 
     Returns:
-        dict: ``count``, the number of images read; ``labels``, pairs ``[label, path of the first image with it]``;
-            ``fault``, the first unusable image as text, or ''.
+        tuple[int, dict[int, str], str]: Number of images read, path of the first image with each label in ascending
+            order, and the first unusable image as text, or ''.
     """
     found: dict[int, str] = {}
     begin, done = time.monotonic(), 0
@@ -44,12 +44,12 @@ def read_labels(
             break
         labels, fault = _read(dataset.get_data_info(index), load, path)
         if fault:
-            return dict(count=done, labels=[], fault=f'the label image {path} {fault}')
+            return done, {}, f'the label image {path} {fault}'
         numbers = np.bincount(labels.ravel()).nonzero()[0] if labels.dtype == np.uint8 else np.unique(labels)
         for number in numbers.tolist():
             found.setdefault(int(number), path)
         done += 1
-    return dict(count=done, labels=[[number, found[number]] for number in sorted(found)], fault='')
+    return done, dict(sorted(found.items())), ''
 
 
 def _read(info: dict, load: Callable[[dict], dict], path: str) -> tuple[Any, str]:
@@ -78,7 +78,7 @@ def _read(info: dict, load: Callable[[dict], dict], path: str) -> tuple[Any, str
 
 
 def check_label_images(
-    key: str, dataset: Any, model: nn.Module, memory: FactCache, is_training: bool, num_images: int
+    key: str, dataset: Any, model: nn.Module, is_training: bool, num_images: int
 ) -> Iterator[Finding]:
     """Check that label images of a segmentor hold labels of its classes only, and more than one class.
 
@@ -92,21 +92,16 @@ def check_label_images(
     load = next((step for step in transforms_of(dataset) if type(step).__name__ == 'LoadAnnotations'), None)
     if type(count) is not int or load is None or not hasattr(dataset, 'get_data_info'):
         return
-    infos = {i: dataset.get_data_info(i) for i in spread(len(dataset), 10 * num_images)}
-    paths = {i: info.get('seg_map_path') for i, info in infos.items()}
+    paths = {i: dataset.get_data_info(i).get('seg_map_path') for i in spread(len(dataset), 10 * num_images)}
     paths = {i: path for i, path in paths.items() if isinstance(path, str) and '://' not in path}
     if not paths or not reads_local_files(dataset, load):
         return
     reduces = bool(getattr(load, 'reduce_zero_label', None) or getattr(dataset, 'reduce_zero_label', False))
-    mapping = getattr(dataset, 'metainfo', {}).get('label_map')
-    settings = dict(mapping=mapping, reduces=reduces, ignored=ignored, count=num_images)
-    pictures = (infos[i].get('img_path') for i in paths)
-    files = [*paths.values(), *(path for path in pictures if isinstance(path, str))]
-    facts = memory.facts(read_labels, files, dataset, load, paths, **settings)
-    if facts['fault']:
-        yield Finding(f'{key}: {facts["fault"]}.')
+    num_read, paths_of, fault = read_labels(dataset, load, paths, ignored, num_images)
+    if fault:
+        yield Finding(f'{key}: {fault}.')
         return
-    labels = {number: path for number, path in facts['labels'] if number != ignored}
+    labels = {number: path for number, path in paths_of.items() if number != ignored}
 
     def value(label: int) -> str:
         of_ignored = ' or 255' if label == 255 else ''
@@ -124,22 +119,22 @@ def check_label_images(
             f'num_classes = {count} of the decode_head does not know; {ignored} does not count. {advice}.'
         )
         return
-    classes, paths_of = classes_of(dataset), dict(facts['labels'])
-    if len(labels) > 1 or facts['count'] == 0:
+    classes = classes_of(dataset)
+    if len(labels) > 1 or num_read == 0:
         missing = set(range(count)) - set(labels)
         if reduces and missing == {count - 1} and ignored in paths_of:
             yield Finding(
                 f'{key}: reduce_zero_label=True ignores the value 0 of label images, and 1 is the first class '
-                f'{some(classes[:1])}; the last, {some(classes[-1:])}, then is in none of {facts["count"]} of them. '
+                f'{some(classes[:1])}; the last, {some(classes[-1:])}, then is in none of {num_read} of them. '
                 'Where 0 is a class, set it to False.',
                 False,
             )
-        elif is_training and missing and facts['count'] == len(dataset) and max(missing) < len(classes):
+        elif is_training and missing and num_read == len(dataset) and max(missing) < len(classes):
             names = format_names([classes[label] for label in sorted(missing)])
             yield Finding(f'{key}: none of its {len(dataset)} label images has {names}: nothing of it trains.', False)
         return
     only = ', '.join(f'label {n} {classes[n] if n < len(classes) else ""}'.strip() for n in labels) or 'no label at all'
-    text = f'{key}: {facts["count"]} of its label images, {next(iter(paths_of.values()))} among them, have {only}'
+    text = f'{key}: {num_read} of its label images, {next(iter(paths_of.values()))} among them, have {only}'
     if ignored in paths_of:
         text += f', and {ignored}{value(ignored)}, which is ignored (ignore_index): no other class trains. '
         remedy = 'reduce_zero_label=True ignores the value 0: set it to False where 0 is a class.'

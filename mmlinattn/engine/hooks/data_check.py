@@ -1,5 +1,4 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import os.path as osp
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -12,7 +11,6 @@ from mmengine.runner.base_loop import BaseLoop
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 from ..data import checks, evaluation
-from ..data.files import FactCache
 from ..data.findings import Finding, is_metric_learning
 
 
@@ -41,9 +39,8 @@ def _loops(runner) -> dict:
 class DataCheckHook(Hook):
     """Check that the data sets match the config, before the first iteration.
 
-    The main process reads annotation files, folders and a sample of the images, in some seconds. Facts about files are
-    cached in ``data_check.json`` in the work dir. MMDetection, MMSegmentation and MMPretrain do not report these
-    faults:
+    The main process reads annotation files, folders and a sample of the images, in some seconds. MMDetection,
+    MMSegmentation and MMPretrain do not report these faults:
 
     - class names given as one string, or in another order than the categories of a COCO file;
     - different classes or folders in training and validation, or in a tested checkpoint and the test data;
@@ -95,7 +92,7 @@ class DataCheckHook(Hook):
                 self._report(runner, checks.check_trained_names(f'{stage}_dataloader', dataset, checkpoint))
 
     def _check(self, runner, loops: dict) -> Iterator[Finding]:
-        memory, model = FactCache(osp.join(runner.work_dir, 'data_check.json')), unwrapped(runner.model)
+        model = unwrapped(runner.model)
         stages: dict[str, list] = {}
         for stage, loop in loops.items():
             key = f'{stage}_dataloader'
@@ -110,9 +107,7 @@ class DataCheckHook(Hook):
                         continue
                     samples = samples._replace(is_part=is_part)
                     stages.setdefault(key, []).append((dataset, samples))
-                    yield from checks.check_dataset(
-                        key, dataset, model, samples, memory, stage == 'train', self.num_images
-                    )
+                    yield from checks.check_dataset(key, dataset, model, samples, stage == 'train', self.num_images)
             yield from evaluation.check_sampler(key, loop)
             for dataset in _datasets(loop)[:1]:
                 key, evaluator = f'{stage}_evaluator', getattr(loop, 'evaluator', None)

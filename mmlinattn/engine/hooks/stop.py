@@ -30,8 +30,9 @@ STOP, SAVING, SAVED = (f'mmlinattn/stop/{name}' for name in ('asked', 'saving', 
 class _Shielded:
     """``worker_init_fn`` of a DataLoader that ignores Ctrl-C, SIGHUP and SIGTERM in the worker, then calls ``init_fn``.
 
-    A terminal sends Ctrl-C and SIGHUP, and Slurm sends SIGTERM, to all processes of a run. The main process needs its workers for
-    the rest of the iteration, and ends them itself. Workers end with the main process, also if it is killed.
+    A terminal sends Ctrl-C and SIGHUP, and Slurm sends SIGTERM, to all processes of a run. The main process needs its
+    workers for the rest of the iteration, and ends them itself. Workers end with the main process, also if it is
+    killed.
     """
 
     def __init__(self, init_fn):
@@ -217,8 +218,8 @@ class StopHook(Hook):
         if has_position or type(runner.train_loop) is IterBasedTrainLoop:
             path = self._save(runner, dict(epoch=runner.epoch, iter=iteration))
             runner.logger.warning(
-                f'{self._signal.name}: iteration {iteration} is saved in {path!r}; the same command with --resume goes on from '
-                'there.'
+                f'{self._signal.name}: iteration {iteration} is saved in {path!r}; the same command with --resume goes '
+                'on from there.'
             )
         else:
             runner.logger.warning(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.data.files import fault_of_coco
+from ...engine.data.coco import fault_of_coco
 from ...utils.errors import RunError
 from .data import Data
 from .kinds import Source

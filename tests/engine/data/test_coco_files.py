@@ -2,14 +2,14 @@
 """COCO files against the config: categories, objects and images."""
 
 import json
-import os
 import re
 from types import SimpleNamespace
 
 import pytest
-from helpers.data_checks import BOX, DETECTOR, IMAGES, NAMES, build, coco, coco_data, model
+from helpers.data_checks import BOX, DETECTOR, IMAGES, build, coco, coco_data, model
 from PIL import Image
 
+from mmlinattn.engine.data import coco as coco_files
 from mmlinattn.engine.data import files
 
 
@@ -157,7 +157,7 @@ BOXES = '{"images": [], "categories": [{"id": 1}], "annotations": [{"id": 7, "im
 )
 def test_malformed_coco_files(tmp_path, text, words):
     (tmp_path / 'a.json').write_text(text)
-    assert words in files.read_coco(str(tmp_path / 'a.json'))['fault']
+    assert words in coco_files.load_coco(str(tmp_path / 'a.json'))[1]
 
 
 def test_photographs_turned_by_exif(look, tmp_path):
@@ -167,29 +167,15 @@ def test_photographs_turned_by_exif(look, tmp_path):
     images = [dict(IMAGES[0], file_name='turned.jpg', width=30, height=40), dict(IMAGES[1], file_name='gone.png')]
     file = coco(tmp_path, images=images, annotations=boxes(dict(bbox=[5, 5, 0, 3], iscrowd=1)))
     Image.new('RGB', (40, 30)).save(tmp_path / 'turned.jpg', exif=exif)
-    facts = files.read_coco(str(file))
-    assert facts['fault'] == files.fault_of_sizes(facts['images'], str(tmp_path), True) == ''
-    assert 'turned by its EXIF data' in files.fault_of_sizes([[1, 'turned.jpg', 40, 30]], str(tmp_path), True)
+    assert coco_files.load_coco(str(file))[1] == coco_files.fault_of_sizes(images, str(tmp_path), True) == ''
+    swapped = [dict(images[0], width=40, height=30)]
+    assert 'turned by its EXIF data' in coco_files.fault_of_sizes(swapped, str(tmp_path), True)
     for color_type, turns in (('color', True), ('unchanged', False), ('color_ignore_orientation', False)):
         data = coco_data(file, pipeline=[dict(type='LoadImageFromFile', color_type=color_type)])
         line, _ = look(DETECTOR, train=[data])
         assert ('width x height is 30x40 in it, and 40x30 in the image' in line) != turns, line
     file.write_text(json.dumps(dict(images=images, categories=[dict(id=1, name='a')])))
-    assert files.read_coco(str(file))['fault'] == ''
-
-
-def test_files_are_read_once_until_they_change(look, tmp_path, monkeypatch):
-    file = coco(tmp_path)
-    dataset = coco_data(file)
-    assert look(DETECTOR, train=[dataset]) == ('', []) and (tmp_path / 'data_check.json').is_file()
-    monkeypatch.setattr(files.json, 'load', lambda _: pytest.fail('was read again'))
-    assert look(DETECTOR, train=[dataset]) == ('', [])
-    monkeypatch.undo()
-    coco(tmp_path, NAMES[::-1])
-    os.utime(file, (1, 1))
-    assert 'follow the order' in look(DETECTOR, train=[dataset])[0]
-    (tmp_path / 'data_check.json').write_text('no JSON')
-    assert 'follow the order' in look(DETECTOR, train=[dataset])[0]
+    assert coco_files.load_coco(str(file))[1] == ''
 
 
 def test_images_without_objects(look, tmp_path):

@@ -1,0 +1,273 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Check annotation files in COCO's layout: structure, ids, boxes, outlines, image sizes and categories."""
+
+import json
+import math
+import os.path as osp
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import nn
+
+from .files import oriented_size, spread
+from .findings import MAX_NAMES, Finding, classes_of, format_names, transforms_of
+
+_NUM_SIZES = 200  # images compared by size
+
+
+def load_coco(path: str) -> tuple[dict, str]:
+    """Load an annotation file, and check its structure, ids and boxes.
+
+    Returns:
+        tuple[dict, str]: Its content ({} if it cannot be used), and its first fault ('' without faults).
+    """
+    try:
+        with open(path, encoding='utf-8-sig') as file:
+            content = json.load(file)
+    except ValueError as error:
+        return {}, f'is no whole JSON file: {error}' if osp.getsize(path) else 'is empty'
+    fault = _fault_of_structure(content)
+    if fault:
+        return {}, fault
+    return content, fault_of_coco(content) or _fault_of_annotation_ids(content['annotations'])
+
+
+def fault_of_coco(content: Any) -> str:
+    """Describe the first fault of structure, ids and boxes in the content of a COCO file; '' if there is none."""
+    fault = _fault_of_structure(content)
+    if fault:
+        return fault
+    try:
+        for key in ('categories', 'images'):
+            fault = fault or _repeated_id(content[key], key)
+        return fault or _fault_of_boxes(content['annotations'], {entry.get('id') for entry in content['categories']})
+    except TypeError:  # an id without hash
+        return 'has ids that are neither numbers nor texts'
+
+
+def _fault_of_structure(content: Any) -> str:
+    if not isinstance(content, dict):
+        return f'holds a {type(content).__name__}, not images, annotations and categories'
+    content.setdefault('annotations', [])  # of images to be sent to a server of COCO's
+    for key in ('images', 'annotations', 'categories'):
+        if not isinstance(content.get(key), list) or not all(isinstance(entry, dict) for entry in content[key]):
+            return f'has no list of {key}'
+    return ''
+
+
+def _repeated_id(entries: list, key: str) -> str:
+    number, count = max(Counter(entry.get('id') for entry in entries).items(), key=lambda each: each[1], default=(0, 0))
+    return f'has the id {number} {count} times among its {key}' if count > 1 else ''
+
+
+def _fault_of_annotation_ids(annotations: list) -> str:
+    """Describe missing or repeated annotation ids, which MMDetection's reader would confuse; '' if there are none."""
+    annotations = [entry for entry in annotations if 'segments_info' not in entry]  # of panoptic files
+    if any(entry.get('id') is None for entry in annotations):
+        return 'has annotations without id'
+    return _repeated_id(annotations, 'annotations')
+
+
+def _fault_of_boxes(annotations: list, category_ids: set) -> str:
+    for entry in annotations:
+        name = f'annotation {entry.get("id")} of image {entry.get("image_id")}'
+        if 'segments_info' in entry:  # a panoptic file
+            continue
+        if entry.get('category_id') not in category_ids:
+            return f'{name}: category_id {entry.get("category_id")!r} is the id of none of its categories'
+        box = entry.get('bbox')
+        try:
+            is_box = len(box) == 4 and math.isfinite(sum(box))
+        except TypeError:
+            is_box = False
+        if not is_box:
+            return f'{name}: bbox={box}: expected four finite numbers: x, y, width, height'
+    return ''
+
+
+def fault_of_shapes(content: dict, outlines: bool = False) -> str:
+    """Describe boxes in relative coordinates or as two corners, and with ``outlines`` objects without a valid outline.
+
+    Returns:
+        str: The first fault, or '' without faults.
+    """
+    sizes = {image.get('id'): (image.get('width'), image.get('height')) for image in content['images']}
+    boxes = [
+        (entry, entry['bbox'], sizes.get(entry.get('image_id'))) for entry in content['annotations'] if 'bbox' in entry
+    ]
+    if boxes and all(max(box) <= 1 for _, box, _ in boxes):
+        return f'has boxes that are shares of the image, {boxes[0][1]}: expected pixels: x, y, width, height'
+    beyond = [
+        (entry, box, size)
+        for entry, box, size in boxes
+        if size and all(isinstance(side, (int, float)) for side in size)
+        if box[0] + box[2] > size[0] + 2 or box[1] + box[3] > size[1] + 2
+        # only boxes that would fit as two corners count; boxes of partly hidden objects may extend beyond the edge
+        if box[0] < box[2] <= size[0] + 2 and box[1] < box[3] <= size[1] + 2
+    ]
+    if len(beyond) <= len(boxes) / 5:
+        return _fault_of_outlines(content) if outlines else ''
+    entry, box, size = beyond[0]
+    return (
+        f'has {len(beyond)} of {len(boxes)} boxes that pass the edge of their image, annotation {entry.get("id")} with '
+        f'bbox = {box} in {size[0]}x{size[1]} first: expected x, y, width, height'
+    )
+
+
+def _fault_of_outlines(content: dict) -> str:
+    sizes = {image.get('id'): [image.get('height'), image.get('width')] for image in content['images']}
+    for entry in content['annotations']:
+        outline, size = entry.get('segmentation'), sizes.get(entry.get('image_id'))
+        if isinstance(outline, dict):
+            is_right = size in (None, list(outline.get('size') or ()))
+        else:
+            parts = outline if isinstance(outline, list) else []
+            is_right = any(isinstance(part, list) and len(part) >= 6 and len(part) % 2 == 0 for part in parts)
+        if not is_right and not _is_lost(entry, sizes):
+            return (
+                f'annotation {entry.get("id")} of image {entry.get("image_id")}: segmentation={outline!r:.60}: '
+                'expected a list of polygons of three points or more, [[x, y, ...], ...], or an RLE of the size of its '
+                'image, where masks are learnt'
+            )
+    return ''
+
+
+def fault_of_sizes(images: list, folder: str, turns: bool) -> str:
+    """Describe the first image with another size than in its annotation; '' if there is none.
+
+    Args:
+        images: Entries of the annotation file; a sample of them is compared.
+        folder: Folder of the images.
+        turns: Images are turned by their EXIF data when loaded, which is MMCV's default.
+    """
+    for image in (images[i] for i in spread(len(images), _NUM_SIZES)):
+        with suppress(Exception):  # missing and broken images are reported with the samples
+            size, expected = (
+                oriented_size(osp.join(folder, image['file_name']), turns),
+                (image['width'], image['height']),
+            )
+            if size != expected:
+                turned = ' (turned by its EXIF data, as MMCV loads it)' if size[::-1] == expected else ''
+                return (
+                    f'image {image.get("id")} ({image["file_name"]}): width x height is {expected[0]}x{expected[1]} in '
+                    f'it, and {size[0]}x{size[1]} in the image{turned}'
+                )
+    return ''
+
+
+def _is_lost(entry: dict, images: Container) -> bool:
+    area = entry.get('area', 1)
+    is_flat = isinstance(area, (int, float)) and area <= 0
+    return is_flat or min(entry.get('bbox', [0])[2:], default=0) < 1 or entry.get('image_id') not in images
+
+
+def _lost_objects(content: dict) -> str:
+    """Describe annotations that MMDetection leaves out or trains as background; '' if there are none."""
+    images, annotations = {image.get('id') for image in content['images']}, content['annotations']
+    lost = [entry for entry in annotations if 'segments_info' not in entry and _is_lost(entry, images)]
+    ignored = [entry for entry in annotations if entry.get('ignore') and not entry.get('iscrowd')]
+    if ignored:
+        return (
+            f'{len(ignored)} of {len(annotations)} annotations have ignore = {ignored[0]["ignore"]!r}, '
+            f'{ignored[0].get("id")} first: MMDetection trains them as background, and pycocotools counts them as '
+            'missed. Write iscrowd = 1 for them'
+        )
+    if not lost or not images:
+        return ''
+    return (
+        f'{len(lost)} of {len(annotations)} annotations are left out, {lost[0].get("id")} first: their area '
+        'is 0, their box is narrower than a pixel, or their image_id is no image of the file'
+    )
+
+
+def check_categories(
+    key: str, file: str, in_file: Sequence, of_labels: Sequence, classes: Sequence, needs_all: bool
+) -> Iterator[Finding]:
+    """Check that labels, numbered in the order of a COCO file's categories, have the class names of the config.
+
+    Args:
+        key: Config key of the data set, for messages.
+        file: The annotation file.
+        in_file: Names of all categories in the file.
+        of_labels: Category name of each label.
+        classes: Class names of the config.
+        needs_all: Report a class without a category as a fault rather than a warning.
+    """
+    if not set(of_labels) <= set(classes):
+        return  # data sets that choose categories by something else
+    missing = [name for name in classes if name not in of_labels]
+    order = format_names(of_labels) if len(of_labels) <= MAX_NAMES else 'in that order'
+    at = next((i for i, (one, other) in enumerate(zip(of_labels, classes)) if one != other), len(of_labels))
+    if missing and (needs_all or at < len(of_labels) or not of_labels):
+        yield Finding(
+            f'{key}: {file} has no category {format_names(missing)}, which metainfo.classes names'
+            f'{"" if at == len(of_labels) else ", and the labels behind it move up"}. Its categories are '
+            f'{format_names(in_file)}; write the names as they are there, in its order.'
+        )
+    elif missing:
+        yield Finding(f'{key}: {file} has no category {format_names(missing)}: nothing of these classes trains.', False)
+    elif len(of_labels) != len(set(of_labels)):
+        yield Finding(
+            f'{key}: {file} has two categories of one name, which labels tell apart: {format_names(of_labels)}.'
+        )
+    elif at < len(of_labels):
+        yield Finding(
+            f'{key}: labels follow the order of the categories in {file}, not that of metainfo.classes: label {at} is '
+            f'{of_labels[at]!r} there and {classes[at]!r} in the config. Write classes={order}'
+        )
+
+
+def check_coco(key: str, dataset: Any, model: nn.Module, is_training: bool) -> Iterator[Finding]:
+    """Check the annotation file of a data set of MMDetection, and its categories against the classes of the config."""
+    path, labels = getattr(dataset, 'ann_file', ''), getattr(dataset, 'cat2label', None)
+    is_plain = isinstance(path, str) and path.endswith('.json') and osp.isfile(path)
+    if not is_plain or not isinstance(labels, dict) or not hasattr(dataset, 'cat_ids'):
+        return
+    content, fault = load_coco(path)
+    if not fault:
+        transforms = transforms_of(dataset)
+        colours = [getattr(step, 'color_type', '') for step in transforms]
+        turns = not any('ignore' in colour or colour == 'unchanged' for colour in colours)
+        folder = (getattr(dataset, 'data_prefix', None) or {}).get('img') or ''
+        outlines = any(getattr(step, 'with_mask', False) for step in transforms)
+        fault = fault_of_sizes(content['images'], folder, turns) or fault_of_shapes(content, outlines)
+    if fault:
+        yield Finding(f'{key}: {path} {fault}.')
+        return
+    note = _lost_objects(content)
+    if note:
+        yield Finding(f'{key}: {path}: {note}.', False)
+    names = {entry['id']: entry.get('name') for entry in content['categories']}
+    stuff = [entry.get('name') for entry in content['categories'] if entry.get('isthing', 1) in (0, False)]
+    things_first = [name for name in names.values() if name not in stuff] + stuff
+    if list(names.values()) != things_first:
+        yield Finding(
+            f'{key}: {path} lists {stuff[0]!r}, which is stuff, before things: labels follow its order, and heads '
+            f'count things first. Sort its categories, and write classes={format_names(things_first)}'
+        )
+        return
+    trained = [entry for entry in content['annotations'] if not (entry.get('iscrowd') or entry.get('ignore'))]
+    segments = [segment for entry in content['annotations'] for segment in entry.get('segments_info', ())]
+    most, densest = max_per_image(model), Counter(entry.get('image_id') for entry in trained).most_common(1)
+    if not segments and densest and 0 < most < densest[0][1]:
+        yield Finding(
+            f'{key}: {path} has up to {densest[0][1]} objects an image, and max_per_img = {most} of test_cfg gives no '
+            'more: raise it, and give CocoMetric use_mp_eval=True and proposal_nums of as many.',
+            False,
+        )
+    used = {entry.get('category_id') for entry in [*trained, *segments]} - {None}
+    unused = [names[number] for number in labels if number in names and number not in used]
+    if is_training and used and unused:
+        yield Finding(f'{key}: {path} has no object of {format_names(unused)}: nothing of these classes trains.', False)
+    of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
+    yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all=False)
+
+
+def max_per_image(model: nn.Module) -> int:
+    """Return the largest number of objects that a detector returns for an image; 0 if it has no limit or is no
+    detector."""
+    head = getattr(model, 'roi_head', None) or getattr(model, 'bbox_head', None)
+    limits = getattr(head, 'test_cfg', None) or {}
+    return int(limits.get('max_per_img', 0) or 0) if isinstance(limits, dict) else 0
