@@ -71,41 +71,21 @@ def unchanged(runner) -> Iterator[None]:
             torch.cuda.set_rng_state_all(devices)
 
 
-class _Part:
-    """The data set of a loader, with another length."""
-
-    def __init__(self, dataset: Any, length: int):
-        self._dataset, self._length = dataset, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
-
-
 class _Batches(list):
     """Loaded batches in place of a loader."""
 
     def __init__(self, loader: Any, starts: Optional[list[int]]):
-        parts: Any = [getattr(loader, key, None) for key in ('dataset', 'batch_sampler', 'collate_fn')]
-        dataset, sampler, collate = parts
+        sampler, collate = getattr(loader, 'batch_sampler', None), getattr(loader, 'collate_fn', None)
         if not isinstance(loader, DataLoader) or sampler is None or collate is None:
             super().__init__(islice(loader, 1))
-            count = _IMAGES
         else:
-            if starts is None:
-                indices, count = [], 0
-                for batch in sampler:
-                    indices.append(list(batch)[: _IMAGES - count])
-                    count += len(indices[-1])
-                    if count >= _IMAGES:
-                        break
-            else:
-                indices = [[start + i] for start in starts for i in range(_IMAGES)]
-                count = len(indices)
-            super().__init__(collate([dataset[i] for i in batch]) for batch in indices)
-        self.loader, self.dataset = loader, _Part(dataset, count * get_world_size())
+            batches = [list(batch)[:_IMAGES] for batch in islice(sampler, _IMAGES)]
+            if starts is not None:
+                batches = [[start + i] for start in starts for i in range(_IMAGES)]
+            elif batches and len(batches[0]) == _IMAGES:
+                batches = batches[:1]
+            super().__init__(collate([loader.dataset[i] for i in batch]) for batch in batches)
+        self.loader = loader
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__['loader'], name)
@@ -177,7 +157,7 @@ def _rehearsed(evaluator: Any, label: int, folder: str) -> Any:
             each = _IMAGES * get_world_size()
             sizes = [each * (i + 1) for i in range(len(made._get_cumulative_sizes()))]
             made._get_cumulative_sizes = lambda: sizes
-        return type(made).evaluate(made, size)
+        return type(made).evaluate(made, len(ids) * get_world_size())
 
     made.process, made.evaluate = process, evaluate
     return made
