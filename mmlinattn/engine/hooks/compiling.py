@@ -1,8 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import inspect
 import time
-from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from mmcv.cnn.bricks import DropPath
@@ -129,34 +128,16 @@ class CompileHook(Hook):
 
     The option ``--compile`` of the tools adds this hook; in a config write ``custom_hooks=[dict(type='CompileHook')]``.
 
-    Args:
-        cache (str, optional): File with compiled code, usable on other machines with the same PyTorch and type of GPU.
-            It is read before the run if it exists, and written after each epoch, validation or test that compiled. The
-            file holds code that is run: use only files of your own.
-
     Raises:
-        RunError: The model has no backbone of this package, ``cache`` cannot be read, or PyTorch has no
-            ``torch.compiler.save_cache_artifacts`` (older than 2.6).
+        RunError: The model has no backbone of this package.
     """
-
-    def __init__(self, cache: Optional[str] = None) -> None:
-        self.cache = None if cache is None else Path(cache)
-        if cache is not None and not hasattr(torch.compiler, 'save_cache_artifacts'):
-            raise RunError(f'cache={cache!r}: PyTorch {torch.__version__} cannot save compiled code; 2.6 can.')
-        if self.cache is not None and not self.cache.resolve().parent.is_dir():
-            raise RunError(f'cache={cache!r}: the folder does not exist.')
 
     def before_run(self, runner) -> None:
         from torch._dynamo.utils import counters
 
-        if self.cache is not None and self.cache.exists():
-            if torch.compiler.load_cache_artifacts(self.cache.read_bytes()) is None:
-                raise RunError(f'cache={str(self.cache)!r}: the file has no compiled code; delete it.')
-            runner.logger.info(f'CompileHook: compiled code is read from {self.cache}.')
         compile_blocks(runner.model)
         runner.logger.info('CompileHook: blocks are compiled when they are first used; those iterations take longer.')
         self.counters, self.graphs = counters, counters['stats']['unique_graphs']
-        self.saved = self.graphs
 
     def _before_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         self.start = time.monotonic()
@@ -166,14 +147,3 @@ class CompileHook(Hook):
         if graphs:
             runner.logger.info(f'CompileHook: compiled {graphs} graphs; the iteration took {seconds:.0f} s.')
             self.graphs += graphs
-
-    def _after_epoch(self, runner, mode: str = 'train') -> None:
-        if self.cache is None or self.graphs == self.saved or runner.rank:
-            return
-        self.saved = self.graphs
-        artifacts = torch.compiler.save_cache_artifacts()
-        if artifacts is not None:
-            part = self.cache.with_name(self.cache.name + '.part')  # a killed run leaves the file as it was
-            part.write_bytes(artifacts[0])
-            part.replace(self.cache)
-            runner.logger.info(f'CompileHook: compiled code is in {self.cache}.')
