@@ -7,7 +7,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 from mmengine.dist import broadcast, get_rank
-from mmengine.hooks import Hook
+from mmengine.hooks import EarlyStoppingHook, Hook
 from mmengine.registry import DATA_SAMPLERS, HOOKS, LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch import nn
@@ -17,9 +17,10 @@ from ...utils.building import unwrapped
 from ...utils.errors import RunError
 from ..data.checks import leaf_datasets
 from ..data.findings import transforms_of
-from .resumed_state import VALIDATED
 
 _STEP, _BATCH = 0, 1  # separate random streams for the model and for the data
+# in the message hub: iteration of the last complete validation; LoggerHook prints keys that begin with val
+_VALIDATED = 'last_validation'
 
 
 def seed_everything(*key: int) -> None:
@@ -147,7 +148,7 @@ class ExactResumeHook(Hook):
         broadcast(seed)
         self.seed, self.rank, self._num_trained = int(seed), get_rank(), 0
         if runner.iter == 0:
-            runner.message_hub.update_info(VALIDATED, 0)
+            runner.message_hub.update_info(_VALIDATED, 0)
         loop, config = runner.train_loop, runner._train_dataloader
         samplers = [config.get('sampler'), config.get('batch_sampler') or {}] if isinstance(config, dict) else [None]
         if type(loop) not in _LOOPS or not all(isinstance(each, dict) for each in samplers):  # built ones have no seed
@@ -197,7 +198,7 @@ class ExactResumeHook(Hook):
 
     def after_val_epoch(self, runner, metrics=None) -> None:
         """Record the validation, also in the best checkpoint, which is saved after this."""
-        runner.message_hub.update_info(VALIDATED, runner.iter)
+        runner.message_hub.update_info(_VALIDATED, runner.iter)
 
     def before_train_epoch(self, runner) -> None:
         if self.batches is not None and isinstance(runner.train_loop, EpochBasedTrainLoop):
@@ -233,3 +234,34 @@ def _with_batches(batches: _SeededBatches, loader: DataLoader) -> DataLoader:
     made = DataLoader(**{**settings, 'batch_sampler': batches})
     vars(made).update(batch_size=loader.batch_size, drop_last=loader.drop_last)  # read by hooks of upstream
     return made
+
+
+def is_validation_due(runner: Any) -> bool:
+    """Return True if the training validates at its present position, but the resumed checkpoint was saved before."""
+    loop, done = runner.train_loop, runner.message_hub.runtime_info.get(_VALIDATED)
+    if runner._val_loop is None or not hasattr(loop, 'val_interval') or done in (None, runner.iter):
+        return False
+    step, total = loop.iter, loop.max_iters
+    if isinstance(loop, EpochBasedTrainLoop):
+        if loop.iter != loop.epoch * len(loop.dataloader):  # in the middle of an epoch
+            return False
+        step, total = loop.epoch, loop.max_epochs
+    loop._decide_current_val_interval()
+    return step >= loop.val_begin and (step % loop.val_interval == 0 or step == total)
+
+
+def resume_state(runner: Any) -> None:
+    """Count early stopping from the saved metrics of a resumed run, and make a validation that was cut off."""
+    if runner.iter == 0:
+        return
+    for hook in runner.hooks:
+        history = runner.message_hub.log_scalars.get(f'val/{getattr(hook, "monitor", "")}')
+        if isinstance(hook, EarlyStoppingHook) and history is not None and not hook.wait_count:
+            for value in history.data[0]:
+                ends, reason = hook._check_stop_condition(float(value))
+            if len(history.data[0]) and ends:
+                runner.train_loop.stop_training = True
+                runner.logger.warning(f'{type(hook).__name__} had ended the training: {reason}')
+    if is_validation_due(runner):
+        runner.logger.info('validating first: the checkpoint was saved before its validation.')
+        runner.val_loop.run()

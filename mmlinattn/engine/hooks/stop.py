@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 
 from ...utils.private_apis import default_store
 from .checkpointing import ATOMIC_BACKEND, write_checkpoint
-from .exact_resume import ExactResumeHook
-from .resumed_state import resume_state
+from .exact_resume import ExactResumeHook, resume_state
 
 CHECKPOINT_NAME = 'stopped.pth'  # overwritten by the next stop; not counted by max_keep_ckpts
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
