@@ -21,7 +21,6 @@ from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_
 from mmlinattn.tooling.console import quiet_upstream
 from mmlinattn.tooling.running import add_checks, build_runner, set_precision
 from mmlinattn.utils.errors import RunError
-from mmlinattn.utils.registering import bare_name
 
 
 def parse_args() -> argparse.Namespace:
@@ -56,9 +55,9 @@ def parse_args() -> argparse.Namespace:
 def configure(args: argparse.Namespace):
     cfg = load_config(args)
     require(cfg, args.config, 'model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
+    if args.no_rehearsal:
+        cfg.rehearsal = False
     add_checks(cfg)
-    if args.no_rehearsal or cfg.get('rehearsal') is False:
-        next(hook for hook in cfg.custom_hooks if bare_name(hook['type']) == 'RehearsalHook')['enabled'] = False
     if args.no_validate:
         cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
     if args.no_persistent_workers:

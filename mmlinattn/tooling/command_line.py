@@ -260,6 +260,19 @@ ADVICE = [
         "metric='proposal_fast' of CocoMetric fails with NumPy 1.24 and newer: set metric='proposal'",
     ),
     Advice(
+        IndexError,
+        'mmdet.evaluation',
+        'list index out of range',
+        'num_classes of the head is more than the categories of the annotation file that metainfo.classes names: set '
+        'it to their number in each head, or name all classes',
+    ),
+    Advice(
+        KeyError,
+        'pycocotools',
+        'iscrowd',
+        'An annotation of the file has no iscrowd: write 0',
+    ),
+    Advice(
         TypeError,
         'mmengine.optim',
         'None is not a callable object',

@@ -138,6 +138,9 @@ def add_checks(cfg: Config) -> None:
     given = cfg.get('custom_hooks') or []
     names = [bare_name(hook.get('type')) for hook in given]
     cfg.custom_hooks = [*given, *(dict(type=kind.__name__) for kind in TOOL_HOOKS if kind.__name__ not in names)]
+    for hook in cfg.custom_hooks if cfg.get('rehearsal') is False else ():
+        if bare_name(hook.get('type')) == RehearsalHook.__name__:
+            hook['enabled'] = False
 
 
 def set_precision(cfg: Config, is_requested: bool) -> None:

@@ -57,6 +57,26 @@ def recalls_of_several_numbers_of_boxes():
     eval_recalls([np.zeros((1, 4)), np.zeros((2, 4))], [np.zeros((3, 4)), np.zeros((5, 4))], [100])
 
 
+def label_without_category():
+    from mmdet.evaluation import CocoMetric
+
+    metric = CocoMetric(metric='bbox')
+    metric.cat_ids = [1]
+    found = dict(img_id=1, bboxes=np.ones((1, 4)), labels=np.ones(1, dtype=int), scores=np.ones(1))
+    metric.results2json([found], 'unused')
+
+
+def object_without_iscrowd():
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    api = COCO()
+    box = dict(id=1, image_id=1, category_id=1, bbox=[0, 0, 9, 9], area=81, score=1)
+    api.dataset = dict(images=[dict(id=1)], categories=[dict(id=1)], annotations=[box])
+    api.createIndex()
+    COCOeval(api, api, 'bbox').evaluate()
+
+
 def unknown_optimizer():
     build_optim_wrapper(nn.Linear(1, 1), dict(optimizer=dict(type='Nothing', lr=0.1)))
 
@@ -114,6 +134,8 @@ ERRORS = {
     three_boxes_of_two: 'selected index k out of range',
     five_best_of_three: 'accuracy is unavailable since the number of categories',
     recalls_of_several_numbers_of_boxes: 'inhomogeneous shape',
+    label_without_category: 'list index out of range',
+    object_without_iscrowd: 'iscrowd',
     unknown_optimizer: 'None is not a callable object',
     scale_in_a_list: 'Scale must be a number or tuple of int',
     factor_of_no_weight_decay: 'base_wd should not be None',

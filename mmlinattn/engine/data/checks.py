@@ -168,14 +168,6 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
                     f'{label}{name}, and the data set {len(classes)} classes. {advice.format(head)}'
                 )
                 return
-    preprocessor = getattr(model, 'data_preprocessor', None)
-    width = getattr(preprocessor, 'num_classes', None)
-    if is_training and getattr(preprocessor, 'to_onehot', False) and width and width != heads.get('head', width):
-        yield Finding(
-            f'data_preprocessor.num_classes = {width} gives labels of {width} numbers, and num_classes of the head is '
-            f'{heads["head"]}. Set data_preprocessor=dict(num_classes={heads["head"]}).'
-        )
-        return
     if samples.fault:
         yield Finding(f'{key}: {samples.fault}. Put it there, or take it out of the data set.')
         return

@@ -11,7 +11,7 @@ import numpy as np
 from mmengine.runner import EpochBasedTrainLoop, TestLoop, ValLoop
 from torch import nn
 
-from .checks import infos_of, inner_datasets, leaf_datasets, num_classes_of_heads
+from .checks import infos_of, inner_datasets
 from .coco import check_categories
 from .findings import Finding, classes_of, decode_head_of, format_names
 
@@ -65,12 +65,10 @@ def _other_image(name: str, file: str, api: Any, info: dict) -> Optional[Finding
 def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: nn.Module) -> Iterator[Finding]:
     """Check an evaluator, such as ``CocoMetric`` or ``IoUMetric``, against the data set and the model.
 
-    In the annotation file of a ``CocoMetric`` these are checked: images by id, order of the classes, a category for
-    each label of the head, and annotation ids.
+    In the file of a ``CocoMetric`` these are checked: images by id, order of the classes, and annotation ids.
     """
-    classes, count = classes_of(dataset), num_classes_of_heads(model).get('bbox_head', 0)
+    classes = classes_of(dataset)
     entries = config if isinstance(config, (list, tuple)) else [config]
-    unlabelled = any(getattr(leaf, 'with_label', True) is False for leaf in leaf_datasets(dataset))
     files = [entry.get('ann_file') if isinstance(entry, dict) else None for entry in entries]
     metrics = getattr(evaluator, 'metrics', ())
     if hasattr(evaluator, 'dataset_prefixes'):  # MultiDatasetsEvaluator: a metric for each of the joined data sets
@@ -81,11 +79,6 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
     for metric, file in zip(metrics, chain(files, repeat(None))):
         file = file or 'its ann_file'
         name = f'{key} ({type(metric).__name__})'
-        if unlabelled and type(metric).__module__.startswith('mmpretrain.'):  # a user's own may need no labels
-            yield Finding(
-                f'{name}: with_label=False of the data set leaves no labels to judge by. For predictions alone set '
-                f'{key} = [], and give tools/test.py --out.'
-            )
         yield from _check_iou_metric(name, metric, classes, decode_head_of(model))
         api = getattr(metric, '_coco_api', None)
         content = getattr(api, 'dataset', None)
@@ -101,9 +94,6 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
                 f'{name}: classwise=True gives the results of one class the name of another where category ids do not '
                 f'ascend, as {ids[:10]} in {file}. Sort the categories by id, or set it to False.'
             )
-        crowds = [entry for entry in content.get('annotations', ()) if 'iscrowd' not in entry]
-        if crowds and {'bbox', 'segm', 'proposal'} & set(getattr(metric, 'metrics', ())):
-            yield Finding(f'{name}: annotation {crowds[0].get("id")} of {file} has no iscrowd; write 0.')
         zero = [entry for entry in content.get('annotations', ()) if entry.get('id') == 0 and 'bbox' in entry]
         if zero and {'bbox', 'segm'} & set(getattr(metric, 'metrics', ())):
             yield Finding(
@@ -111,12 +101,6 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
                 'match, and counts this object as missed. Number annotations from 1.'
             )
         yield from check_categories(name, file, names, chosen, classes, needs_all=True)
-        if count > len(chosen):
-            yield Finding(
-                f'{name}: num_classes = {count} of the bbox_head is more than the {len(chosen)} categories that '
-                f'metainfo.classes = {format_names(classes)} chooses in {file}: a prediction of another would end the '
-                f'evaluation in an IndexError. Set num_classes = {len(chosen)} in each head, or name all classes.'
-            )
 
 
 def _check_iou_metric(name: str, metric: Any, classes: Sequence, head: Any) -> Iterator[Finding]:

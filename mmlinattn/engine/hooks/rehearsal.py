@@ -106,13 +106,12 @@ def _copied(metric: Any, folder: str) -> Any:
 
 
 def _with_boxes(sample: Any, label: int, counts: list[int]) -> None:
-    """Give a sample another number of predicted boxes than the samples before, and not 0, as in a real validation.
+    """Add boxes of the whole image to the predictions of a detector, so that metrics meet all that a validation has.
 
-    Metrics without predictions have no names, and some fail only for arrays of several lengths. Boxes of the whole
-    image are added, or one is left out.
+    Without predictions metrics have no names. Some fail only for the last label, or for different numbers of boxes.
 
     Args:
-        sample: Data sample of a detector; others stay as they are.
+        sample: Data sample; those of other models stay as they are.
         label: Label of the added boxes.
         counts: Number of boxes of each sample before; that of this sample is appended.
     """
@@ -128,10 +127,9 @@ def _with_boxes(sample: Any, label: int, counts: list[int]) -> None:
     made.labels = found.labels.new_full((1,), label)
     if masks is not None:
         made.masks = masks.new_ones(1, *shape[:2])
-    if len(found) > 1 and len(found) in counts:
-        found = found[:-1]
-    while len(found) in (0, *counts):
-        found = InstanceData.cat([found, made]) if len(found) else made[[0] * (1 + len(counts))]
+    found = InstanceData.cat([found, made]) if len(found) else made
+    while len(found) in counts:
+        found = InstanceData.cat([found, made])
     counts.append(len(found))
     sample.pred_instances = found
 
@@ -193,20 +191,20 @@ def _starts(loop: Any) -> Optional[list[int]]:
     return [0, *sizes[:-1]] if sizes and hasattr(evaluator, 'dataset_prefixes') else None
 
 
-def rehearse(runner: Any) -> Optional[dict]:
-    """Run the validation loop on two images of each data set, and return its metrics; None if they are unknown.
+def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
+    """Run the validation or test loop on two images of each data set, and return its metrics; None if they are unknown.
 
     Model, metrics, drawing hooks and collectives run as in a validation. Weights, random state, metrics and files stay
     as they are, and nothing is logged.
 
     Raises:
-        RunError: The validation fails. With ``MMLINATTN_TRACEBACK=1`` its error is raised unchanged.
+        RunError: The loop fails. With ``MMLINATTN_TRACEBACK=1`` its error is raised unchanged.
     """
-    loop = runner._val_loop
+    loop = getattr(runner, f'_{stage}_loop')
     if not isinstance(loop, BaseLoop) or hasattr(unwrapped(runner.model), 'prototype'):  # embeds a whole gallery
         return None
     made: Any = copy.copy(loop)
-    made._runner = stage = _Stage(runner)
+    made._runner = stand_in = _Stage(runner)
     label = max(num_classes_of_heads(unwrapped(runner.model)).get('bbox_head', 1) - 1, 0)
     try:
         with unchanged(runner), tempfile.TemporaryDirectory() as folder:
@@ -221,11 +219,12 @@ def rehearse(runner: Any) -> Optional[dict]:
         if os.environ.get('MMLINATTN_TRACEBACK') == '1':
             raise
         raise RunError(
-            f'the validation would fail, by a rehearsal with two images: {described(error)} (in '
-            f'{raising_object(error)}). Correct val_dataloader, val_evaluator or the model; --no-rehearsal trains '
-            'without this check, and MMLINATTN_TRACEBACK=1 shows where it fails.'
+            f'the {"validation" if stage == "val" else stage} would fail, by a rehearsal with two images: '
+            f'{described(error)} (in {raising_object(error)}). Correct {stage}_dataloader, {stage}_evaluator or the '
+            'model; --cfg-options rehearsal=False runs without this check, and MMLINATTN_TRACEBACK=1 shows where it '
+            'fails.'
         ) from error
-    metrics = metrics if metrics is not None else stage.metrics
+    metrics = metrics if metrics is not None else stand_in.metrics
     return metrics if isinstance(metrics, dict) else None
 
 
@@ -386,3 +385,8 @@ class RehearsalHook(Hook):
         metrics = rehearse(runner)
         if metrics and get_rank() == 0:
             check_monitors(runner, metrics)
+
+    def before_test(self, runner) -> None:
+        """Run the test on two images: some metrics fail only at the end, after all images."""
+        if self.enabled:
+            rehearse(runner, 'test')

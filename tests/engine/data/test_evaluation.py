@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers.data_checks import BOX, DETECTOR, IMAGES, NAMES, build, coco, coco_data, model, segmentation
+from helpers.data_checks import BOX, DETECTOR, IMAGES, NAMES, coco, coco_data, model, segmentation
 from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.registry import METRICS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, ValLoop
-from PIL import Image
 
 from mmlinattn.engine.data.evaluation import check_evaluator, check_sampler
 
@@ -30,8 +29,6 @@ def test_classes_of_the_config_and_categories_of_the_metric(look, tmp_path):
     assert not line and f"{file} has no category ('bat',)" in warnings[0]
     line, _ = look(model(bbox_head=4), val=[dataset, coco_metric(file)], cfg=cfg)
     assert f"val_evaluator (CocoMetric): {file} has no category ('bat',)" in line
-    line, _ = look(model(bbox_head=80), val=[coco_data(file, NAMES[:2]), coco_metric(file)])
-    assert 'num_classes = 80 of the bbox_head is more than the 2 categories' in line
 
 
 @pytest.mark.parametrize(
@@ -68,23 +65,6 @@ def test_results_by_class_need_sorted_category_ids(look, tmp_path):
     for classwise in (True, False):
         line, _ = look(DETECTOR, val=[coco_data(file), coco_metric(file, classwise=classwise)])
         assert ('[17, 10, 3] in its ann_file' in line) == classwise == bool(line)
-
-
-@pytest.mark.parametrize('kind', ['bbox', 'proposal_fast'])
-def test_objects_without_iscrowd(look, tmp_path, kind):
-    """pycocotools would end in a KeyError after the first epoch; MMDetection's own recall does not read it."""
-    file = coco(tmp_path, annotations=[dict(id=1, image_id=1, category_id=3, area=100, bbox=[2, 2, 10, 10])])
-    line, _ = look(DETECTOR, val=[coco_data(file), coco_metric(file, metric=kind)])
-    assert ('annotation 1 of its ann_file has no iscrowd; write 0' in line) == (kind == 'bbox')
-
-
-@pytest.mark.parametrize('metric', ['Accuracy', 'DumpResults'])
-def test_predictions_for_images_without_labels(look, tmp_path, metric):
-    Image.new('RGB', (40, 30)).save(tmp_path / '1.png')
-    dataset = build('mmpretrain', dict(type='CustomDataset', data_root=str(tmp_path), with_label=False))
-    judge = METRICS.build(dict(type=metric, **dict(out_file_path='a.pkl') if metric == 'DumpResults' else {}))
-    line, _ = look(model(head=3), test=[dataset, judge])
-    assert ('set test_evaluator = [], and give tools/test.py --out' in line) == (metric == 'Accuracy') == bool(line)
 
 
 @pytest.mark.parametrize(

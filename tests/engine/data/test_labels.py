@@ -19,12 +19,6 @@ def parts(**modules):
     return made
 
 
-def one_hot(**settings):
-    """A classifier with mixed images, as in a recipe of ImageNet."""
-    preprocessor = SimpleNamespace(**{**dict(to_onehot=True, num_classes=1000), **settings})
-    return parts(head=SimpleNamespace(num_classes=3), data_preprocessor=preprocessor)
-
-
 def named(names, *infos, **more):
     return Data(*infos or [0], classes=list(names), **more)
 
@@ -70,11 +64,6 @@ OTHER = "label 1 is 'b' in train_dataloader and 'c' in val_dataloader"
             dict(train=[named('abc', labelled(0), labelled(1), cat2label={})]),
             ["none of its 2 images has an object of ('c',)"],
         ),
-        (one_hot(), dict(train=[Data(dict(gt_label=2))]), 'data_preprocessor.num_classes = 1000'),
-        (one_hot(), dict(test=[Data(dict(gt_label=2))]), ''),
-        (one_hot(to_onehot=False), dict(train=[Data(dict(gt_label=2))]), ''),
-        (one_hot(num_classes=3), dict(train=[Data(dict(gt_label=2))]), ''),
-        (one_hot(num_classes=None), dict(train=[Data(dict(gt_label=2))]), ''),
         (model(decode_head=3), dict(train=[named('abc')]), ''),
         (model(decode_head=4), dict(train=[named('abc')]), [MORE]),
         (

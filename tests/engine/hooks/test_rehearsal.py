@@ -90,6 +90,9 @@ def test_an_error_of_the_validation_comes_first(tmp_path):
     with pytest.raises(RunError, match=r'the validation would fail, .*: KeyError: gt_label \(in Broken\)'):
         made.train()
     assert made.iter == 0
+    tests = {f'test{key[3:]}': value for key, value in validation(Broken()).items()}
+    with pytest.raises(RunError, match=r'the test would fail, .*: KeyError: gt_label \(in Broken\). Correct test_data'):
+        make_runner(tmp_path, HOOK, **tests).test()
     make_runner(tmp_path, [dict(type='RehearsalHook', enabled=False)], **validation(Named(acc=1.0))).train()
 
 
@@ -157,15 +160,15 @@ def test_an_image_without_predictions_gets_a_box_of_the_last_class():
     assert len(made.pred_instances) == 0
 
 
-@pytest.mark.parametrize(('sizes', 'counts'), [((0, 0), [1, 2]), ((100, 100), [100, 99]), ((1, 1), [1, 2])])
-def test_numbers_of_predictions_differ(sizes, counts):
-    """``proposal_fast`` of ``CocoMetric`` fails for arrays of several lengths alone."""
+@pytest.mark.parametrize(('sizes', 'counts'), [((0, 0), [1, 2]), ((100, 100), [101, 102]), ((3, 2), [4, 3])])
+def test_predictions_differ_in_number_and_have_the_last_label(sizes, counts):
+    """``CocoMetric`` fails for a label without category, and its ``proposal_fast`` for arrays of several lengths."""
     seen = []
     for size in sizes:
         found = InstanceData(bboxes=torch.zeros(size, 4), labels=torch.zeros(size).long(), scores=torch.zeros(size))
         sample = BaseDataElement(metainfo=dict(ori_shape=(6, 8)), pred_instances=found)
         rehearsal._with_boxes(sample, 3, seen)
-        assert len(sample.pred_instances) == seen[-1]
+        assert len(sample.pred_instances) == seen[-1] and sample.pred_instances.labels[-1] == 3
     assert seen == counts
 
 
