@@ -40,10 +40,17 @@ def described(error: BaseException) -> str:
 
 
 def closest(name: str, names: Iterable[str]) -> Optional[str]:
-    """Return the most similar of ``names``; one with the same last part (``coco/bbox_mAP`` for ``bbox_mAP``) first."""
+    """Return the most similar of ``names``.
+
+    One with the same last part (``coco/bbox_mAP`` for ``bbox_mAP``), or with the same words (``clip_grad`` for
+    ``grad_clip``), comes first.
+    """
+
+    def words(text: str) -> list[str]:
+        return sorted(text.rpartition('/')[2].lower().split('_'))
+
     names = list(names)
-    last = name.rpartition('/')[2].lower()
-    same = [each for each in names if each.rpartition('/')[2].lower() == last]
+    same = [each for each in names if words(each) == words(name)]
     return next(iter(same or difflib.get_close_matches(name, names, 1)), None)
 
 

@@ -1,6 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 
-from mmlinattn.utils.errors import CheckpointError, CheckpointNotFoundError, RunError, printable, say_last
+import pytest
+
+from mmlinattn.utils.errors import CheckpointError, CheckpointNotFoundError, RunError, closest, printable, say_last
+
+
+@pytest.mark.parametrize(
+    ('name', 'found'),
+    [('bbox_mAP', 'coco/bbox_mAP'), ('grad_clip', 'clip_grad'), ('clip_gard', 'clip_grad'), ('zero', None)],
+)
+def test_the_closest_name(name, found):
+    assert closest(name, ['clip_grad', 'coco/bbox_mAP', 'bbox_mAP_50']) == found
 
 
 def test_printable_lines():
