@@ -22,16 +22,15 @@ from .checkpointing import ATOMIC_BACKEND, write_checkpoint
 from .exact_resume import ExactResumeHook, resume_state
 
 CHECKPOINT_NAME = 'stopped.pth'  # overwritten by the next stop; not counted by max_keep_ckpts
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOP, SAVING, SAVED = (f'mmlinattn/stop/{name}' for name in ('asked', 'saving', 'saved'))  # keys of the store
 
 
 class _Shielded:
-    """``worker_init_fn`` of a DataLoader that ignores Ctrl-C, SIGHUP and SIGTERM in the worker, then calls ``init_fn``.
+    """``worker_init_fn`` of a DataLoader that ignores Ctrl-C and :data:`SIGNALS` in the worker, then calls ``init_fn``.
 
-    A terminal sends Ctrl-C and SIGHUP, and Slurm sends SIGTERM, to all processes of a run. The main process needs its
-    workers for the rest of the iteration, and ends them itself. Workers end with the main process, also if it is
-    killed.
+    Terminals and Slurm send signals to all processes of a run. The main process needs its workers for the rest of the
+    iteration, and ends them itself. Workers end with the main process, also if it is killed.
     """
 
     def __init__(self, init_fn):
@@ -40,7 +39,7 @@ class _Shielded:
         atexit.register(self.main_ends.fill_, True)  # runs before multiprocessing terminates the workers
 
     def __call__(self, worker_id: int) -> None:
-        for ignored in (signal.SIGINT, signal.SIGHUP):
+        for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(ignored, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         if sys.platform == 'linux':
@@ -103,14 +102,15 @@ def _sums(model: torch.nn.Module) -> list[float]:
 
 @HOOKS.register_module(force=True)
 class StopHook(Hook):
-    """Save a checkpoint and exit on SIGTERM (sent by Slurm, Kubernetes, torchrun) and SIGHUP (a closed terminal).
+    """Save a checkpoint and exit on SIGTERM (Slurm, Kubernetes, torchrun), SIGUSR1 (Slurm) and SIGHUP (a terminal).
 
     - In training, the current iteration is finished, or with gradient accumulation all iterations up to the next update
       of the weights. Then ``stopped.pth`` is written beside the other checkpoints, and named in ``last_checkpoint``.
       ``--resume`` continues from it, even in the middle of an epoch (:class:`ExactResumeHook`).
     - In a validation, the checkpoint is saved at once. The resumed run begins with that validation.
     - Epoch-based runs without :class:`ExactResumeHook`, and loops other than MMEngine's two, exit without saving.
-    - The exit status is 143 after SIGTERM and 129 after SIGHUP. A SIGHUP that is ignored (``nohup``) stays ignored.
+    - The exit status is 128 + number of the signal: 143 after SIGTERM. An ignored SIGHUP (``nohup``) stays ignored, and a
+      handler of another program stays.
 
     Args:
         save_on_sigterm (bool): Handle the signals. If False, they end the run at once.

@@ -37,13 +37,14 @@ def stopped(folder, kill, hooks=HOOKS, **options):
     with pytest.raises(SystemExit) as end:
         runner.train()
     assert end.value.code == 128 + kill.number
-    assert [signal.getsignal(number) for number in stop.SIGNALS] == [signal.SIG_DFL] * 2
+    assert [signal.getsignal(number) for number in stop.SIGNALS] == [signal.SIG_DFL] * len(stop.SIGNALS)
     found = list(folder.parent.glob('**/stopped.pth'))
     return torch.load(found[0], weights_only=False) if found else None
 
 
 @pytest.mark.parametrize(
-    ('by_epoch', 'number'), [(True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGHUP)]
+    ('by_epoch', 'number'),
+    [(True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGHUP), (True, signal.SIGUSR1)],
 )
 def test_a_stopped_run_resumes_exactly(tmp_path, by_epoch, number):
     train_cfg = dict(by_epoch=True, max_epochs=3) if by_epoch else dict(type='IterBasedTrainLoop', max_iters=9)
@@ -150,7 +151,7 @@ def test_workers_survive_signals():
     shield_workers(loader)
     batches = iter(loader)
     pid = int(next(batches))
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    for number in (signal.SIGINT, *stop.SIGNALS):
         os.kill(pid, number)
     assert int(next(batches)) == pid
 
