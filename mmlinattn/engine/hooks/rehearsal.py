@@ -378,13 +378,13 @@ class RehearsalHook(Hook):
         if not self.enabled:
             return
         rehearse_training_data(runner)
-        if not isinstance(runner._val_loop, BaseLoop):
-            for setting, name, _ in monitored(runner):
-                runner.logger.warning(f'{setting}={name!r} has no effect: the run has no validation.')
-            return
-        metrics = rehearse(runner)
+        is_validated = isinstance(runner._val_loop, BaseLoop)
+        metrics = rehearse(runner) if is_validated else {}
         if metrics and get_rank() == 0:
             check_monitors(runner, metrics)
+        for setting, name, _ in monitored(runner) if metrics == {} else ():
+            reason = 'two images of the validation give no metric' if is_validated else 'the run has no validation'
+            runner.logger.warning(f'{setting}={name!r} has no effect: {reason}.')
 
     def before_test(self, runner) -> None:
         """Run the test on two images: some metrics fail only at the end, after all images."""

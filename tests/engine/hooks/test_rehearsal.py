@@ -134,12 +134,16 @@ def test_a_rule_against_the_name_of_its_metric(tmp_path, name, rule, better):
     assert f'ReduceOnPlateauLR.monitor={name!r} with rule={rule!r}: {better} is better' in ''.join(said)
 
 
-def test_monitors_without_a_validation(tmp_path):
+@pytest.mark.parametrize(
+    ('settings', 'reason'),
+    [({}, 'the run has no validation'), (validation(Named()), 'two images of the validation give no metric')],
+)
+def test_monitors_without_a_metric(tmp_path, settings, reason):
     hooks = dict(checkpoint=dict(type='CheckpointHook', save_best='acc'))
-    made, said = make_runner(tmp_path, HOOK, default_hooks=hooks), []
+    made, said = make_runner(tmp_path, HOOK, default_hooks=hooks, **settings), []
     made.logger.warning = said.append
     made.train()
-    assert "save_best='acc' has no effect: the run has no validation" in ''.join(said)
+    assert f"save_best='acc' has no effect: {reason}" in ''.join(said)
 
 
 def sample(**fields):
