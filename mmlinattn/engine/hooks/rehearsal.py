@@ -345,14 +345,10 @@ def check_monitors(runner: Any, metrics: dict) -> None:
         value = metrics[name]
         if not isinstance(value, (int, float, np.number)) and not (torch.is_tensor(value) and value.numel() == 1):
             raise RunError(f'{setting}={name!r}: expected a metric with one number, not a {type(value).__name__}.')
-        if (rule == 'less') != is_error(name) and rule and (is_error(name) or is_score(name)):
+        is_score = any(key.lower() in name.lower() for key in CheckpointHook._default_greater_keys)
+        if rule == 'greater' and is_error(name) or rule == 'less' and is_score and not is_error(name):
             better = 'lower' if is_error(name) else 'higher'
             runner.logger.warning(f'{setting}={name!r} with rule={rule!r}: {better} is better for this metric.')
-
-
-def is_score(name: str) -> bool:
-    """Return True if MMEngine's table says that a higher value of the metric is better."""
-    return any(key.lower() in name.lower() for key in CheckpointHook._default_greater_keys)
 
 
 @HOOKS.register_module(force=True)

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -35,18 +36,6 @@ class Length(NamedTuple):
         return ('epoch' if scheduler.by_epoch else 'iteration'), each, self.iters // each
 
 
-class _Optimizer:
-    """Optimizer without parameters that schedulers may change."""
-
-    def __init__(self, groups: list[dict]):
-        self.param_groups, self._global_step = groups, 1
-
-    def step(self) -> None:
-        """Exist for MMEngine, which looks for its counter here."""
-
-    step._with_counter = True  # type: ignore[attr-defined]
-
-
 class Play:
     """A learning rate schedule, played by copies of its schedulers for each distinct group of parameters.
 
@@ -72,7 +61,9 @@ class Play:
         self.sizes = [sum(len(groups[i].get('params') or ()) for i in same) for same in distinct.values()]
         self.bases = [groups[i].get('initial_lr', groups[i]['lr']) for i in chosen]
         self.length, self.begin = length, begin
-        self.stage = _Optimizer([{key: value for key, value in groups[i].items() if key != 'params'} for i in chosen])
+        without = [{key: value for key, value in groups[i].items() if key != 'params'} for i in chosen]
+        step = SimpleNamespace(_with_counter=True)  # MMEngine looks for its counter there
+        self.stage: Any = SimpleNamespace(param_groups=without, step=step, _global_step=1)
         self.actors = [self._copied(each, chosen) for each in schedulers]
         self.rates = self._played(begin, length.iters)
 
@@ -265,16 +256,15 @@ class ScheduleCheckHook(Hook):
             return
         check_custom_keys(runner.cfg.get('optim_wrapper'), runner.model, runner.logger)
         by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
-        unit, done, total = 'epoch', runner.epoch, runner.max_epochs
-        if by_iteration:
-            unit, done, total = 'iteration', runner.iter, runner.max_iters
+        done, total = (runner.iter, runner.max_iters) if by_iteration else (runner.epoch, runner.max_epochs)
+        unit = 'iteration' if by_iteration else 'epoch'
         if 0 < total <= done:
             runner.logger.warning(
                 f'nothing is left to train: the checkpoint is at {unit} {done} of {total}. Set train_cfg.max_epochs or '
                 'max_iters higher to go on.'
             )
             return
-        self._check_hooks(runner, by_iteration)
+        self._check_hooks(runner, by_iteration, unit, total)
         length = Length(runner.max_iters, 0 if by_iteration else len(runner.train_dataloader))
         wrappers, schedulers = {'': runner.optim_wrapper}, {'': runner.param_schedulers}
         if isinstance(runner.optim_wrapper, OptimWrapperDict):
@@ -294,10 +284,9 @@ class ScheduleCheckHook(Hook):
                 )
 
     @staticmethod
-    def _check_hooks(runner, by_iteration: bool) -> None:
+    def _check_hooks(runner, by_iteration: bool, unit: str, total: int) -> None:
         """Warn of missing checkpoints and validations, and of hooks that wait for epochs in a loop by iteration."""
         loop, savers = runner.train_loop, [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
-        unit, total = ('iteration', runner.max_iters) if by_iteration else ('epoch', runner.max_epochs)
         for hook in runner.hooks:
             for name, value in vars(hook).items():
                 if type(value) is int and name.endswith('_iter' if by_iteration else '_epoch') and value > total:
