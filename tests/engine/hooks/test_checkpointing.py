@@ -121,3 +121,15 @@ def test_full_disk_at_the_first_and_at_the_best_checkpoint(tmp_path, full_disk):
     with pytest.raises(RunError, match='the best checkpoint could not be written.*best_acc_epoch_1.pth is intact'):
         runner_of(tmp_path / 'best', save_best='acc').train()
     assert 'best_acc_epoch_1.pth' in files(tmp_path / 'best')
+
+
+class Undefined(Count):
+    def compute_metrics(self, results):
+        return dict(acc=float('nan'))
+
+
+def test_a_best_metric_that_is_nan_is_named(tmp_path):
+    runner, said = runner_of(tmp_path, evaluators=[Undefined()], save_best='acc'), []
+    runner.logger.warning = said.append
+    runner.train()
+    assert any("save_best: the metric 'acc' is NaN; no checkpoint is the best" in line for line in said)
