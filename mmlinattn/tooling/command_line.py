@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from mmengine.config import DictAction
 from mmengine.logging import MMLogger
+from mmengine.registry import Registry
 
 from ..engine.data.coco import load_coco
 from ..engine.runner import leave_process_group
@@ -360,6 +361,17 @@ def _near_argument(text: str, kinds: list) -> str:
     return (closest(found[1], accepted(kinds[0])[0]) or '') if found and kinds else ''
 
 
+def _near_type(error: BaseException) -> str:
+    """Return the registered name that is most similar to the one that a KeyError of a registry names, or ''."""
+    found = re.match(r'(\S+) is not in the \S+ registry', str(error.args[0])) if error.args else None
+    for frame, _ in walk_tb(error.__traceback__) if found else ():
+        registry = frame.f_locals.get('registry')
+        if isinstance(registry, Registry):
+            parts = [registry, *registry.children.values(), *([registry.parent] if registry.parent else [])]
+            return closest(found[1].rpartition('.')[2], {name for part in parts for name in part.module_dict}) or ''
+    return ''
+
+
 def _choice(error: BaseException) -> str:
     """Return the settings by which the data set under construction chose its images."""
     keys = ('data_prefix', 'img_suffix', 'ann_file', 'filter_cfg', 'metainfo')
@@ -485,7 +497,7 @@ def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None
             text = f'{kind}the data set holds no image with {_choice(error)}'
         if "unexpected keyword argument '_delete_'" in text:
             text += '. It goes into a dict that replaces one of the same key in _base_; take it out elsewhere'
-        elif near := _near_argument(text, innermost):
+        elif near := _near_argument(text, innermost) or _near_type(error):
             text += f'. Did you mean {near!r}?'
         elif 'unexpected keyword argument' in text:
             text += '. Of a dict whose type you changed, _delete_=True leaves out the keys of the inherited type'

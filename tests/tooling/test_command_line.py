@@ -87,6 +87,8 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
             raise SyntaxError('Failed to format')  # noqa: B904 -- as MMEngine does
     with pytest.raises(RunError, match="Did you mean 'part'"), explained('c.py'):
         MODELS.build(dict(type='Outer', prt=1))
+    with pytest.raises(RunError, match="Did you mean 'Outer'"), explained('c.py'):
+        MODELS.build(dict(type='Outr'))
     with pytest.raises(RunError, match="^c.py: kernel='x': expected"), explained('c.py', whole=False):
         check_kernel('x', ('y',))  # a ValueError of this package
     with pytest.raises(RunError, match='^as it is$'), explained('c.py'):
