@@ -223,6 +223,12 @@ class CheckpointMatchHook(Hook):
                 'cannot continue. Set load_from=CHECKPOINT instead of --resume.'
             )
 
+        if is_training and runner._resume and not {'epoch', 'iter'} <= {*(checkpoint.get('meta') or {})}:
+            raise RunError(
+                'the checkpoint to resume from has no epoch and iteration, as files of weights alone. Set '
+                'load_from=CHECKPOINT instead of --resume; it starts at iteration 0.'
+            )
+
     def _check_start(self, model: nn.Module, whole: Fit, fit: Fit, checkpoint: dict) -> None:
         """Refuse a ``load_from`` checkpoint without any usable weight, or without frozen weights of the backbone."""
         if fit.missing and whole.weights.keys().isdisjoint(trained_weights(model)):

@@ -291,6 +291,11 @@ def test_another_optimizer_is_refused(tmp_path):
         resume(tmp_path, optimizer=dict(type='AdamW', lr=0.1))
 
 
+def test_weights_alone_are_no_run_to_resume(tmp_path):
+    with pytest.raises(RunError, match='has no epoch and iteration, as files of weights alone. Set load_from='):
+        resume(tmp_path, change=lambda checkpoint: checkpoint.pop('meta'))
+
+
 def test_untrained_weights_are_refused_outside_of_runs():
     check_trained(ToyClassifier(), state_of(without=['auxiliary_head']))
     with pytest.raises(RunError, match=re.escape(SHAPES)):
