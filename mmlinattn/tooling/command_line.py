@@ -363,8 +363,10 @@ def _near_argument(text: str, kinds: list) -> str:
 
 def _near_type(error: BaseException) -> str:
     """Return the registered name that is most similar to the one that a KeyError of a registry names, or ''."""
-    found = re.match(r'(\S+) is not in the \S+ registry', str(error.args[0])) if error.args else None
-    for frame, _ in walk_tb(error.__traceback__) if found else ():
+    found = re.match(r'(\S+) is not in the \S+ registry', str(error.args[0]) if error.args else '')
+    if not found:
+        return ''
+    for frame, _ in walk_tb(error.__traceback__):
         registry = frame.f_locals.get('registry')
         if isinstance(registry, Registry):
             parts = [registry, *registry.children.values(), *([registry.parent] if registry.parent else [])]
