@@ -93,14 +93,19 @@ class _Batches(list):
 
 def _copied(metric: Any, folder: str) -> Any:
     """Copy a metric, so that its state and its files stay as they are. Annotations are shared."""
-    made = copy.copy(metric)
+    made, kind = copy.copy(metric), type(metric)
+    if hasattr(kind, '__del__'):  # removes files of the metric
+        made.__class__ = type(kind.__name__, (kind,), dict(__del__=lambda self: None, __module__=kind.__module__))
     for key, value in vars(made).items():
         if isinstance(value, (list, dict, set, np.ndarray)):
             setattr(made, key, copy.copy(value))
         elif isinstance(value, torch.Tensor):
             setattr(made, key, value.clone())
         elif key in _FILES and isinstance(value, str):
-            setattr(made, key, osp.join(folder, osp.basename(value) or key))
+            path = osp.join(folder, osp.basename(value.rstrip('/')) or key)
+            setattr(made, key, path)
+            if osp.isdir(value):
+                os.makedirs(path, exist_ok=True)
     made.results = []
     return made
 

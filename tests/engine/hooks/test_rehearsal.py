@@ -2,7 +2,9 @@
 """A validation of two images before the first step."""
 
 import contextlib
+import os
 import random
+import shutil
 import threading
 from types import SimpleNamespace
 
@@ -193,6 +195,28 @@ def test_files_of_metrics_are_left_alone(tmp_path):
     made.names.append('b')
     assert made.outfile_prefix == str(tmp_path / 'a') and made.out_file_path is None and made.results == []
     assert metric.names == ['a'] and metric.results == [1]
+
+
+class Cleaning:
+    """Metric that removes its folder, as upstream's for Cityscapes and panoptic segmentation."""
+
+    def __init__(self, folder):
+        self.output_dir, self.results = str(folder), []
+        folder.mkdir()
+
+    def __del__(self):
+        shutil.rmtree(self.output_dir)
+
+
+def test_folders_of_metrics_are_left_alone(tmp_path):
+    (tmp_path / 'rehearsal').mkdir()
+    metric = Cleaning(tmp_path / 'results')
+    made = rehearsal._copied(metric, str(tmp_path / 'rehearsal'))
+    assert os.listdir(made.output_dir) == [] and isinstance(made, Cleaning) and type(made).__name__ == 'Cleaning'
+    del made
+    assert sorted(os.listdir(tmp_path)) == ['rehearsal', 'results']
+    del metric
+    assert os.listdir(tmp_path) == ['rehearsal']
 
 
 class Masks:
