@@ -55,7 +55,7 @@ class Setup(NamedTuple):
 
     Attributes:
         device (str): Device of the tensors.
-        shrink (int): Divisor of the published widths.
+        shrink (int): Divisor of the published channels.
         images (tuple[int, ...]): Batch sizes.
         sides (dict): Height and width by mode.
         repeats (int): Timed calls.

@@ -9,7 +9,8 @@ values and given tables, in tensors of the queries' size. memory: the same of wh
 and Python calls of each backbone. detectors: a whole Mask R-CNN step with its optimizer. Launches are counted as in
 launches.py, in bfloat16.
 
-reference: the plain equations under autograd (``MMLINATTN_OPS=reference``). CPU, GPU: the path of these devices.
+reference: the reference implementations under autograd (``MMLINATTN_OPS=reference``). CPU, GPU: the path of these
+devices.
 """
 
 import argparse

@@ -77,7 +77,7 @@ def measure(backbone: str, form: str, mix: tuple, folder: Path) -> dict:
 def table(results: list[dict]) -> str:
     """Format the largest deviation over all mixes as a table."""
     lines = ['| backbone | ' + ' | '.join(f'`{form}`' for form in FORMATS) + ' |', '| --- ' * (len(FORMATS) + 1) + '|']
-    for backbone in graphs.HOSTS:
+    for backbone in graphs.BACKBONES:
         cells = []
         for form in FORMATS:
             found = [r for r in results if (r['backbone'], r['format']) == (backbone, form)]
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--results', type=Path, required=True, help='file of measurements; run again to resume')
     parser.add_argument('--out', type=Path, help='table to write')
-    parser.add_argument('--backbones', nargs='+', choices=graphs.HOSTS, default=graphs.HOSTS, metavar='NAME')
+    parser.add_argument('--backbones', nargs='+', choices=graphs.BACKBONES, default=graphs.BACKBONES, metavar='NAME')
     parser.add_argument('--formats', nargs='+', choices=list(FORMATS), default=list(FORMATS), metavar='FORMAT')
     mixes = graphs.one_a_stage()
     parser.add_argument('--mixes', nargs='+', type=int, default=range(len(mixes)), metavar='N', help='models to export')

@@ -30,7 +30,7 @@ GUIDES = [
     'upstream',
     'other_frameworks',
 ]
-INSIDE = ['design', 'attentions', 'add_an_attention', 'add_a_host', 'testing']
+INSIDE = ['design', 'attentions', 'add_an_attention', 'add_a_backbone', 'testing']
 # pages of the repository outside of docs/
 OUTSIDE = ['CONTRIBUTING.md', 'benchmarks/README.md', 'mmcv_ops/README.md']
 IMAGES = ['benchmarks/attentions_cpu.png']
@@ -46,10 +46,10 @@ REFERENCE = [
 ]
 
 
-def hosts() -> dict:
-    """Return every registered host by name."""
+def backbones() -> dict:
+    """Return every registered backbone by name."""
     found = inspect.getmembers(mmlinattn.backbones, inspect.isclass)
-    return {name: host for name, host in found if issubclass(host, Backbone) and host.arch_zoo}
+    return {name: backbone for name, backbone in found if issubclass(backbone, Backbone) and backbone.arch_zoo}
 
 
 def models() -> list:
@@ -69,7 +69,7 @@ def attentions(arch: dict) -> list:
     return stages
 
 
-def figure(host: type, arch: dict) -> str:
+def figure(backbone: type, arch: dict) -> str:
     """Return a diagram of the stages of an arch."""
     lines = ['```mermaid', 'flowchart LR', '    image["image<br>H x W"]']
     before = 'image'
@@ -82,19 +82,19 @@ def figure(host: type, arch: dict) -> str:
     return '\n'.join([*lines, '```'])
 
 
-def backbone_page(name: str, host: type) -> str:
-    """Return the page of a host: sizes, diagram, configs, reference."""
-    summary = inspect.cleandoc(host.__doc__ or '').partition('\n\n')[0].replace('\n', ' ')
-    first = next(iter(host.arch_zoo))
-    lines = [f'# {name}', '', summary, '', f'`{first}`:', '', figure(host, host.resolve_arch(first)), '']
+def backbone_page(name: str, backbone: type) -> str:
+    """Return the page of a backbone: sizes, diagram, configs, reference."""
+    summary = inspect.cleandoc(backbone.__doc__ or '').partition('\n\n')[0].replace('\n', ' ')
+    first = next(iter(backbone.arch_zoo))
+    lines = [f'# {name}', '', summary, '', f'`{first}`:', '', figure(backbone, backbone.resolve_arch(first)), '']
     lines += [
         '## Sizes',
         '',
         '| `arch` | channels | blocks | heads | attention by stage |',
         '| --- | --- | --- | --- | --- |',
     ]
-    for arch_name in host.arch_zoo:
-        arch = host.resolve_arch(arch_name)
+    for arch_name in backbone.arch_zoo:
+        arch = backbone.resolve_arch(arch_name)
         numbers = [' '.join(map(str, arch[key])) for key in ('embed_dims', 'depths', 'num_heads')]
         lines.append(f'| `{arch_name}` | {" | ".join(numbers)} | {", ".join(attentions(arch))} |')
     lines += ['', '## Configs', '', "Figures are the papers'; nothing was retrained here.", '']
@@ -109,9 +109,9 @@ def backbone_page(name: str, host: type) -> str:
 
 
 def built_with(path: str) -> str:
-    """Return the host of a config, from its text or that of the config it inherits."""
+    """Return the backbone of a config, from its text or that of the config it inherits."""
     text = (ROOT / path).read_text(encoding='utf-8')
-    for name in hosts():
+    for name in backbones():
         if f"type='{name}'" in text:
             return name
     for line in text.splitlines():
@@ -142,7 +142,7 @@ def outside_page(path: str) -> str:
 def pages() -> dict:
     """Return the text of every generated page by its path."""
     made = {'index.md': front_page(), **{path: outside_page(path) for path in OUTSIDE}}
-    made.update({f'backbones/{name}.md': backbone_page(name, host) for name, host in hosts().items()})
+    made.update({f'backbones/{name}.md': backbone_page(name, backbone) for name, backbone in backbones().items()})
     made.update({f'reference/{package}.md': reference_page(package) for package in REFERENCE})
     return made
 
@@ -154,7 +154,7 @@ def on_config(config):
     config.nav = [
         'index.md',
         {'Guides': [existing[name] for name in [*GUIDES, *others] if name in existing]},
-        {'Backbones': [{name: f'backbones/{name}.md'} for name in hosts()]},
+        {'Backbones': [{name: f'backbones/{name}.md'} for name in backbones()]},
         {'Inside': [*(existing[name] for name in INSIDE if name in existing), *OUTSIDE]},
         {'Reference': [{name: f'reference/{name}.md'} for name in REFERENCE]},
     ]

@@ -26,7 +26,7 @@ def forget_instances(kind=ManagerMixin) -> None:
 
 
 def end_workers() -> None:
-    """End the workers of unread loaders: one found in a garbage cycle waits five seconds for each of them."""
+    """Shut down the workers of unread loaders. In a garbage cycle, each takes five seconds to end."""
     if multiprocessing.active_children():
         for kept in gc.get_objects():
             if type(kept) is _MultiProcessingDataLoaderIter:
@@ -35,7 +35,7 @@ def end_workers() -> None:
 
 @pytest.fixture(autouse=True)
 def independent():
-    """Each test draws the same random numbers and starts without a default scope or workers, alone or in any order."""
+    """Start each test with the same random seed, without a default scope or workers."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -65,14 +65,13 @@ gc.set_threshold(100_000, 50, 100)
 
 
 def pytest_collection_finish(session):
-    """MMEngine collects garbage whenever it makes a data set, and would go through all that was imported each time."""
+    """Freeze imported objects, as MMEngine's data sets collect garbage."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(config, items):
-    """Slow tests run last: a broken equation shows within seconds. Of these the longest files begin first, so that
-    no process is left alone with one in the end."""
+    """Run slow tests last, and of these the longest files first, so that the processes end together."""
     if 'exhaustive' not in config.option.markexpr:
         left = [item for item in items if item.get_closest_marker('exhaustive')]
         config.hook.pytest_deselected(items=left)

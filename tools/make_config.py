@@ -25,7 +25,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('data', type=Path, help='folder, or one annotation file with its images beside')
     parser.add_argument('--task', required=True, choices=['detection', 'segmentation', 'classification'])
-    parser.add_argument('--backbone', required=True, help="stem of this project's configs: ravlt_t, inline_swin_s")
+    parser.add_argument(
+        '--backbone', required=True, help="backbone name in this project's configs: ravlt_t, inline_swin_s"
+    )
     parser.add_argument('--out', required=True, type=Path, metavar='CONFIG.py', help='config file to write')
     parser.add_argument('--batch', type=int, help='images a step [detection 2, segmentation 4, classification 32]')
     parser.add_argument('--size', type=int, help="longer side of detectors' images, side of crops [as the images are]")

@@ -13,7 +13,7 @@ Without pytest arguments: ruff, mypy, the fast tests, those of ops, attentions a
 reference backends, then the slow tests. The end lists the time and result of each step. If CI is set,
 both --with options apply. With pytest arguments: one pytest run with these.
 
-  --with-newest    lint, types, the fast tests of ops, attentions, layers, hosts and engine, and one train ->
+  --with-newest    lint, types, the fast tests of ops, attentions, layers, backbones and engine, and one train ->
                    resume -> test round, on the newest PyTorch (requirements/lock-newest.txt) and Python
   --with-onedl     the fast tests of the engine, and one such round, on the onedl-* distributions
   --use-existing   in the active Python instead of .venv (as does MMLINATTN_USE_EXISTING_ENV=1)
@@ -125,7 +125,7 @@ fast=(-m pytest -n "$workers" --dist worksteal -m 'not slow')
 step 'fast tests' "$py" "${fast[@]}"
 # used by compilers, exporters and unknown devices
 step 'reference backends' env MMLINATTN_OPS=reference "$py" "${fast[@]}" --ignore tests/ops/test_dispatch.py \
-  tests/attention tests/layers tests/ops tests/backbones/test_hosts_parity.py
+  tests/attention tests/layers tests/ops tests/backbones/test_backbones_parity.py
 step 'slow tests' pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=20 -m slow
 if [ -n "$newest" ]; then
   step 'fast tests, newest PyTorch' "$newest/bin/python" "${fast[@]}" \

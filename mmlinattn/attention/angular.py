@@ -18,7 +18,7 @@ class AngularMixer(LocalMixer):
     released inference code.
 
     Args:
-        dim (int): Width C.
+        dim (int): Channels C.
         num_heads (int): Number of heads.
         grid (tuple[int, int], optional): Not used.
         form (str): ``'released'`` adds half of the token's own value, and divides outputs by their norm within the

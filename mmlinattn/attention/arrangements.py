@@ -54,7 +54,7 @@ def check_order(mixer, spec) -> None:
 
 
 class WindowAttention(Attention):
-    """Attention within windows, shifted or not; padding never changes the output of a real token.
+    """Attention within windows, shifted or not; padding never changes the output of a valid token.
 
     Linear projections run on the whole map, before windows are cut and after they are merged.
 
@@ -127,10 +127,10 @@ class StripeAttention(BaseModule):
     """Cross-shaped windows: half of the heads attend in vertical, half in horizontal stripes (CSWin Eq. 3-5).
 
     Args:
-        dim (int): Width C, a multiple of ``num_heads``.
+        dim (int): Channels C, a multiple of ``num_heads``.
         num_heads (int): Number of heads, even.
         mixer (str | dict): The attention of both halves.
-        stripe (int): Width of a stripe; it is as long as the map.
+        stripe (int): Width of a stripe in tokens; it is as long as the map.
         local_kernel (int, optional): Size of the locally-enhanced position encoding of the values.
 
     Raises:

@@ -23,7 +23,7 @@ class LePEMixer(BaseModule):
     """Token mixer with locally-enhanced position encoding (LePE), a depth-wise convolution of the values (CSWin Eq. 7).
 
     Args:
-        dim (int): Width C of the tokens.
+        dim (int): Channels C of the tokens.
         num_heads (int): Number of heads.
         mixer (str | dict): The attention, see :func:`get_mixer`.
         grid (tuple[int, int], optional): Height and width of the grid for which position tables are stored.
@@ -193,5 +193,5 @@ def source_tokens(x: Tensor, stage: StageContext) -> Tensor:
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-    """Average the real tokens in float32 or better: (B, N, C), mask (B, N) -> (B, C). Padded tokens are zero."""
+    """Average the valid tokens in float32 or better: (B, N, C), mask (B, N) -> (B, C). Padded tokens are zero."""
     return token_mean(x.unsqueeze(1), mask, zero_padded=True).flatten(1).to(x.dtype)

@@ -25,7 +25,7 @@ class MapWindows:
     def get(
         self, window, shift: bool = False
     ) -> tuple[Union[Windows, DynamicWindows], Optional[Tensor], Optional[Tensor]]:
-        """Return windows, mask of real tokens (B * windows, N), additive mask between regions (windows, 1, N, N).
+        """Return windows, mask of valid tokens (B * windows, N), additive mask between regions (windows, 1, N, N).
 
         The masks are None without padding and without a shift.
         """

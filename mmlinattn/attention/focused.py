@@ -16,7 +16,7 @@ class FocusedMixer(LocalMixer):
     """Focused linear attention (FLatten Eq. 5-12).
 
     Args:
-        dim (int): Width C.
+        dim (int): Channels C.
         num_heads (int): Number of heads.
         grid (tuple[int, int]): Height and width of the stored position table of the keys, resized for other grids.
         power (float): Focusing factor p, in [1, 32].

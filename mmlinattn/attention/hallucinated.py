@@ -21,14 +21,14 @@ class HallucinatedMixer(TokenMixer):
     - CHH (cross-head hallucination): a 1x1 convolution over the heads.
 
     Args:
-        dim (int): Width C, a multiple of ``2 * num_heads``.
+        dim (int): Channels C, a multiple of ``2 * num_heads``.
         num_heads (int): Heads of the backbone.
         grid (tuple[int, int], optional): Not used.
         steps (Sequence[str]): Order of the steps: ``('ihh', 'chh')`` is the published form. Its ablations (Tab. 2, 3)
-            are ``('ihh',)``, ``('chh',)``, ``('chh', 'ihh')`` and ``()`` (copies of the real maps).
+            are ``('ihh',)``, ``('chh',)``, ``('chh', 'ihh')`` and ``()`` (copies of the computed maps).
 
     Raises:
-        ValueError: For heads of odd width, or other ``steps``.
+        ValueError: For heads with an odd number of channels, or other ``steps``.
     """
 
     quadratic = True

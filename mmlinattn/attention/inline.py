@@ -49,7 +49,7 @@ class InLineMixer(LocalMixer):
     """Injective linear attention with a local residual, a convolution of the values (InLine Eq. 3-6).
 
     Args:
-        dim (int): Width C.
+        dim (int): Channels C.
         num_heads (int): Number of heads.
         kernel (str): phi: ``'identity'``, ``'relu'``, ``'leakyrelu'`` or ``'exp'`` (``exp(0.2 x)``).
         local_residual (bool): Add the depth-wise 3x3 convolution of the values with predicted kernels (Tab. 4).

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The interface of token mixers: attention operations without their projections.
 
-A **mixer** turns projected tokens into mixed tokens. It gets ``(q, k, v)`` as ``(B, N, width)`` tensors, the grids of
-the tokens, and the mask of real ones. It knows nothing of images, windows or the backbone.
+A **mixer** turns projected tokens into mixed tokens. It gets ``(q, k, v)`` as ``(B, N, channels)`` tensors, the grids
+of the tokens, and the mask of valid ones. It knows nothing of images, windows or the backbone.
 """
 
 from typing import Optional, Union
@@ -22,7 +22,7 @@ class TokenMixer(BaseModule):
     """Base class of every attention: ``(q, k, v) -> mixed values``.
 
     Args:
-        dim (int): Width C of the tokens.
+        dim (int): Channels C of the tokens.
         num_heads (int): Number of heads; has to divide ``dim``.
         grid (tuple[int, int], optional): Height and width of the grid for which position tables are stored. Only mixers
             with ``position_table`` use it.
@@ -60,7 +60,7 @@ class TokenMixer(BaseModule):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Projection widths of q, k and v."""
+        """Channels of the projected q, k and v."""
         return self.dim, self.dim, self.dim
 
     def forward(
@@ -84,7 +84,7 @@ class TokenMixer(BaseModule):
             v (Tensor): Values, (B, M, widths[2]); zero for masked tokens.
             grid (Grid): The grid of the queries, ``grid.num_tokens == N``.
             key_grid (Grid): The grid of keys and values, ``key_grid.num_tokens == M``.
-            mask (Tensor, optional): (B, M) bool, True for real tokens, None when all are real.
+            mask (Tensor, optional): (B, M) bool, True for valid tokens, None when all are valid.
             rotary (Tensor, optional): (N, head_dim / 2, 2), see :func:`mmlinattn.layers.rotary_table`.
             bias (Tensor, optional): Additive, broadcastable to (B, heads, N, M).
             context (Tensor, optional): Mean input token, (B, C).

@@ -13,7 +13,7 @@ class RALAMixer(TokenMixer):
     """Rank-augmented linear attention (RALA Sec. 3.2, Eq. 3-6).
 
     Args:
-        dim (int): Width C.
+        dim (int): Channels C.
         num_heads (int): Number of heads.
         augment_kv (bool): Weigh the keys by their relation to the mean query (Eq. 3, 4); False is the ablation
             "without KV augmentation" (Tab. 9).

@@ -22,8 +22,8 @@ class LinearCSWin(PyramidBackbone):
 
     Args:
         arch (str | dict): ``{inline,flatten}-{tiny,small,base,base-384}``, ``softmax-{tiny,small,base,base-384}``, or a
-            dict with ``embed_dims``, ``depths``, ``num_heads``. Optional keys: ``mlp_ratios``, ``stripes`` (widths of
-            the stripes, None for the whole map), ``grids`` (trained sizes of the maps), ``stage_attns``,
+            dict with ``embed_dims``, ``depths``, ``num_heads``. Optional keys: ``mlp_ratios``, ``stripes`` (widths in
+            tokens of the stripes, None for the whole map), ``grids`` (trained sizes of the maps), ``stage_attns``,
             ``drop_path_rate``.
         in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy,
             init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.

@@ -70,7 +70,7 @@ class Stem(nn.Sequential):
 
     Args:
         in_channels (int): Channels C of the image.
-        dims (Sequence[int]): Widths of the first three convolutions; the fourth has the width of the third.
+        dims (Sequence[int]): Channels of the first three convolutions; the fourth has as many as the third.
         norm_cfg (dict): Config of all norms.
     """
 
@@ -88,7 +88,7 @@ class ConvAttention(BaseModule):
     """Multi-head convolutional attention (Next-ViT Eq. 2): 3x3 convolution in groups, batch norm, ReLU, linear.
 
     Args:
-        dim (int): Width C, a multiple of ``group_dim``.
+        dim (int): Channels C, a multiple of ``group_dim``.
         group_dim (int): Channels of a group, the "head" of the convolution.
         norm_cfg (dict): The norm.
     """
@@ -140,10 +140,10 @@ class ConvBlock(BaseModule):
     """Next convolution block: ``x + ConvAttention(x)``, then ``x + FFN(BN(x))``.
 
     Args:
-        in_dim (int): Width of the map that enters.
-        dim (int): Width C of the block; if it differs from ``in_dim``, a 1x1 convolution comes first.
+        in_dim (int): Channels of the map that enters.
+        dim (int): Channels C of the block; if it differs from ``in_dim``, a 1x1 convolution comes first.
         group_dim (int): See :class:`ConvAttention`.
-        ffn (nn.Module): Takes and gives maps of width C.
+        ffn (nn.Module): Takes and gives maps of C channels.
         norm_cfg (dict): All norms.
         drop_path (float): Rate of stochastic depth.
     """
@@ -168,10 +168,10 @@ class TransformerBlock(BaseModule):
     ``a = x + Attention(BN(x)); y = Conv1x1(a); c = y + ConvAttention(y); z = concat(a, c); out = z + FFN(BN(z))``.
 
     Args:
-        in_dim (int): Width of the map that enters.
-        attn (nn.Module): Attention on maps of width ``attn_dim``.
-        attn_dim (int): Width of x and a; if it differs from ``in_dim``, a 1x1 convolution comes first.
-        dim (int): Width of the result, above ``attn_dim``.
+        in_dim (int): Channels of the map that enters.
+        attn (nn.Module): Attention on maps of ``attn_dim`` channels.
+        attn_dim (int): Channels of x and a; if it differs from ``in_dim``, a 1x1 convolution comes first.
+        dim (int): Channels of the result, above ``attn_dim``.
         group_dim, ffn, norm_cfg, drop_path: See :class:`ConvBlock`.
     """
 

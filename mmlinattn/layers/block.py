@@ -21,9 +21,9 @@ class Block(Leaf, BaseModule):
     depth.
 
     Args:
-        dim (int): Width C.
-        attn (nn.Module): Called with a map (or tokens) of width C and the stage's context; returns the same shape.
-        ffn (nn.Module): Feed-forward network on maps of width C.
+        dim (int): Channels C.
+        attn (nn.Module): Called with a map (or tokens) of C channels and the stage's context; returns the same shape.
+        ffn (nn.Module): Feed-forward network on maps of C channels.
         norm_cfg (dict): Config of both norms, over the last axis.
         drop_path (float): Rate of stochastic depth.
         layer_scale (float, optional): Initial value of gamma; None for no layer scale.
@@ -92,8 +92,8 @@ class MLP(BaseModule):
     """Feed-forward network on (B, H, W, C) maps or (B, N, C) tokens: linear, GELU, linear.
 
     Args:
-        dim (int): Width C.
-        hidden_dim (int): Width of the hidden layer.
+        dim (int): Channels C.
+        hidden_dim (int): Channels of the hidden layer.
     """
 
     def __init__(self, dim: int, hidden_dim: int, init_cfg=None) -> None:

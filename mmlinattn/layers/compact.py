@@ -29,7 +29,7 @@ class BranchedLinear(BaseModule):
     The branches serve training (structural re-parameterisation) and are merged into one linear layer for inference.
 
     Args:
-        in_features, out_features (int): Widths.
+        in_features, out_features (int): Channels.
         branches (int): Number of branches.
         norm_cfg (dict): Batch norm of (rows, channels): ``BN1d`` or ``SyncBN``.
 
@@ -84,8 +84,8 @@ class FactorisedLinear(BaseModule):
     mention ``bias``. With it, the printed sizes of all four models (4.68, 17.91, 12.15 and 27.26 M) are met.
 
     Args:
-        in_features, out_features (int): Widths.
-        rank (int): Width k of the middle.
+        in_features, out_features (int): Channels.
+        rank (int): Channels k of the middle.
         branches (int): Branches r of each factor.
         norm_cfg (dict, optional): Batch norm of the branches, ``dict(type='BN1d')`` by default.
         gain (float): Initial gain of the last batch norms.
@@ -132,11 +132,11 @@ def compact(
 ) -> MLP:
     """Factorise one matrix of ``ffn`` in place: the compact feed-forward network, cFFN (Xu et al. 2023, Sec. 3.3).
 
-    The rank ``k = t m C / (m + 1)``, with m = hidden width / C, keeps the share t of the matrix's parameters. The paper
-    does not give its initialisation. With batch norm gains of one, the branch drowns the residual stream, and small
-    models learned far less. So the last gains of M2, the end of the residual branch, start at zero, as in ResNet (Goyal
-    et al. 2017, Sec. 5.1). The last gains of M1 keep the variance of the linear layer that it replaces (weights of
-    deviation 0.02, tokens of unit variance).
+    The rank ``k = t m C / (m + 1)``, with m = hidden channels / C, keeps the share t of the matrix's parameters. The
+    paper does not give its initialisation. With batch norm gains of one, the branch drowns the residual stream, and
+    small models learned far less. So the last gains of M2, the end of the residual branch, start at zero, as in ResNet
+    (Goyal et al. 2017, Sec. 5.1). The last gains of M1 keep the variance of the linear layer that it replaces (weights
+    of deviation 0.02, tokens of unit variance).
 
     Args:
         ffn (MLP): Any feed-forward network of the backbones; its depth-wise convolution stays.
@@ -170,7 +170,7 @@ def build_ffn(spec: Union[None, str, dict], default: type, dim: int, hidden_dim:
             ``dict(type='compact', ffn=None, **options)`` builds the network that its ``ffn`` names in the same way, and
             factorises a matrix by :func:`compact` with the options.
         default (type): Class of the backbone's own feed-forward network.
-        dim, hidden_dim (int): Widths.
+        dim, hidden_dim (int): Channels.
 
     Raises:
         ValueError: For an unknown name.

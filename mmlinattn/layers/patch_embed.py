@@ -16,11 +16,12 @@ from .norms import build_branch_norm, build_map_norm, build_token_norm
 
 
 class ConvStem(BaseModule):
-    """RAVLT's stem: four 3x3 convolutions (strides 2 1 1 2, widths C/2 C/2 C/2 C), a norm after each, GELU between.
+    """RAVLT's stem: four 3x3 convolutions (strides 2 1 1 2, C/2, C/2, C/2 and C channels), a norm after each, GELU
+    between.
 
     Args:
         in_channels (int): Channels of the image.
-        dim (int): Width C, even.
+        dim (int): Channels C, even.
         norm_cfg (dict): Norm after each convolution.
 
     Shape: (B, H, W, in_channels) -> (B, ceil(H / 4), ceil(W / 4), C).
@@ -80,7 +81,7 @@ class PatchEmbed(BaseModule):
 
     Args:
         in_dim (int): Channels of the map.
-        dim (int): Width C of the result.
+        dim (int): Channels C of the result.
         kernel_size, stride, padding (int): Of the convolution; ``kernel_size - 2 * padding`` has to
             be positive and may not exceed the stride.
         norm_cfg (dict, optional): Norm over channels; None for none.

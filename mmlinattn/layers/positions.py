@@ -35,7 +35,7 @@ class PositionTable(Table):
     """A learned vector for every token of a grid, resized bilinearly for other grids.
 
     Args:
-        dim (int): Width C.
+        dim (int): Channels C.
         grid (tuple[int, int]): Height and width of the stored table.
         prefix (int): Leading class tokens; their vectors are never resized.
         std (float): Standard deviation of the initial table; 0 starts at zeros.

@@ -13,13 +13,13 @@ from ..ops.sizes import round_up
 
 @MODELS.register_module()
 class MapAdapter(BaseModule):
-    """Convert maps to the widths and strides that the next module expects.
+    """Convert maps to the channels and strides that the next module expects.
 
     Each output is a 1x1 convolution of one input, resized (bilinear) if the strides differ.
 
     Args:
-        in_channels (Sequence[int]): Widths of the inputs.
-        out_channels (Sequence[int]): Widths of the outputs.
+        in_channels (Sequence[int]): Channels of the inputs.
+        out_channels (Sequence[int]): Channels of the outputs.
         sources (Sequence[int | None], optional): Index of the input for each output; by default output i takes input i.
             The entry None gives zeros with one pixel, for an output that the head does not read.
         scales (Sequence[float], optional): Size of each output relative to its input, 1 by default.
@@ -29,7 +29,7 @@ class MapAdapter(BaseModule):
 
     Raises:
         ValueError: If the arguments have different numbers of outputs, or name an input or output that does not exist.
-            Also for inputs of other widths, and for a scale that is not above 0.
+            Also for inputs with other channels, and for a scale that is not above 0.
 
     Shape: sequence of (B, in_channels[i], h_i, w_i) -> tuple of (B, out_channels[j], ceil(h * scales[j]), ceil(w *
     scales[j])) with h, w of input ``sources[j]``.

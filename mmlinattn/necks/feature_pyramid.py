@@ -36,15 +36,15 @@ class SimpleFeaturePyramid(BaseModule):
     backbone to strides 4, 8, 16 and 32.
 
     Args:
-        in_channels (int): Width of the map of stride 16, a multiple of 4.
-        out_channels (int): Width of all outputs.
+        in_channels (int): Channels of the map of stride 16, a multiple of 4.
+        out_channels (int): Channels of all outputs.
         num_outs (int): 4, or 5 to add a map of stride 64 for the RPN: every second position of the last one.
         init_cfg (dict, optional): MMEngine's initialisation. None takes uniform Xavier for convolutions, as
             MMDetection's FPN.
 
     Raises:
-        ValueError: For ``num_outs`` other than 4 and 5, an ``in_channels`` that is no multiple of 4, or a map of
-            another width.
+        ValueError: For ``num_outs`` other than 4 and 5, an ``in_channels`` that is no multiple of 4, or a map
+            with another number of channels.
 
     Shape: one map (B, in_channels, h, w) of stride 16, or the last of a sequence -> ``num_outs`` maps of width
     out_channels. Their sizes: (4h, 4w), (2h, 2w), (h, w), (ceil(h / 2), ceil(w / 2)), (ceil(h / 4), ceil(w / 4)).

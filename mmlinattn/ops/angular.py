@@ -35,7 +35,7 @@ def angular_attention(
         k (Tensor): Keys, (B, M, num_heads * d).
         v (Tensor): Values, (B, M, E); zero for masked tokens.
         num_heads (int): Heads that the channels are split into.
-        mask (Tensor, optional): (B, M) bool, True for real tokens.
+        mask (Tensor, optional): (B, M) bool, True for valid tokens.
         released (bool): Compute the released layer, which needs N = M; False computes the paper's form.
         unit_output (bool): False returns ``x`` of the released layer without the division by its norm.
 

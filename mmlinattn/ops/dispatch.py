@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Choice of the implementation of each op: the plain equation (``'reference'``) or one with an analytic gradient.
+"""Choice of the implementation of each op: the reference implementation (``'reference'``) or one with an analytic
+gradient.
 
 Ops and ``inference`` ask this module about device, grad mode, autocast and tracing; mixers and backbones do not.
 
@@ -38,8 +39,8 @@ def use(backend: str):
 
     Args:
         backend (str): ``'auto'`` runs PyTorch's operators, with an analytic gradient for some ops. ``'reference'`` runs
-            the plain equations under autograd. The environment variable ``MMLINATTN_OPS`` sets the default, ``'auto'``
-            if unset.
+            the reference implementations under autograd. The environment variable ``MMLINATTN_OPS`` sets the default,
+            ``'auto'`` if unset.
 
     Raises:
         ValueError: For another name.
@@ -53,8 +54,8 @@ def use(backend: str):
 
 
 def backend(first: Tensor, *others: Optional[Tensor]) -> str:
-    """Return the backend of an op on the given tensors: ``'reference'`` for the plain equation, else ``'cpu'`` if
-    ``first`` is on a CPU and ``'eager'`` if it is on another device."""
+    """Return the backend of an op on the given tensors: ``'reference'`` for the reference implementation, else
+    ``'cpu'`` if ``first`` is on a CPU and ``'eager'`` if it is on another device."""
     if needs_reference(first, *others):
         return 'reference'
     return 'cpu' if first.is_cpu and not _as_on_gpu else 'eager'
@@ -82,7 +83,7 @@ def as_on_gpu():
 
 
 def needs_reference(*tensors: Optional[Tensor]) -> bool:
-    """Return True if an op has to run its plain equation.
+    """Return True if an op has to run its reference implementation.
 
     This holds under ``use('reference')``, while a graph is recorded, and under ``torch.func`` transforms, forward-mode
     differentiation or dispatch modes. It also holds for meta tensors, fake tensors and other tensor subclasses.
@@ -114,7 +115,8 @@ def is_transformed() -> bool:
 def is_traced() -> bool:
     """Return True while a graph is recorded (``torch.compile``, ``torch.export``, ``torch.jit.trace``).
 
-    Graphs record the plain equation: compilers fuse it, and it stays right at sizes other than the traced one.
+    Graphs record the reference implementation: compilers fuse it, and it stays right at sizes other than the traced
+    one.
     """
     return torch.compiler.is_compiling() or private_apis.is_jit_tracing()
 

@@ -24,7 +24,7 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: O
         k (Tensor): Keys, (B, M, num_heads * d).
         v (Tensor): Values, (B, M, E); zero for masked tokens.
         num_heads (int): Heads that the channels are split into.
-        mask (Tensor, optional): (B, M) bool, True for real tokens.
+        mask (Tensor, optional): (B, M) bool, True for valid tokens.
 
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.

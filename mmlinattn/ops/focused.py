@@ -41,7 +41,7 @@ def focused_attention(
         inverse_scale (Tensor): (C,), ``1 / softplus(scale)``.
         power (float): Focusing factor p, in [1, 32].
         offset (Tensor, optional): Positions added to the keys before the map, broadcastable to (B, M, C).
-        mask (Tensor, optional): (B, M) bool, True for real tokens.
+        mask (Tensor, optional): (B, M) bool, True for valid tokens.
         eps (float): Added to the normaliser, and to ReLU(x) so that ``phi_p`` is defined for tokens without a
             positive entry.
 

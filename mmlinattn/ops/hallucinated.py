@@ -34,32 +34,32 @@ def hallucinated_attention(
 ) -> Tensor:
     """Softmax attention that computes half of its maps and derives ("hallucinates") the others from them.
 
-    ``A_i = q_i k_i^T / sqrt(d)``, i = 1..h/2, are the real maps. Each row of ``A_i`` is an image on the grid of the
+    ``A_i = q_i k_i^T / sqrt(d)``, i = 1..h/2, are the computed maps. Each row of ``A_i`` is an image on the grid of the
     keys. IHH (intra-head hallucination) convolves this image, ``B_i = w_i * A_i`` (3x3, depth-wise). CHH (cross-head
     hallucination) mixes the heads, ``H_m = sum_i c_mi B_i``. Then ``out = softmax([A, H] + bias) v``, head by head.
 
     IHH and CHH are linear, so they are applied to keys and queries instead of maps: ``H_m = [c_m1 q_1 | ... | c_m(h/2)
-    q_(h/2)] [w_1*k_1 | ... ]^T``. The hallucinated heads become plain attention of width C/2, and no N x M map is
+    q_(h/2)] [w_1*k_1 | ... ]^T``. The hallucinated heads become plain attention of C/2 channels, and no N x M map is
     stored: O(N + M) memory, about ``N M C (h/2 + 1)`` multiply-adds. In inference on CPUs, the maps of a few queries at
     a time are computed and mixed, with ``N M (2 C + h^2 / 4)`` multiply-adds.
 
     Source: "Vision Transformer with Attention Map Hallucination and FFN Compaction" (Xu et al. 2023), Eq. 2.
 
     Args:
-        q (Tensor): Queries of the real heads, (B, N, h/2 * d).
-        k (Tensor): Keys of the real heads, (B, M, h/2 * d).
-        v (Tensor): Values of all heads, the real ones first, (B, M, h * d); zero for masked tokens.
-        num_heads (int): Number h of real and hallucinated heads; even.
+        q (Tensor): Queries of the computed heads, (B, N, h/2 * d).
+        k (Tensor): Keys of the computed heads, (B, M, h/2 * d).
+        v (Tensor): Values of all heads, the computed ones first, (B, M, h * d); zero for masked tokens.
+        num_heads (int): Number h of computed and hallucinated heads; even.
         grid (Grid): Grid of the keys, see :class:`mmlinattn.attention.Grid`. Class tokens have no neighbours and skip
             the convolution. Tokens of different ``grid.regions`` are no neighbours either.
         intra (Tensor | nn.Module, optional): Kernels w of IHH, (h/2, 3, 3), or a convolution of maps (B', h/2, height,
             width). None skips IHH.
         cross (Tensor | nn.Module, optional): Matrix c of CHH, (h/2, h/2), or a convolution of maps (B, h/2, N, M). None
-            skips CHH. Without IHH and CHH, the real maps are copied. The weight of a plain convolution is applied to
-            keys and queries. Any other module (with hooks, an adapter, circular padding) is called on the maps, in O(N
-            M h) memory.
+            skips CHH. Without IHH and CHH, the computed maps are copied. The weight of a plain convolution is applied
+            to keys and queries. Any other module (with hooks, an adapter, circular padding) is called on the maps, in
+            O(N M h) memory.
         cross_first (bool): Apply CHH before IHH.
-        mask (Tensor, optional): (B, M) bool, True for real tokens. Masked tokens are no neighbours of others.
+        mask (Tensor, optional): (B, M) bool, True for valid tokens. Masked tokens are no neighbours of others.
         bias (Tensor, optional): Added to the logits, broadcastable to (B, h, N, M), with four dimensions.
 
     Returns:
@@ -99,7 +99,7 @@ def _wide_heads(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[T
 
     Args:
         q (Tensor): (B, h/2, N, d).
-        k (Tensor): (B, 1 or h/2, M, C/2), the keys of the real heads side by side.
+        k (Tensor): (B, 1 or h/2, M, C/2), the keys of the computed heads side by side.
         v (Tensor): (B, h/2, M, d).
         cross (Tensor): c with the scale of the logits in it, (h/2, h/2).
         bias (Tensor, optional): Broadcastable to (B, h/2, N, M).
@@ -150,7 +150,7 @@ def _convolve_grid(k: Tensor, grid, weight: Tensor) -> Tensor:
 
 
 def _halves(bias: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """Return the bias of the real heads and the bias of the hallucinated heads."""
+    """Return the bias of the computed heads and the bias of the hallucinated heads."""
     return (bias, bias) if bias.shape[1] == 1 else (bias[:, :half], bias[:, half:])
 
 

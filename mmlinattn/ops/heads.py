@@ -23,7 +23,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def split_heads_5d(x: Tensor, num_heads: int) -> Tensor:
-    """Split channels into heads for plain equations: (B, N, heads * d) -> (1, B, heads, N, d), a view.
+    """Split channels into heads for reference implementations: (B, N, heads * d) -> (1, B, heads, N, d), a view.
 
     The fifth axis avoids a bug of Inductor (PyTorch 2.11, pytorch/pytorch#196681). In models with convolutions,
     Inductor lays out every 4-d tensor channels-last, with heads innermost, and so copies each tensor. Its C++ code for
@@ -99,7 +99,8 @@ def empty_pair(q: Tensor, num_heads: int) -> tuple[Sequence[Tensor], Tensor]:
 
 
 def have_attention_shapes(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bool:
-    """Return True if q, k and v have matching shapes. The plain equation broadcasts other shapes, or raises."""
+    """Return True if q, k and v have matching shapes. The reference implementation broadcasts other shapes, or
+    raises."""
     for t in (q, k, v):
         if t.dim() != 3 or not t.numel() or not t.is_floating_point():
             return False

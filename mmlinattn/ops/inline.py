@@ -34,7 +34,7 @@ def inline_attention(
         num_heads (int): Heads that the channels are split into.
         scale (float): ``d ** -0.5`` in the release.
         kernel (str): The feature map, a name of :data:`~mmlinattn.ops.feature_maps.FEATURE_MAPS`.
-        mask (Tensor, optional): (B, M) bool, True for real tokens.
+        mask (Tensor, optional): (B, M) bool, True for valid tokens.
 
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.

@@ -38,7 +38,7 @@ def linear_attention(
         num_heads (int): Heads that the channels are split into.
         kernel (str): phi, a name of :data:`~mmlinattn.ops.feature_maps.FEATURE_MAPS`; sums of its results must not
             vanish.
-        mask (Tensor, optional): (B, M) bool, True for real tokens.
+        mask (Tensor, optional): (B, M) bool, True for valid tokens.
         eps (float): Added to the normaliser.
 
     Returns:

@@ -15,7 +15,7 @@ TokenCount = Union[int, Tensor]
 def count_tokens(x: Tensor, mask: Optional[Tensor]) -> TokenCount:
     """Return the number of valid tokens of (B, heads, N, d) in eager mode, at least 1: N, or (B, 1, 1, 1) with a mask.
 
-    Plain equations use :func:`root_weights` instead, as graphs in float16 cannot hold large counts.
+    Reference implementations use :func:`root_weights` instead, as graphs in float16 cannot hold large counts.
     """
     if mask is None:
         return max(x.shape[-2], 1)
@@ -37,8 +37,9 @@ def _count(mask: Tensor) -> Tensor:
 def root_weights(x: Tensor, mask: Optional[Tensor]) -> Tensor:
     """Return square roots of equal weights of the valid tokens, 0 for padding: (..., N, 1) with squares that sum to 1.
 
-    Plain equations multiply both factors of a sum over tokens by them. In float16, N overflows from 65,520 tokens on,
-    and 1 / N is subnormal from 16,385 on. Tokens are counted in units of 256, so intermediate results stay in range.
+    Reference implementations multiply both factors of a sum over tokens by them. In float16, N overflows from 65,520
+    tokens on, and 1 / N is subnormal from 16,385 on. Tokens are counted in units of 256, so intermediate results stay
+    in range.
     """
     valid = torch.ones_like(x[:1, ..., :1]) if mask is None else mask[:, None, :, None]
     valid = valid.to(accumulation_dtype(x)) / 16
@@ -75,7 +76,7 @@ def padded_eps(eps: float, mask: Optional[Tensor], dtype: torch.dtype) -> Union[
 
 
 def masked_logit(dtype: torch.dtype) -> float:
-    """Return the logit that hides a key: its exponential is 0 beside any real key. It is finite, so that the softmax
+    """Return the logit that hides a key: its exponential is 0 beside any valid key. It is finite, so that the softmax
     over hidden keys alone (all padding) is finite too."""
     return torch.finfo(dtype).min / 4
 

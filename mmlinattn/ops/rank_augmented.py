@@ -44,7 +44,7 @@ def rala(
         kernel (str): kappa, a name of :data:`~mmlinattn.ops.feature_maps.FEATURE_MAPS` with results >= 0: ``'elu'``,
             ``'relu'`` or ``'softmax'`` (RALA Tab. 10).
         rotary (Tensor, optional): R, (N, d / 2, 2), see :func:`~mmlinattn.ops.rotate`.
-        mask (Tensor, optional): (B, N) bool, True for real tokens.
+        mask (Tensor, optional): (B, N) bool, True for valid tokens.
         weight_scale (float, optional): Scale of the logits of the weights a: 1 in the paper, ``d ** -0.5`` in the
             release. None gives all tokens the same weight.
         eps (float): Added to the normaliser.

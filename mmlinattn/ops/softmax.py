@@ -32,7 +32,7 @@ def softmax_attention(
         v (Tensor): Values, (B, M, E).
         num_heads (int): Heads that the channels are split into.
         rotary (Tensor, optional): (N, d / 2, 2), see :func:`~mmlinattn.ops.rotate`; needs N = M.
-        mask (Tensor, optional): (B, M) bool, True for real tokens.
+        mask (Tensor, optional): (B, M) bool, True for valid tokens.
         bias (Tensor, optional): Added to the logits, broadcastable to (B, heads, N, M), with four dimensions.
 
     Returns:

@@ -130,7 +130,7 @@ class Windows(NamedTuple):
                 yield windows[:, row, column, :h, :w], region
 
     def token_mask(self, x: Tensor) -> Optional[Tensor]:
-        """Return the mask of the real tokens of each window of ``x`` (B, H, W, C), (B * windows, h * w) bool; None
+        """Return the mask of the valid tokens of each window of ``x`` (B, H, W, C), (B * windows, h * w) bool; None
         without padding."""
         if self.padded == (self.height, self.width):
             return None
@@ -223,7 +223,7 @@ class DynamicWindows:
         return x
 
     def token_mask(self, x: Tensor) -> Optional[Tensor]:
-        """Return the mask of the real tokens of each window of ``x`` (B, H, W, C), (B * windows, h * w) bool. The
+        """Return the mask of the valid tokens of each window of ``x`` (B, H, W, C), (B * windows, h * w) bool. The
         result is None if a single window is the map at every size."""
         if not self.has_windows:
             return None

@@ -51,7 +51,7 @@ def parts(size, rows, columns):
 
 @pytest.mark.parametrize('name', [*SEQUENTIAL, *MIXERS])
 def test_the_whole_map_is_its_tokens_row_by_row(name):
-    """Also as one window."""
+    """Compare with the tokens of the map, and with a single window over it."""
     x = feature_map(3, 5)
     attention, context = filled(GlobalAttention(DIM, HEADS, ATTENTIONS[name])), StageContext.of(x)
     tokens = attend(attention, x.flatten(1, 2), Grid(3, 5)).unflatten(1, (3, 5))
@@ -65,7 +65,7 @@ def test_the_whole_map_is_its_tokens_row_by_row(name):
 @few
 @given(sizes, sizes, st.integers(1, 3))
 def test_reduced_keys(name, height, width, ratio):
-    """Keys and values: a strided convolution of the zero-padded map, and a norm."""
+    """Take keys and values from a strided convolution of the zero-padded map, and a norm."""
     attention = filled(ReducedAttention(DIM, HEADS, ATTENTIONS[name], ratio, dict(type='LN')))
     x = feature_map(height, width)
     rows, columns = math.ceil(height / ratio), math.ceil(width / ratio)
@@ -80,7 +80,7 @@ def test_reduced_keys(name, height, width, ratio):
 
 
 def test_refusals_of_arrangements():
-    """Refuse arrangements that are wrong at some positions or sizes."""
+    """Raise for combinations that would be wrong at some positions or sizes."""
     with pytest.raises(ValueError, match=r"shift=True: 'inline' takes no bias"):
         WindowAttention(DIM, HEADS, 'inline', (4, 4), shift=True)
     for spec, options in (('inline', {}), ('softmax', dict(local_kernel=3))):
@@ -114,8 +114,7 @@ def test_positions_of_open_windows_are_on_the_device_of_the_map():
 @example(7, 9, (3, 4))
 @given(sizes, sizes, st.tuples(sizes, sizes))
 def test_linear_attention_in_windows_is_that_of_each_window_cropped(name, height, width, window):
-    """The last row and column of windows hold fewer tokens: sums, means, N and convolutions are theirs, and the mean
-    of the tokens that they are told of."""
+    """Crop border windows: their sums, means, N, convolutions and mean token cover valid tokens only."""
     attention = filled(WindowAttention(DIM, HEADS, ATTENTIONS[name], window))
     x, other = (feature_map(height, width) for _ in range(2))
     expected = torch.empty_like(x)
@@ -131,7 +130,7 @@ def test_linear_attention_in_windows_is_that_of_each_window_cropped(name, height
 @few
 @given(sizes, sizes)
 def test_focused_attention_in_windows_is_that_of_each_window_cropped(height, width):
-    """A partial window meets the upper left part of the position table."""
+    """Crop the position table of a partial window to its upper left part."""
     window = min(3, height), min(3, width)
     x = feature_map(height, width)
     attention = filled(WindowAttention(DIM, HEADS, 'focused', (3, 3), grid=(3, 3)))
@@ -145,7 +144,7 @@ def test_focused_attention_in_windows_is_that_of_each_window_cropped(height, wid
 
 
 def literal_softmax_window(attention, x, window, shift):
-    """Softmax attention over the pairs of tokens in one window and on one side of the seam of the roll."""
+    """Compute softmax attention over all pairs of tokens in one window and on one side of the cyclic shift's seam."""
     size, (rows, columns) = x.shape[1:3], window
     cut = Windows.fit(*size, window, shift)
     places = torch.cartesian_prod(*map(torch.arange, size))
@@ -165,7 +164,7 @@ def literal_softmax_window(attention, x, window, shift):
 @example(3, 8, (3, 3), True)
 @given(st.integers(1, 7), st.integers(1, 7), st.tuples(st.integers(2, 4), st.integers(2, 4)), st.booleans())
 def test_softmax_in_shifted_windows_equals_a_loop_over_pairs(height, width, window, shift):
-    """Include relative positions and the seam, exclude padding. Kept memory: tests/backbones/test_pairs.py."""
+    """Include relative positions and the seam, exclude padding."""
     attention = filled(WindowAttention(DIM, HEADS, 'softmax', window, shift=shift, relative_bias=True))
     x = feature_map(height, width)
     slow = literal_softmax_window(attention, x, window, shift)
@@ -175,8 +174,8 @@ def test_softmax_in_shifted_windows_equals_a_loop_over_pairs(height, width, wind
 
 @pytest.mark.parametrize('height, width', [(7, 9), (8, 8)])
 def test_windows_of_a_rolled_map_have_no_neighbours_from_its_other_side(height, width):
-    """Four regions in the last window, two in others: neither attention nor IHH crosses their borders. In windows with
-    padding, it lies between the two sides; in others, only the regions keep the 3x3 of IHH apart."""
+    """Separate up to four regions of a shifted window, in attention and in IHH's 3x3 convolution, with and without
+    padding between them."""
     attention = filled(WindowAttention(DIM, HEADS, 'hallucinated', (4, 4), shift=True, relative_bias=True))
     x = feature_map(height, width)
     out = attention(x, StageContext.of(x))
@@ -197,7 +196,7 @@ def test_windows_of_a_rolled_map_have_no_neighbours_from_its_other_side(height, 
 @example(7, 9, 4)
 @given(sizes, sizes, st.integers(1, 3))
 def test_stripes_are_two_halves_of_windows(name, height, width, stripe):
-    """Half of the channels see vertical stripes, half horizontal ones, cropped to the map."""
+    """Give half of the channels vertical stripes and half horizontal ones, cropped to the map."""
     attention = filled(StripeAttention(DIM, HEADS, ATTENTIONS[name], stripe))
     x = feature_map(height, width)
     thirds = [part.chunk(2, dim=-1) for part in attention.qkv(x).split([2 * w for w in attention.widths], dim=-1)]
@@ -219,8 +218,7 @@ def test_stripes_are_two_halves_of_windows(name, height, width, stripe):
 
 
 def test_defaults_of_arrangements():
-    """A position bias have those that ask for one, of an attention that takes one, in windows: of whole maps it would
-    not be bounded."""
+    """Build position biases for windows of mixers that take one; for whole maps they would be unbounded."""
     for branch in StripeAttention(DIM, HEADS, 'softmax', 2).branches:
         assert branch.local.weight.shape == (DIM // 2, 1, 3, 3) and branch.local.padding == (1, 1)
     without = StripeAttention(DIM, HEADS, 'softmax', 2, local_kernel=None)
@@ -244,7 +242,7 @@ def test_defaults_of_arrangements():
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize('source, window', [(3, (5, 5)), (6, (3, 3)), (4, (4, 4)), (2, (2, 3))])
 def test_bias_tables_of_another_window_are_resized_bicubically(source, window, dtype):
-    """Swin's fine-tuning at 384. The rows of a table go over the columns of a window first; types stay as they were."""
+    """Resize Swin's bias tables for fine-tuning at 384, columns last, in the dtype of the file."""
     bias, n = RelativePositionBias(window, 2).double(), 2 * source - 1
     table = torch.randn(n * n, 2, dtype=torch.float64)
     image = table.T.unflatten(1, (n, n))[None]
@@ -261,7 +259,7 @@ def test_bias_tables_of_another_window_are_resized_bicubically(source, window, d
     ('size', 'window'), [((20, 30), (7, 7)), ((5, 30), (7, 8)), ((21, 16), (7, 8)), ((7, 7), (7, 7))]
 )
 def test_windows_without_a_padded_map_are_the_same(size, window, shift):
-    """Without gradients on a CPU, windows are cut and merged by one copy."""
+    """Cut and merge windows by one copy, as CPUs do without gradients."""
     windows, x = Windows.fit(*size, window, shift), torch.randn(2, *size, 12)
     padded, parts = windows.partition(x), windows.partition_qkv(x, (3, 4, 5))
     with torch.no_grad():

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Every attention against its reference, the equation with N x N maps (:mod:`helpers.references`)."""
+"""Every attention against its reference implementation with N x N attention maps (:mod:`helpers.references`)."""
 
 from pathlib import Path
 from unittest import mock
@@ -8,7 +8,7 @@ import count_traffic
 import pytest
 import run_attentions
 import torch
-from helpers import graphs, references, small_hosts
+from helpers import graphs, references, small_backbones
 from helpers.references import (
     ATTENTIONS,
     DIM,
@@ -71,9 +71,8 @@ def table(height, width):
     block=st.sampled_from([1, 40, 200, 2**21]),
 )
 def test_its_reference(name, height, width, prefix, encoded, gate, local_kernel, qkv_bias, backend, batch, block):
-    """Values and gradients on maps of any size, class tokens before them; the host's gate, local term, positions and
-    bias of the map. An item is the same alone as in a batch, as it is in the reference; one of several blocks of
-    tokens the same as of one."""
+    """Compare values and gradients on maps of any size, with class tokens, gates, local convolutions, rotary encoding
+    and bias. Batched and blockwise results are equal."""
     torch.manual_seed(0)
     attention = build(name, grid=(3, 4) if encoded else None, gate=gate, local_kernel=local_kernel, qkv_bias=qkv_bias)
     mixer, grid = attention.mixer, Grid(height, width, prefix)
@@ -108,7 +107,7 @@ def test_its_reference(name, height, width, prefix, encoded, gate, local_kernel,
     backend=st.sampled_from(FORMS),
 )
 def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
-    """PVT's reduced keys. Kernels that are predicted come from the queries' tokens."""
+    """Use keys of another grid, as PVT's reduced keys. Predicted kernels come from the queries' tokens."""
     attention, spec = build(name, grid=(3, 4)), ATTENTIONS[name]
     if name in OWN_VALUE:
         with pytest.raises(ValueError, match=r'as many keys as queries \(6\), not 4; released=False takes any'):
@@ -141,8 +140,9 @@ def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     backend=st.sampled_from(FORMS),
     local=st.booleans(),
 )
-def test_padding_changes_nothing_for_the_real_tokens(name, height, width, around, held, backend, local):
-    """A map within a larger one, whatever the rest holds: sums, means, N, convolutions and their gradients."""
+def test_padding_changes_nothing_for_the_valid_tokens(name, height, width, around, held, backend, local):
+    """Compare a map with the same map inside a larger masked one: values and gradients are equal, whatever the padding
+    holds."""
     torch.manual_seed(0)
     attention = build(name, local_kernel=3 if local else None)
     if attention.mixer.sequential:
@@ -168,7 +168,7 @@ def test_padding_changes_nothing_for_the_real_tokens(name, height, width, around
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_attention
 def test_a_window_of_padding_only_has_no_values_and_finite_gradients(name, dtype):
-    """Pad the second item of the batch as a whole, and let the loss read it."""
+    """Mask the second item of the batch as a whole."""
     attention = build(name).to(torch.promote_types(dtype, torch.float32))
     mask = torch.tensor([[True] * 15, [False] * 15])
     x = torch.randn(2, 15, DIM, dtype=attention.qkv.weight.dtype, requires_grad=True)
@@ -188,8 +188,9 @@ def test_a_window_of_padding_only_has_no_values_and_finite_gradients(name, dtype
 # --- the interface -----------------------------------------------------------------------------
 
 
-def test_a_host_gates_those_that_have_no_opinion():
-    """RALA without output augmentation (Tab. 9) stays ungated in a host that gates all other attentions."""
+def test_a_backbone_gates_those_that_have_no_opinion():
+    """Gate mixers by the backbone's choice unless they set their own; RALA without output augmentation (Tab. 9) stays
+    ungated."""
     for gate, found in (('projection', [None, 'projection', 'projection']), (None, [None, 'projection', None])):
         assert [build(name, gate=gate).gate for name in ('rala, no gate', 'rala', 'softmax')] == found
 
@@ -204,8 +205,7 @@ def test_a_host_gates_those_that_have_no_opinion():
 @pytest.mark.parametrize('gate', [None, 'projection', 'identity'])
 @pytest.mark.parametrize('local_kernel', [None, 3])
 def test_a_new_attention_is_one_class(gate, local_kernel):
-    """A registered mixer works in every host, with any widths of queries, keys and values. Gated by its tokens, it has
-    their width. Its output may be an expanded view."""
+    """Register a mixer with its own channels of queries, keys and values. Its output may be an expanded view."""
 
     def mean(q, k, v):
         return (2 * v + q.sum(-1, keepdim=True) - k.sum(-1, keepdim=True)).mean(dim=1, keepdim=True).expand_as(v)
@@ -247,12 +247,12 @@ def test_a_registered_attention_joins_benchmarks_models_and_the_model_index(monk
     monkeypatch.setitem(TOKEN_MIXERS._module_dict, 'mean', Mean)
     assert 'mean' in count_traffic.attentions(tokens=6, width=8, heads=2)[0]
     assert 'mean' in run_attentions.names()
-    for mixes in (small_hosts.mixes('RAVLT'), small_hosts.mixes('LinearDeiT'), graphs.one_a_stage()):
+    for mixes in (small_backbones.mixes('RAVLT'), small_backbones.mixes('LinearDeiT'), graphs.one_a_stage()):
         named = [attn for mix in mixes for stage in mix for attn in ([stage] if isinstance(stage, str) else stage)]
         assert set(named) == set(TOKEN_MIXERS.module_dict)
-    for host in ('LinearNextViT', 'LinearSwin'):
-        models = [small_hosts.build(host, stage_attns=mix) for mix in small_hosts.mixes(host)]
-        assert [m for model in models for m in model.modules() if isinstance(m, Mean)], host
+    for backbone in ('LinearNextViT', 'LinearSwin'):
+        models = [small_backbones.build(backbone, stage_attns=mix) for mix in small_backbones.mixes(backbone)]
+        assert [m for model in models for m in model.modules() if isinstance(m, Mean)], backbone
     assert metafiles.family_of('mean_swin_t_in1k') == ('compared', metafiles.COMPARED)
 
 
@@ -281,7 +281,7 @@ REFUSED = [  # class, its arguments, words of the error: argument, value, allowe
 
 
 def case(value):
-    """A name that each process gives alike: without the address of a function."""
+    """Return a test id without the address of a function, which differs between processes."""
     return getattr(value, '__name__', str(value))
 
 
@@ -302,7 +302,7 @@ CONVOLUTIONS = [
 
 @pytest.mark.parametrize(('name', 'path'), CONVOLUTIONS)
 def test_convolutions_of_mixers_are_called(name, path):
-    """Hooks before a call compute pruned and normalised weights; adapters replace the module."""
+    """Call convolutions as modules: hooks may compute their weights, and adapters may replace them."""
     attention, x, grid = build(name), tokens(2, 12, False), Grid(3, 4)
     owner, _, part = path.rpartition('.')
     owner = attention.mixer.get_submodule(owner)

@@ -27,8 +27,8 @@ HALF = [torch.float16, torch.bfloat16]
 @pytest.mark.parametrize('dead', [True, False], ids=['dead', 'apart'])
 @every_attention
 def test_tokens_without_a_direction_and_queries_that_meet_no_key(name, dead, dtype):
-    """Use zero queries, keys and values, or queries and keys without a common channel behind a ReLU. Quotients by eps
-    must not turn zero gradients, scaled as by a loss scaler, into NaN."""
+    """Use zero tokens, or queries and keys without a common positive channel. Quotients by eps must not turn scaled
+    zero gradients into NaN."""
     attention = Attention(DIM, HEADS, ATTENTIONS[name])
     query_dim, key_dim, _ = attention.mixer.widths
     nn.init.zeros_(attention.qkv.bias)
@@ -45,8 +45,8 @@ def test_tokens_without_a_direction_and_queries_that_meet_no_key(name, dead, dty
 
 
 @pytest.mark.parametrize('dtype', [torch.float64, *HALF], ids=str)
-def test_the_mean_token_is_that_of_real_tokens(dtype):
-    """Sums may leave the range of a half type; of padding alone the mean is zero."""
+def test_the_mean_token_is_that_of_valid_tokens(dtype):
+    """Average beyond the range of half precision; the mean of padding alone is zero."""
     x = (torch.rand(3, 600, 4) * 100 + 60000).to(dtype)
     mask = torch.tensor([[True, True, False, True, False, False], [False] * 6, [True] * 6]).repeat(1, 100)
     x, wide = x * mask[..., None], x.double()
@@ -61,7 +61,7 @@ def test_the_mean_token_is_that_of_real_tokens(dtype):
 
 
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Elements of the largest tensor that is made."""
+    """Record the number of elements of the largest tensor that is made."""
 
     size = 0
 
@@ -76,7 +76,7 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 @both_backends
 @pytest.mark.parametrize('name', [name for name in ATTENTIONS if name != 'softmax'])
 def test_no_map_of_all_pairs_is_built(name, backend, learns, monkeypatch):
-    """4 x the tokens: the largest tensor grows 4-fold, not 16-fold, in both directions."""
+    """Expect memory to grow 4-fold, not 16-fold, for 4 times as many tokens."""
     # a block of rows of softmax attention is of one size for both; whoever watches sees the reference otherwise
     monkeypatch.setattr(hallucinated, '_BLOCK_NUMEL', 1024)
     monkeypatch.setattr(dispatch, 'needs_reference', lambda *_: backend == 'reference')
@@ -104,7 +104,7 @@ def wrapped(attention):
 @pytest.mark.parametrize('prefix', [0, 1])
 @pytest.mark.parametrize('name', [name for name in ATTENTIONS if name.startswith('hallucinated')])
 def test_hallucination_by_modules_on_maps(name, prefix, backend):
-    """It is the equation in its literal order, gradients included; with mask and bias."""
+    """Compare with IHH and CHH as modules called on the maps, in the order of the equation, with mask and bias."""
     attention, grid = build(name), Grid(4, 5, prefix)
     n = grid.num_tokens
     x, bias = tokens(2, n), torch.randn(1, 2 * HEADS, n, n, dtype=torch.float64)
@@ -124,7 +124,7 @@ def test_hallucination_by_modules_on_maps_of_shifted_windows(name):
 @pytest.mark.parametrize('prefix', [0, 1])
 @pytest.mark.parametrize('steps', [('ihh', 'chh'), ('chh',)], ids='-'.join)
 def test_blocks_of_hallucinated_attention(monkeypatch, steps, prefix):
-    """One query a block, several, the queries of several images; mask, and biases of few and of all images."""
+    """Vary the block of queries from one to those of several images, with mask and biases of every shape."""
     name = 'hallucinated ' + '-'.join(steps)
     attention, grid = build(name), Grid(4, 5, prefix)
     n = grid.num_tokens

@@ -5,8 +5,8 @@ import copy
 
 import pytest
 import torch
-from helpers import small_hosts
-from helpers.small_hosts import ARCHS, build, image, mixes
+from helpers import small_backbones
+from helpers.small_backbones import ARCHS, build, image, mixes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -25,17 +25,17 @@ def on_gpu():
 
 
 def step(model, x, dtype=HALF):
-    """Outputs and gradients of a training step."""
+    """Return outputs and gradients of a training step under autocast to ``dtype`` (None: without autocast)."""
     model.zero_grad()
     with torch.autocast('cpu', dtype, enabled=dtype is not None):
         outs = model(x)
-    small_hosts.loss(outs).backward()
+    small_backbones.loss(outs).backward()
     return [out.detach() for out in outs], {name: p.grad for name, p in model.named_parameters()}
 
 
 @pytest.fixture
 def casts(monkeypatch):
-    """Number of weights in each cast."""
+    """Record the number of weights in each joint cast."""
     sizes, forward = [], CastTogether.forward
 
     def counted(ctx, dtype, *weights):
@@ -59,10 +59,12 @@ def error(found, exact):
     return max(((a.double() - b).norm() / b.norm().clamp(min=1e-6)).item() for a, b in zip(found, exact))
 
 
-@pytest.mark.parametrize(('host', 'attns'), [(host, attns) for host in ARCHS for attns in mixes(host)], ids=str)
-def test_outputs_are_as_near_float64_as_those_of_autocast(host, attns, casts):
-    """The median of a few images: the ratio of two rounding errors varies."""
-    model, excess = build(host, stage_attns=attns, drop_path_rate=0.0).train(), []
+@pytest.mark.parametrize(
+    ('backbone', 'attns'), [(backbone, attns) for backbone in ARCHS for attns in mixes(backbone)], ids=str
+)
+def test_outputs_are_as_near_float64_as_those_of_autocast(backbone, attns, casts):
+    """Compare the median error of three images, as the ratio of two rounding errors varies."""
+    model, excess = build(backbone, stage_attns=attns, drop_path_rate=0.0).train(), []
     for seed in range(3):
         torch.manual_seed(seed)
         x = image()
@@ -76,13 +78,13 @@ def test_outputs_are_as_near_float64_as_those_of_autocast(host, attns, casts):
     assert sorted(excess)[1] < 1e-3
 
 
-@pytest.mark.parametrize('host', ARCHS)
-def test_gradients_are_as_near_float64_as_those_of_autocast(host):
-    """The median of a few models: rounding may turn a gradient over."""
+@pytest.mark.parametrize('backbone', ARCHS)
+def test_gradients_are_as_near_float64_as_those_of_autocast(backbone):
+    """Compare the median error of three models, as rounding may flip the sign of a gradient."""
     ratios = []
     for seed in range(3):
         torch.manual_seed(seed)
-        model, x = build(host, stage_attns=mixes(host)[-1], drop_path_rate=0.0).train(), image()
+        model, x = build(backbone, stage_attns=mixes(backbone)[-1], drop_path_rate=0.0).train(), image()
         steps = step(copy.deepcopy(model).double(), x.double(), None), step(plain(model), x), step(model, x)
         exact, theirs, ours = (torch.cat([grad.flatten() for grad in grads.values()]) for _, grads in steps)
         ratios.append(error([ours], [exact]) / error([theirs], [exact]))
@@ -90,17 +92,19 @@ def test_gradients_are_as_near_float64_as_those_of_autocast(host):
     assert sorted(ratios)[1] < 1.25
 
 
-@pytest.mark.parametrize('host', ARCHS)
-def test_recomputed_blocks_have_the_same_gradients(host, casts):
-    attns, x = mixes(host)[-1], image()
-    found = [step(build(host, stage_attns=attns, drop_path_rate=0.0, with_cp=cp).train(), x) for cp in (False, True)]
+@pytest.mark.parametrize('backbone', ARCHS)
+def test_recomputed_blocks_have_the_same_gradients(backbone, casts):
+    attns, x = mixes(backbone)[-1], image()
+    found = [
+        step(build(backbone, stage_attns=attns, drop_path_rate=0.0, with_cp=cp).train(), x) for cp in (False, True)
+    ]
     assert casts
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize('host', ['RAVLT', 'LinearSwin'])
-def test_frozen_weights_get_no_gradient(host, casts):
-    model = build(host, mixes(host)[-1][0], frozen_stages=1).train()
+@pytest.mark.parametrize('backbone', ['RAVLT', 'LinearSwin'])
+def test_frozen_weights_get_no_gradient(backbone, casts):
+    model = build(backbone, mixes(backbone)[-1][0], frozen_stages=1).train()
     model.stages[2][0].ffn.fc1.weight.requires_grad_(False)
     _, grads = step(model, image())
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
@@ -130,7 +134,7 @@ class Adapter(nn.Module):
 
 
 def test_changed_layers_keep_the_casts_of_the_others(casts):
-    """A hook, an adapter, a subclass and a replaced parameter, each beside leaves that stay as they are."""
+    """Add a hook, an adapter, a subclass and a replaced parameter. The unchanged leaves are still cast together."""
     model, x = build('LinearSwin', 'inline', drop_path_rate=0.0).train(), image()
     step(model, x)
     count, seen, (first, second) = sum(casts), [], model.stages[2]
@@ -147,7 +151,7 @@ def test_changed_layers_keep_the_casts_of_the_others(casts):
 
 
 def test_a_cast_is_a_cache(monkeypatch):
-    """Bit by bit the results are those of leaves that cast their own weights."""
+    """Expect results bitwise equal to those of leaves that cast their own weights."""
     model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
     expected = step(copy.deepcopy(model), x)
     monkeypatch.setattr(forward_pass, 'weights_of', lambda backbone: [])
@@ -155,7 +159,7 @@ def test_a_cast_is_a_cache(monkeypatch):
 
 
 def test_blocks_recomputed_by_others(casts):
-    """By PyTorch's ``checkpoint`` around a block, as MMEngine's ``activation_checkpointing`` does."""
+    """Recompute a block by PyTorch's ``checkpoint``, as MMEngine's ``activation_checkpointing`` does."""
     model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
     expected = step(copy.deepcopy(model), x)
     block = model.stages[0][0]
@@ -171,7 +175,7 @@ def test_a_copy_between_forward_and_backward(casts):
         outs = model(x)
         copied = copy.deepcopy(model)  # as EMA makes one
     model.zero_grad()
-    small_hosts.loss(outs).backward()
+    small_backbones.loss(outs).backward()
     assert casts
     torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, expected[1], rtol=0, atol=0)
     torch.testing.assert_close(step(copied, x), expected, rtol=0, atol=0)

@@ -1,12 +1,13 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The base class of all hosts: outputs, freezing, modes, initial weights, parts of checkpoints, names of attentions."""
+"""The base class of all backbones: outputs, freezing, modes, initial weights, parts of checkpoints, names of
+attentions."""
 
 import copy
 
 import pytest
 import torch
-from helpers import small_hosts
-from helpers.small_hosts import ARCHS, build, image, loss, mixes
+from helpers import small_backbones
+from helpers.small_backbones import ARCHS, build, image, loss, mixes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmcv.cnn.bricks import DropPath
@@ -19,7 +20,7 @@ from mmlinattn.layers import PositionTable
 from mmlinattn.utils import private_apis
 
 DEIT, NEXT = 'LinearDeiT', 'LinearNextViT'
-every_host = pytest.mark.parametrize('host', ARCHS)
+every_backbone = pytest.mark.parametrize('backbone', ARCHS)
 few = settings(deadline=None, derandomize=True, max_examples=6)
 
 
@@ -30,11 +31,12 @@ def blocks_of(model):
 # --- outputs ----------------------------------------------------------------------------------
 
 
-@every_host
-def test_bfloat16_autocast_is_left_on_cpus_without_units_for_it(host, monkeypatch):
-    """PyTorch's depth-wise convolutions in bfloat16 take a hundred times as long there."""
+@every_backbone
+def test_bfloat16_autocast_is_left_on_cpus_without_units_for_it(backbone, monkeypatch):
+    """Compute in float32 under bfloat16 autocast: PyTorch's depth-wise convolutions in bfloat16 are a hundred times
+    slower there."""
     monkeypatch.setattr(private_apis, 'has_bfloat16_units', lambda: False)
-    model, x = build(host).eval(), image().bfloat16()
+    model, x = build(backbone).eval(), image().bfloat16()
     exact = model(x.float())
     with torch.autocast('cpu', torch.bfloat16):
         assert all(map(torch.equal, model(x), exact))
@@ -42,27 +44,27 @@ def test_bfloat16_autocast_is_left_on_cpus_without_units_for_it(host, monkeypatc
     assert {out.dtype for out in half} == {torch.bfloat16}
 
 
-@every_host
+@every_backbone
 @few
 @given(st.data(), st.booleans(), st.sampled_from([1, 3, 4]))
-def test_outputs_that_are_asked_for(host, data, out_norm, channels):
-    """No more is built than they need, and all of that trains: DDP without find_unused_parameters stops on a parameter
-    without a gradient (RetinaNet reads the last three maps). They are those of the whole model."""
-    count = 2 if host == DEIT else 4
+def test_outputs_that_are_asked_for(backbone, data, out_norm, channels):
+    """Build only the stages that ``out_indices`` needs, give all parameters a gradient, and return the outputs of the
+    whole model. DDP without ``find_unused_parameters`` stops at a parameter without a gradient."""
+    count = 2 if backbone == DEIT else 4
     out_indices = tuple(sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1))))
-    options = dict(stage_attns=mixes(host)[-1], out_norm=out_norm, in_channels=channels)
-    model, x = build(host, out_indices=out_indices, **options), image(channels=channels)
-    assert len(model.blocks if host == DEIT else model.stages) == out_indices[-1] + 1
+    options = dict(stage_attns=mixes(backbone)[-1], out_norm=out_norm, in_channels=channels)
+    model, x = build(backbone, out_indices=out_indices, **options), image(channels=channels)
+    assert len(model.blocks if backbone == DEIT else model.stages) == out_indices[-1] + 1
     asked, outs = model.eval()(x), model.train()(x)
     assert [info['stage'] for info in model.feature_info] == list(out_indices)
     for out, info in zip(outs, model.feature_info, strict=True):
-        assert info['stride'] == (16 if host == DEIT else 4 * 2 ** info['stage'])
+        assert info['stride'] == (16 if backbone == DEIT else 4 * 2 ** info['stage'])
         assert out.shape == (2, info['channels'], 64 // info['stride'], 96 // info['stride'])
     loss(outs).backward()
     assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
-    if host == NEXT and out_norm and len(out_indices) == 1:
+    if backbone == NEXT and out_norm and len(out_indices) == 1:
         return  # a classifier's stages go without norms
-    whole = build(host, out_indices=tuple(range(count)), **options).eval()(x)
+    whole = build(backbone, out_indices=tuple(range(count)), **options).eval()(x)
     for i, out in zip(out_indices, asked):
         torch.testing.assert_close(out, whole[i], rtol=1e-4, atol=1e-5)
 
@@ -78,12 +80,12 @@ def is_frozen(name, frozen_stages):
     return int(rest.partition('.')[0]) < max(frozen_stages, least)
 
 
-@pytest.mark.parametrize(('host', 'table'), [*((host, True) for host in ARCHS), (DEIT, False)])
-def test_frozen_stages(host, table):
+@pytest.mark.parametrize(('backbone', 'table'), [*((backbone, True) for backbone in ARCHS), (DEIT, False)])
+def test_frozen_stages(backbone, table):
     """Freeze the stem by 0, by i also stages (or blocks) 1..i with their patch embeddings and output norms."""
-    arch = ARCHS[host] if table else dict(ARCHS[host], absolute_position=False)
-    for frozen in range(-1, 3 if host == DEIT else 5):
-        model = build(host, arch=arch, stage_attns=mixes(host)[-1], frozen_stages=frozen, drop_path_rate=0.0)
+    arch = ARCHS[backbone] if table else dict(ARCHS[backbone], absolute_position=False)
+    for frozen in range(-1, 3 if backbone == DEIT else 5):
+        model = build(backbone, arch=arch, stage_attns=mixes(backbone)[-1], frozen_stages=frozen, drop_path_rate=0.0)
         for _ in range(2):  # optimizers are built before the first call of train(); frozen parts stay so afterwards
             for name, parameter in model.named_parameters():
                 assert parameter.requires_grad != is_frozen(name, frozen), name
@@ -93,7 +95,7 @@ def test_frozen_stages(host, table):
                 assert module.training != is_frozen(name, frozen), name
         before = copy.deepcopy(model.state_dict())
         outs = model(image())
-        if host != DEIT:  # frozen parts carry no graph
+        if backbone != DEIT:  # frozen parts carry no graph
             assert [out.requires_grad for out in outs] == [i >= frozen for i in range(4)]
         if frozen < 4:
             loss(outs).backward()
@@ -107,15 +109,14 @@ def test_frozen_stages(host, table):
 
 
 @pytest.mark.parametrize('norm_eval', [False, True])
-@pytest.mark.parametrize('host', ['RAVLT', NEXT])
-def test_norm_eval_is_of_every_kind_of_batch_norm(host, norm_eval):
-    """Batch norms of maps, of rows in compact feed-forward networks, and MMCV's own ``MMSyncBN``, no subclass of
-    PyTorch's."""
+@pytest.mark.parametrize('backbone', ['RAVLT', NEXT])
+def test_norm_eval_is_of_every_kind_of_batch_norm(backbone, norm_eval):
+    """Keep 2-D and 1-D batch norms in eval mode, and MMCV's ``MMSyncBN``, which is no subclass of PyTorch's."""
 
     class SyncBatchNorm(nn.Module):
         pass
 
-    model = build(host, 'rala', arch=dict(ARCHS[host], ffn=dict(type='compact')), norm_eval=norm_eval)
+    model = build(backbone, 'rala', arch=dict(ARCHS[backbone], ffn=dict(type='compact')), norm_eval=norm_eval)
     model.norm = SyncBatchNorm()
     norms = [m for m in model.modules() if isinstance(m, (_BatchNorm, SyncBatchNorm))]
     assert {type(norm) for norm in norms} == {SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d}
@@ -128,12 +129,12 @@ def test_norm_eval_is_of_every_kind_of_batch_norm(host, norm_eval):
     assert not any(norm.training for norm in norms if not model.eval().training)
 
 
-@every_host
-def test_stochastic_depth_grows_linearly_and_acts_in_training_only(host):
-    """Over all blocks, those that are not built included."""
-    depth = sum(ARCHS[host]['depths'])
+@every_backbone
+def test_stochastic_depth_grows_linearly_and_acts_in_training_only(backbone):
+    """Compute the rates over all blocks of the arch, including those that are not built."""
+    depth = sum(ARCHS[backbone]['depths'])
     for rate, options in ((0.4, {}), (0.4, dict(out_indices=(0,))), (0.0, {})):
-        model, x = build(host, 'rala', drop_path_rate=rate, norm_eval=True, **options), image(8)
+        model, x = build(backbone, 'rala', drop_path_rate=rate, norm_eval=True, **options), image(8)
         rates = [
             max((m.drop_prob for m in b.modules() if isinstance(m, DropPath)), default=0) for b in blocks_of(model)
         ]
@@ -145,16 +146,16 @@ def test_stochastic_depth_grows_linearly_and_acts_in_training_only(host):
 # --- weights -----------------------------------------------------------------------------------
 
 
-@every_host
-def test_init_weights_starts_as_documented(host):
-    """Matrices, and convolutions of Next-ViT, position tables, biases of windows and class tokens: normal of deviation
-    0.02, truncated; biases 0, norms 1."""
-    arch = dict(ARCHS[host], embed_dims=(64,) if host == DEIT else (32, 64, 96, 128))
-    model = MODELS.build(small_hosts.config(host, arch=arch, stage_attns=mixes(host)[-1]))
+@every_backbone
+def test_init_weights_starts_as_documented(backbone):
+    """Expect weights, position tables and class tokens from a truncated normal of deviation 0.02, zero biases, and unit
+    norm weights. Next-ViT's convolutions are included."""
+    arch = dict(ARCHS[backbone], embed_dims=(64,) if backbone == DEIT else (32, 64, 96, 128))
+    model = MODELS.build(small_backbones.config(backbone, arch=arch, stage_attns=mixes(backbone)[-1]))
     model.init_weights()
     drawn = {name: p for name, p in model.named_parameters() if name.endswith(('relative_bias.table', 'cls_token'))}
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, PositionTable)) or (host == NEXT and isinstance(module, nn.Conv2d)):
+        if isinstance(module, (nn.Linear, PositionTable)) or (backbone == NEXT and isinstance(module, nn.Conv2d)):
             drawn[name] = module.weight
             assert getattr(module, 'bias', None) is None or not module.bias.any(), name
         elif isinstance(module, (nn.LayerNorm, _BatchNorm)):
@@ -164,19 +165,22 @@ def test_init_weights_starts_as_documented(host):
             assert weight.detach().std() == pytest.approx(0.02, rel=0.3) and weight.abs().max() < 0.15, name
 
 
-@every_host
+@every_backbone
 @pytest.mark.parametrize('options', [{}, dict(out_indices=(0,)), dict(out_norm=False)], ids=str)
-def test_keys_of_parts_that_are_not_built_are_ignored(host, options):
+def test_keys_of_parts_that_are_not_built_are_ignored(backbone, options):
     """Ignore stages, blocks and norms that the model was configured without. Report parts outside of its architecture
     and names that only look alike."""
-    shared = dict(arch=dict(ARCHS[host], depths=(12,) if host == DEIT else (1,) * 4))
-    shared.update(dict(stage_norms=True) if host == NEXT else {})
-    count = dict(out_indices=-1) if host == DEIT else {}
-    whole, part = (build(host, 'inline', **{**count, **shared, **given}) for given in ({}, options))
+    shared = dict(arch=dict(ARCHS[backbone], depths=(12,) if backbone == DEIT else (1,) * 4))
+    shared.update(dict(stage_norms=True) if backbone == NEXT else {})
+    count = dict(out_indices=-1) if backbone == DEIT else {}
+    whole, part = (build(backbone, 'inline', **{**count, **shared, **given}) for given in ({}, options))
     names = 'stages', 'blocks', 'patch_embeds', 'position_tables', 'out_norms'
     odd = {key for name in names for key in (name, f'{name}.x.weight', f'{name}_extra.1.w', f'my_{name}.1.w')}
     odd |= {f'{name}.{number}.w' for name in names for number in ((12, 13) if name == 'blocks' else (4, 12))}
-    odd |= {'odd.weight', *([] if 'out_norm' in options else ['out_norm.odd' if host == DEIT else 'out_norms.0.odd'])}
+    odd |= {
+        'odd.weight',
+        *([] if 'out_norm' in options else ['out_norm.odd' if backbone == DEIT else 'out_norms.0.odd']),
+    }
     fit = compare(part, {**whole.state_dict(), **{key: torch.ones(1) for key in odd}})
     assert not fit.missing and not fit.mismatched and set(fit.unexpected) == odd
     assert set(fit.weights) == set(part.state_dict())
@@ -186,7 +190,8 @@ def test_keys_of_parts_that_are_not_built_are_ignored(host, options):
 
 @pytest.mark.parametrize('others', [[], [dict(type='Constant', layer='Linear', val=3.0)]])
 def test_weights_may_come_from_several_files_and_the_rest_starts_as_without_one(tmp_path, others):
-    """By the entries beside the files, else as from scratch; a second ``init_weights`` changes nothing."""
+    """Initialise weights outside of the files by the other entries of ``init_cfg``, else from scratch. A second
+    ``init_weights`` changes nothing."""
     source, given = build('RAVLT').state_dict(), [*others]
     for part in ('patch_embeds', 'out_norms'):
         path = tmp_path / f'{part}.pth'

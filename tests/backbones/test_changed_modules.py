@@ -13,9 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import small_hosts
+from helpers import small_backbones
 from helpers.references import filled
-from helpers.small_hosts import ARCHS
+from helpers.small_backbones import ARCHS
 from mmcv.cnn.bricks import DropPath
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
@@ -34,7 +34,7 @@ CONVS = nn.Conv1d, nn.Conv2d
 
 
 def is_affine(layer):
-    """True for ``layer(x)`` linear in the weights, all of them at once."""
+    """Return True if ``layer(x)`` is linear in its weights."""
     return isinstance(layer, (nn.Linear, *CONVS, *NORMS, PositionTable)) and type(layer).__name__ not in COMPOSED
 
 
@@ -48,7 +48,7 @@ def replace(model, path, layer):
 
 
 def scale(layer, *names):
-    """Scale weights, the weight and bias by default."""
+    """Multiply parameters by :data:`FACTOR`: those named, or weight and bias."""
     for name in names or ('weight', 'bias'):
         if getattr(layer, name, None) is not None:
             getattr(layer, name).data *= FACTOR
@@ -68,7 +68,7 @@ class Scale(nn.Module):
 
 
 class Scaled(nn.Module):
-    """The plain form of a layer with a scaled output."""
+    """Reference of a layer with a scaled output."""
 
     def __init__(self, layer):
         super().__init__()
@@ -124,7 +124,7 @@ def normalised_by_hooks(model, reference, path, layer, plain):
 
 
 def pruned(model, reference, path, layer, plain):
-    """And given other weights, as a checkpoint gives them."""
+    """Prune a third of the weights, then scale the stored ones, as loading a checkpoint would."""
     for name in list(layer._parameters):
         if getattr(layer, name) is not None:
             mask = (torch.arange(getattr(layer, name).numel()) % 3 > 0).view_as(getattr(layer, name))
@@ -134,7 +134,7 @@ def pruned(model, reference, path, layer, plain):
 
 
 class Adapter(nn.Module):
-    """As LoRA of PEFT: the base layer's weights under their names, and more than them in ``forward``."""
+    """Adapter with the base layer's ``weight`` and ``bias`` as properties, as LoRA of PEFT."""
 
     weight = property(lambda self: self.base.weight)
     bias = property(lambda self: self.base.bias)
@@ -175,7 +175,7 @@ def with_buffers(model, reference, path, layer, plain):
 
 
 def with_tensors(model, reference, path, layer, plain):
-    """As replicas of ``nn.DataParallel`` have them."""
+    """Replace parameters by plain tensors, as replicas of ``nn.DataParallel`` have them."""
     for name, value in list(layer._parameters.items()):
         if value is not None:
             delattr(layer, name)
@@ -184,7 +184,7 @@ def with_tensors(model, reference, path, layer, plain):
 
 
 class Circular(nn.Module):
-    """A convolution without padding, of a map that is padded by its opposite border."""
+    """Convolution of a map that is padded with its opposite border."""
 
     def __init__(self, conv):
         super().__init__()
@@ -246,18 +246,19 @@ CHANGES = {
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
-CASES = [(host, mix) for host in ARCHS for mix in range(len(small_hosts.mixes(host)))]
-every_model = pytest.mark.parametrize(('host', 'mix'), CASES)
+CASES = [(backbone, mix) for backbone in ARCHS for mix in range(len(small_backbones.mixes(backbone)))]
+every_model = pytest.mark.parametrize(('backbone', 'mix'), CASES)
 every_change = pytest.mark.parametrize('change', CHANGES, ids=[change.__name__ for change in CHANGES])
 
 
 @functools.cache
-def build(host, mix):
-    """All attentions in three mixes, compact networks of both kinds beside others."""
+def build(backbone, mix):
+    """Build a small model in float64 with one of three mixes of attentions, and compact feed-forward networks in some
+    stages."""
     ffn = [None, dict(type='compact'), dict(type='compact', matrix='M1', ffn='dwconv'), None]
-    ffn = dict(type='compact') if host == 'LinearDeiT' else ffn
-    arch, attns = dict(ARCHS[host], ffn=ffn), small_hosts.mixes(host)[mix]
-    model = small_hosts.build(host, arch=arch, stage_attns=attns, drop_path_rate=0.0).to(WIDE).eval()
+    ffn = dict(type='compact') if backbone == 'LinearDeiT' else ffn
+    arch, attns = dict(ARCHS[backbone], ffn=ffn), small_backbones.mixes(backbone)[mix]
+    model = small_backbones.build(backbone, arch=arch, stage_attns=attns, drop_path_rate=0.0).to(WIDE).eval()
     for module in model.modules():
         if hasattr(module, 'momentum'):
             module.momentum = 0.0  # statistics stay, whichever form runs first
@@ -265,7 +266,7 @@ def build(host, mix):
 
 
 def layers_of(model):
-    """Layers with weights of their own, by their paths."""
+    """Return the layers that own parameters, by path."""
     return {path: m for path, m in model.named_modules() if path and any(True for _ in m.parameters(recurse=False))}
 
 
@@ -280,7 +281,7 @@ def kind_of(model, path, layer):
 
 @functools.cache
 def layers_by_kind():
-    """Layers of all models as (host, mix), path and layer, grouped by kind."""
+    """Return the layers of all models as (case, path, layer), grouped by kind; a case is (backbone, mix)."""
     kinds = defaultdict(list)
     for case in CASES:
         model = build(*case)
@@ -290,7 +291,8 @@ def layers_by_kind():
 
 
 def mixed_changes(case):
-    """A change, or none, for each layer of a model: layers of a kind take their changes in turn."""
+    """Return a change for each layer of a model, by path. Layers of one kind cycle through their changes and no
+    change."""
     plan = {}
     for places in layers_by_kind():
         options = [*changes_of(places[0][2]), None]
@@ -301,7 +303,7 @@ def mixed_changes(case):
 
 
 def changed(model, changes):
-    """A copy with changed layers, and its plain reference. ``changes``: by the paths of the layers."""
+    """Return a copy of a model with changed layers, and its reference. ``changes`` maps paths to changes."""
     model, reference = copy.deepcopy(model), copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', FutureWarning)  # of weight_norm by hooks
@@ -318,7 +320,7 @@ def image(height=46, width=39):
 
 
 def with_gradient(model, x):
-    """Outputs, and the gradient of the image."""
+    """Return the outputs, and the gradient of the image."""
     x = x.clone().requires_grad_()
     outs = model(x)
     probes = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out) for out in outs]
@@ -344,7 +346,7 @@ def training(model, x):
 
 
 def narrowed(model):
-    """The model in float32; ``float`` knows parameters and buffers alone."""
+    """Convert a model to float32, including plain tensor attributes, which ``Module.float`` skips."""
     for module in model.float().modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -362,8 +364,8 @@ def assert_near(found, wanted, tolerance=1e-6):
 
 
 def check_forms(model, reference, x):
-    """With gradients, without (fused on CPUs, which have operators of their own for float32), on GPUs, in training.
-    Errors may be of the size of those of the equations in the same type."""
+    """Compare a model with its reference: with gradients, without (fused on CPUs), as on a GPU, and in training. Errors
+    may be as large as those of the reference in the same dtype."""
     with ops.use('reference'):
         in_eval, in_training = with_gradient(reference, x), training(reference, x)
         reference, small = narrowed(reference), x.float()
@@ -381,36 +383,36 @@ def check_forms(model, reference, x):
 
 
 @every_model
-def test_changed_layers_act_in_every_form(host, mix):
-    """Changed and plain layers beside each other, of each kind of layer all changes in some model."""
-    check_forms(*changed(build(host, mix), mixed_changes((host, mix))), image())
+def test_changed_layers_act_in_every_form(backbone, mix):
+    """Change some layers of a model. Each kind of layer gets each change in some model."""
+    check_forms(*changed(build(backbone, mix), mixed_changes((backbone, mix))), image())
 
 
 @pytest.mark.exhaustive
 @every_change
 @every_model
-def test_one_change_of_all_layers_acts_in_every_form(host, mix, change):
-    model = build(host, mix)
+def test_one_change_of_all_layers_acts_in_every_form(backbone, mix, change):
+    model = build(backbone, mix)
     check_forms(*changed(model, {path: change for path, m in layers_of(model).items() if CHANGES[change](m)}), image())
 
 
 @pytest.mark.exhaustive
 @every_model
-def test_each_change_of_each_layer_acts_alone(host, mix):
-    """Without gradients, where the layers around it are fused. One layer of each kind."""
-    plain, x = build(host, mix), image()
+def test_each_change_of_each_layer_acts_alone(backbone, mix):
+    """Change one layer of each kind, without gradients: its neighbours are fused."""
+    plain, x = build(backbone, mix), image()
     for case, path, layer in (places[0] for places in layers_by_kind()):
-        for change in changes_of(layer) if case == (host, mix) else ():
+        for change in changes_of(layer) if case == (backbone, mix) else ():
             model, reference = changed(plain, {path: change})
             with ops.use('reference'), torch.no_grad():
                 wanted = reference(x)
             assert_near(without_gradient(model, x), wanted)
 
 
-@pytest.mark.parametrize('host', ARCHS)
-def test_shared_layers_act_in_every_form(host):
-    """The second of each kind is the first: one module, or the parameters of one."""
-    model, groups = copy.deepcopy(build(host, 0)), defaultdict(list)
+@pytest.mark.parametrize('backbone', ARCHS)
+def test_shared_layers_act_in_every_form(backbone):
+    """Share the first layer of each kind with the second, as one module or by its parameters."""
+    model, groups = copy.deepcopy(build(backbone, 0)), defaultdict(list)
     for path, layer in layers_of(model).items():
         if not list(layer.children()):
             shapes = tuple((name, value.shape) for name, value in layer.state_dict().items())
@@ -433,7 +435,7 @@ def test_shared_layers_act_in_every_form(host):
 def merged_model():
     """Two stages of RAVLT, the second with a compact network."""
     arch, attns = dict(ARCHS['RAVLT'], ffn=[None, dict(type='compact'), None, None]), ('rala', 'softmax') * 2
-    return small_hosts.build('RAVLT', arch=arch, stage_attns=attns, out_indices=(0, 1)).to(WIDE).eval()
+    return small_backbones.build('RAVLT', arch=arch, stage_attns=attns, out_indices=(0, 1)).to(WIDE).eval()
 
 
 def check_merging(changes, is_refused):
@@ -451,7 +453,7 @@ def check_merging(changes, is_refused):
 
 @every_change
 def test_layer_scales_beside_changed_layers(change):
-    """They stay, or are part of the layer."""
+    """Deploy with changed layers in the stages: layer scales stay, or are folded into the layer."""
     layers = layers_of(merged_model()).items()
     paths = [p for p, m in layers if p.startswith('stages.') and '.down.' not in p and '.up.' not in p]
     check_merging({path: change for path, m in layers if path in paths and CHANGES[change](m)}, False)
@@ -459,7 +461,7 @@ def test_layer_scales_beside_changed_layers(change):
 
 @every_change
 def test_changed_layers_are_folded_right_or_refused(change):
-    """Each of them alone."""
+    """Deploy with one changed layer at a time."""
     names = 'layers.0', 'layers.4', 'layers.9', 'layers.conv', 'layers.norm', 'linears.0', 'norms.1'
     for path, layer in layers_of(merged_model()).items():
         if path.endswith(names) and CHANGES[change](layer):
@@ -471,9 +473,9 @@ def graph_cases():
 
 
 @pytest.mark.parametrize('record', ['trace', 'export'])
-@pytest.mark.parametrize(('host', 'mix'), graph_cases())
-def test_graphs_hold_changed_layers(host, mix, record):
-    model, reference = changed(build(host, mix), mixed_changes((host, mix)))
+@pytest.mark.parametrize(('backbone', 'mix'), graph_cases())
+def test_graphs_hold_changed_layers(backbone, mix, record):
+    model, reference = changed(build(backbone, mix), mixed_changes((backbone, mix)))
     x = image()
     with torch.no_grad():
         with ops.use('reference'):
@@ -498,7 +500,7 @@ def test_branches_may_have_a_bias():
 
 @pytest.mark.parametrize('kind', ['built', 'removed'])
 def test_large_maps_without_running_statistics(kind):
-    """Statistics are of the whole map, however large it is, and not of the strips that save memory."""
+    """Compute batch statistics over the whole map, not over the strips that save memory."""
     ffn = dict(type='compact', norm_cfg=dict(type='BN1d', track_running_stats=kind == 'removed'))
     arch = dict(embed_dims=(16,) * 4, depths=(1,) * 4, num_heads=(1,) * 4, mlp_ratios=16, stage_attns=('rala',) * 4)
     model = LinearPVT(dict(arch, ffn=ffn), out_indices=(0,)).eval()
@@ -700,11 +702,11 @@ BIASES = {
 
 @pytest.mark.parametrize('is_buffer', [False, True])
 @pytest.mark.parametrize('change', BIASES.values(), ids=BIASES)
-@pytest.mark.parametrize('host', ['RAVLT', 'LinearPVTv2'])
+@pytest.mark.parametrize('backbone', ['RAVLT', 'LinearPVTv2'])
 @torch.no_grad()
-def test_biases_of_other_strides_and_sizes(host, change, is_buffer):
+def test_biases_of_other_strides_and_sizes(backbone, change, is_buffer):
     """In float32, of which oneDNN's operators would read something else."""
-    model, x = filled(small_hosts.build(host, 'inline')).float().eval(), torch.rand(2, 3, 70, 52)
+    model, x = filled(small_backbones.build(backbone, 'inline')).float().eval(), torch.rand(2, 3, 70, 52)
     for layer in model.modules():
         if isinstance(layer, nn.Linear if change is BIASES['broadcast'] else (nn.Linear, nn.Conv2d)):
             bias = None if layer.bias is None else change(layer.bias.detach())

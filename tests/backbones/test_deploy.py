@@ -5,14 +5,14 @@ import copy
 
 import pytest
 import torch
-from helpers.small_hosts import ARCHS, build, image
+from helpers.small_backbones import ARCHS, build, image
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from torch import nn
 
 from mmlinattn import ops
 from mmlinattn.layers import Block, PatchEmbed
 
-COMPACT = {host: dict(arch=dict(arch, ffn=dict(type='compact'))) for host, arch in ARCHS.items()}
+COMPACT = {backbone: dict(arch=dict(arch, ffn=dict(type='compact'))) for backbone, arch in ARCHS.items()}
 CASES = [
     *COMPACT.items(),
     ('LinearNextViT', dict(COMPACT['LinearNextViT'], norm_cfg=dict(type='SyncBN'))),
@@ -21,7 +21,7 @@ CASES = [
 
 
 def cases():
-    return [pytest.param(host, options, id=f'{host}-{i}') for i, (host, options) in enumerate(CASES)]
+    return [pytest.param(backbone, options, id=f'{backbone}-{i}') for i, (backbone, options) in enumerate(CASES)]
 
 
 def assert_near(outs, expected):
@@ -29,10 +29,10 @@ def assert_near(outs, expected):
         assert (out - other).norm() < 1e-4 * other.norm()
 
 
-@pytest.mark.parametrize(('host', 'options'), cases())
-def test_the_merged_model_computes_the_same_and_its_weights_load(host, options, tmp_path):
+@pytest.mark.parametrize(('backbone', 'options'), cases())
+def test_the_merged_model_computes_the_same_and_its_weights_load(backbone, options, tmp_path):
     """Strictly, and through ``init_cfg``; merging twice changes nothing. Norms without statistics stay."""
-    model, x = build(host, 'rala', **options).eval(), image(2, 70, 99)
+    model, x = build(backbone, 'rala', **options).eval(), image(2, 70, 99)
     with ops.use('reference'):  # the fast backend of stems folds by itself
         expected, exact = model(x), copy.deepcopy(model).double()(x.double())
     wide = copy.deepcopy(model).double().switch_to_deploy()
@@ -41,7 +41,7 @@ def test_the_merged_model_computes_the_same_and_its_weights_load(host, options, 
     assert model.train().switch_to_deploy() is model and not model.training
     torch.save(dict(state_dict=model.state_dict()), tmp_path / 'merged.pth')
     init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'merged.pth'))
-    loaded, filled = (build(host, 'rala', deploy=True, **options, **cfg) for cfg in ({}, dict(init_cfg=init_cfg)))
+    loaded, filled = (build(backbone, 'rala', deploy=True, **options, **cfg) for cfg in ({}, dict(init_cfg=init_cfg)))
     assert not loaded.training
     loaded.load_state_dict(model.state_dict(), strict=True)
     filled.init_weights()
@@ -51,7 +51,7 @@ def test_the_merged_model_computes_the_same_and_its_weights_load(host, options, 
     assert_near(merged, expected)
     assert not any(isinstance(module, nn.BatchNorm1d) for module in model.modules())
     assert sum(p.numel() for p in model.parameters()) <= count
-    if host == 'RAVLT':
+    if backbone == 'RAVLT':
         assert not any(isinstance(module, _BatchNorm) for module in model.modules())
         assert not [key for key in model.state_dict() if 'gamma' in key or 'running' in key]
         assert all(module is None for block in model.stages[0] for module in (block.gamma1, block.gamma2))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from helpers import goldens, small_hosts
+from helpers import goldens, small_backbones
 from helpers.references import attend
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from torch import nn
@@ -19,7 +19,7 @@ from mmlinattn.checkpoints.states import backbone_state
 from mmlinattn.ops import maps
 
 NAME = 'softmax_nextvit_s'
-ARCH = small_hosts.ARCHS['LinearNextViT']
+ARCH = small_backbones.ARCHS['LinearNextViT']
 BN = dict(type='BN', eps=1e-5)
 COMPACT = dict(ARCH, ffn=dict(type='compact'), stage_attns=('hallucinated',) * 4)
 
@@ -30,7 +30,7 @@ def file():
 
 
 def dense_state():
-    """A segmentation backbone's file: a norm a stage; the fourth of the list lies unused beside ``norm``."""
+    """Return the state dict of a segmentation backbone: a norm per stage, and an unused fourth norm in the list."""
     state = {key: value for key, value in file().items() if not key.startswith('proj_head')}
     for i, dim in enumerate((96, 256, 512, 1024)):
         for role in ('weight', 'bias', 'running_mean', 'running_var'):
@@ -65,7 +65,7 @@ def test_released_dense_backbones(tmp_path):
 
 @pytest.mark.parametrize(('size', 'params'), [('small', 31.7), ('base', 44.8), ('large', 57.8)])
 def test_files_of_every_size_load(size, params):
-    """Blocks of the third stage come in groups of five; the file counts blocks from the first to the last stage."""
+    """Load files of each size. The third stage has groups of five blocks, and files count blocks across stages."""
     with torch.device('meta'):
         model = LinearNextViT(f'softmax-{size}', out_indices=(3,))
     own = {key: value.shape for key, value in model.state_dict().items() if not key.endswith('num_batches_tracked')}
@@ -93,7 +93,7 @@ def test_files_of_every_size_load(size, params):
 
 
 def patches(x, side):
-    """Means of the pixels that are there, patch by patch: (B, H, W, C) -> (B, h, w, C)."""
+    """Average a map over patches cropped at its border: (B, H, W, C) -> (B, h, w, C)."""
     rows, columns = (-(-length // side) for length in x.shape[1:3])
     cells = [
         [x[:, side * i : side * i + side, side * j : side * j + side] for j in range(columns)] for i in range(rows)
@@ -102,20 +102,21 @@ def patches(x, side):
 
 
 def affine(norm, x):
-    """A fixed batch norm of the last axis."""
+    """Apply a batch norm with running statistics to the last axis."""
     return (x - norm.running_mean) / (norm.running_var + norm.eps).sqrt() * norm.weight + norm.bias
 
 
 # as in graphs for all sizes
-open_or_known = pytest.mark.parametrize('open_sizes', [False, True], ids=['known', 'open'])
+open_or_known = pytest.mark.parametrize('is_dynamic', [False, True], ids=['known', 'open'])
 
 
 @pytest.mark.parametrize('size', [(8, 8), (7, 9), (5, 13), (2, 2)], ids=str)
 @pytest.mark.parametrize('reduction', ['sequence', 'grid'])
 @open_or_known
-def test_keys_are_those_of_averaged_tokens(size, reduction, open_sizes, monkeypatch):
-    """As released: of r^2 tokens that follow each other, the rest at the end dropped. Or of patches of r x r tokens."""
-    monkeypatch.setattr(maps, 'is_known', lambda *sizes: not open_sizes)
+def test_keys_are_those_of_averaged_tokens(size, reduction, is_dynamic, monkeypatch):
+    """Average r^2 consecutive tokens and drop the remainder, as the release does, or average patches of r x r
+    tokens."""
+    monkeypatch.setattr(maps, 'is_known', lambda *sizes: not is_dynamic)
     attn = goldens.fill(AveragedKeysAttention(8, 2, 'hallucinated', 2, reduction, BN)).double().eval()
     x, count = torch.randn(2, *size, 8, dtype=torch.float64), size[0] * size[1] // 4
     tokens = x.flatten(1, 2)
@@ -128,11 +129,11 @@ def test_keys_are_those_of_averaged_tokens(size, reduction, open_sizes, monkeypa
 
 
 def test_averages_of_keys():
-    """Average the keys of quadratic attentions in stages with a reduction; hallucinated attention convolves over their
-    grid. Blocks without an attention may be named None."""
+    """Average the keys of quadratic attentions in stages with a reduction; hallucinated attention needs a grid. Blocks
+    without an attention may be None."""
 
     def kinds(**options):
-        modules = small_hosts.build('LinearNextViT', **options).modules()
+        modules = small_backbones.build('LinearNextViT', **options).modules()
         return [(m.reduction, m.ratio) for m in modules if isinstance(m, AveragedKeysAttention)]
 
     assert kinds() == [('grid', 3), ('grid', 2)]
@@ -150,8 +151,8 @@ def test_averages_of_keys():
 
 @pytest.mark.parametrize('size', [(4, 6), (5, 7), (1, 1), (1, 4)], ids=str)
 @open_or_known
-def test_down_sampling_averages_the_pixels_that_are_there(size, open_sizes, monkeypatch):
-    monkeypatch.setattr(maps, 'is_known', lambda *sizes: not open_sizes)
+def test_down_sampling_averages_the_pixels_that_are_there(size, is_dynamic, monkeypatch):
+    monkeypatch.setattr(maps, 'is_known', lambda *sizes: not is_dynamic)
     embed = goldens.fill(PooledEmbed(3, 5, BN)).double().eval()
     x = torch.randn(2, *size, 3, dtype=torch.float64)
     expected = affine(embed.norm, patches(x, 2) @ embed.conv.weight[:, :, 0, 0].T)
@@ -161,9 +162,10 @@ def test_down_sampling_averages_the_pixels_that_are_there(size, open_sizes, monk
 
 
 def test_widths_of_attentions_are_three_quarters_in_whole_groups():
-    """Rounded to the nearest, half a group up as in the release; stages without attentions keep their width."""
+    """Round to the nearest number of groups, halves up, as the release does. Stages without attentions keep their
+    channels."""
     arch = dict(ARCH, group_dim=8, embed_dims=(8, 24, 48, 56), num_heads=(1, 1, 1, 1))
-    assert small_hosts.build('LinearNextViT', arch=arch).attn_dims == (8, 16, 40, 40)  # 18, 36 and 42
+    assert small_backbones.build('LinearNextViT', arch=arch).attn_dims == (8, 16, 40, 40)  # 18, 36 and 42
 
 
 # --- norms --------------------------------------------------------------------------------------
@@ -171,7 +173,7 @@ def test_widths_of_attentions_are_three_quarters_in_whole_groups():
 
 def test_norms_by_option():
     def norms(**options):
-        return list(small_hosts.build('LinearNextViT', 'rala', **options).out_norms)
+        return list(small_backbones.build('LinearNextViT', 'rala', **options).out_norms)
 
     assert norms() == ['0', '1', '2', '3']
     assert norms(out_indices=(1, 2)) == ['0', '1', '2']  # a detector's pyramid may start at the second map
@@ -183,13 +185,13 @@ def test_norms_by_option():
 
 
 def test_norm_cfg_is_of_all_norms():
-    """Set eps and momentum of all norms, also of the outputs and of compact networks. These may have a norm of their
-    own."""
+    """Apply ``norm_cfg`` to all norms, including output norms and compact networks. The latter may have their own
+    ``norm_cfg``."""
     fixed, sync = dict(type='BN', eps=1e-3, momentum=0.2), dict(type='SyncBN')
     mixed = dict(COMPACT, ffn=dict(type='compact', norm_cfg=sync))
     found = []
     for arch, norm_cfg in ((COMPACT, fixed), (COMPACT, sync), (mixed, fixed)):
-        model = small_hosts.build('LinearNextViT', arch=arch, norm_cfg=norm_cfg)
+        model = small_backbones.build('LinearNextViT', arch=arch, norm_cfg=norm_cfg)
         norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
         found.append({('.fc2.' in name, module._get_name(), module.eps, module.momentum) for name, module in norms})
     assert fixed == dict(type='BN', eps=1e-3, momentum=0.2)
@@ -199,7 +201,7 @@ def test_norm_cfg_is_of_all_norms():
 
 
 class Factor(nn.Module):
-    """Stands for stochastic depth: each path has a factor of its own."""
+    """Constant factor in place of stochastic depth."""
 
     def __init__(self, factor):
         super().__init__()

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Every attention in every host: any size, any batch, half precision, graphs, parallel training."""
+"""Every attention in every backbone: any size, any batch, half precision, graphs, parallel training."""
 
 import copy
 import functools
@@ -8,8 +8,8 @@ import pickle
 
 import pytest
 import torch
-from helpers import small_hosts
-from helpers.small_hosts import ARCHS, EVERY_ATTN, image, loss
+from helpers import small_backbones
+from helpers.small_backbones import ARCHS, EVERY_ATTN, image, loss
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mmengine.registry import MODELS
@@ -20,22 +20,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 HALF = [torch.float16, torch.bfloat16]
 every_pair = pytest.mark.parametrize(
-    ('host', 'attn'), [pytest.param(host, attn, id=f'{host}-{attn}') for host in ARCHS for attn in EVERY_ATTN]
+    ('backbone', 'attn'),
+    [pytest.param(backbone, attn, id=f'{backbone}-{attn}') for backbone in ARCHS for attn in EVERY_ATTN],
 )
 every_mix = pytest.mark.parametrize(
-    ('host', 'stage_attns'),
-    [pytest.param(host, mix, id=f'{host}-{i}') for host in ARCHS for i, mix in enumerate(small_hosts.mixes(host))],
+    ('backbone', 'stage_attns'),
+    [
+        pytest.param(backbone, mix, id=f'{backbone}-{i}')
+        for backbone in ARCHS
+        for i, mix in enumerate(small_backbones.mixes(backbone))
+    ],
 )
 few = settings(deadline=None, derandomize=True, max_examples=2, suppress_health_check=[HealthCheck.too_slow])
 
 
 @functools.lru_cache(maxsize=1)
-def model_of(host, attn):
-    return small_hosts.build(host, attn).double()
+def model_of(backbone, attn):
+    return small_backbones.build(backbone, attn).double()
 
 
-def shapes(host, height, width):
-    if host == 'LinearDeiT':
+def shapes(backbone, height, width):
+    if backbone == 'LinearDeiT':
         return [(math.ceil(height / 16), math.ceil(width / 16))]
     return [(math.ceil(height / 4 / 2**i), math.ceil(width / 4 / 2**i)) for i in range(4)]
 
@@ -59,59 +64,64 @@ def assert_trains(model, x, dtype, loss_scale=2**10):
 @example(32, 32)
 @example(32, 130)
 @given(st.integers(32, 100), st.integers(32, 100))
-def test_maps_of_any_size(host, attn, height, width):
-    """32x32 leaves a map of one pixel in the last stage, 32x130 one that is a pixel high."""
+def test_maps_of_any_size(backbone, attn, height, width):
+    """Return contiguous maps of the expected sizes, down to one pixel."""
     with torch.no_grad():
-        outs = model_of(host, attn).eval()(image(2, height, width).double())
+        outs = model_of(backbone, attn).eval()(image(2, height, width).double())
     assert isinstance(outs, tuple) and all(out.is_contiguous() for out in outs)
-    assert [tuple(out.shape[2:]) for out in outs] == shapes(host, height, width)
+    assert [tuple(out.shape[2:]) for out in outs] == shapes(backbone, height, width)
 
 
 @every_pair
-def test_every_parameter_takes_part(host, attn):
-    model = model_of(host, attn).train()
+def test_every_parameter_takes_part(backbone, attn):
+    model = model_of(backbone, attn).train()
     model.zero_grad()
     sum(out.square().mean() for out in model(image(2, 33, 47).double())).backward()
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-def inferred(host, stage_attns):
-    """A model without gradients."""
-    return torch.no_grad()(small_hosts.build(host, stage_attns=stage_attns).double().eval())
+def inferred(backbone, stage_attns):
+    """Return a model in eval mode whose parameters need no gradient."""
+    return torch.no_grad()(small_backbones.build(backbone, stage_attns=stage_attns).double().eval())
 
 
 @every_mix
-def test_an_image_alone_is_as_in_a_batch(host, stage_attns):
-    """Whatever the others hold."""
-    model, x = inferred(host, stage_attns), image(2, 43, 57).double()
+def test_an_image_alone_is_as_in_a_batch(backbone, stage_attns):
+    """Expect the output of an image to be independent of the other images in the batch."""
+    model, x = inferred(backbone, stage_attns), image(2, 43, 57).double()
     x = x * torch.tensor([30.0, 0.01]).double().view(2, 1, 1, 1)
     for out, alone in zip(model(x), model(x[1:])):
         torch.testing.assert_close(out[1:], alone)
 
 
 @every_mix
-def test_the_layout_of_an_image_in_memory_does_not_matter(host, stage_attns):
-    model, x = inferred(host, stage_attns), image(2, 43, 57).double()
+def test_the_layout_of_an_image_in_memory_does_not_matter(backbone, stage_attns):
+    model, x = inferred(backbone, stage_attns), image(2, 43, 57).double()
     torch.testing.assert_close(model(x.to(memory_format=torch.channels_last)), model(x))
 
 
 @pytest.mark.parametrize(
-    ('host', 'stage_attns'),
+    ('backbone', 'stage_attns'),
     # not of stems of convolutions
-    [(host, mix) for host in ARCHS if host not in ('RAVLT', 'LinearNextViT') for mix in small_hosts.mixes(host)],
+    [
+        (backbone, mix)
+        for backbone in ARCHS
+        if backbone not in ('RAVLT', 'LinearNextViT')
+        for mix in small_backbones.mixes(backbone)
+    ],
 )
-def test_images_are_padded_to_whole_patches(host, stage_attns):
-    """With zeros at the bottom and on the right, and no further: tokens without a pixel would mix with the others."""
-    model, x = inferred(host, stage_attns), image(2, 43, 57).double()
-    patch = 16 if host == 'LinearDeiT' else 4
+def test_images_are_padded_to_whole_patches(backbone, stage_attns):
+    """Pad with zeros at the bottom and on the right to whole patches, and no further."""
+    model, x = inferred(backbone, stage_attns), image(2, 43, 57).double()
+    patch = 16 if backbone == 'LinearDeiT' else 4
     torch.testing.assert_close(model(pad(x, (0, -57 % patch, 0, -43 % patch))), model(x))
 
 
 @pytest.mark.parametrize('training', [False, True], ids=['inference', 'training'])
 @every_mix
-def test_a_batch_of_no_images_gives_empty_maps(host, stage_attns, training):
-    """As an empty image source, or a filter before the model, gives it."""
-    model = small_hosts.build(host, stage_attns=stage_attns, norm_eval=True).train(training)
+def test_a_batch_of_no_images_gives_empty_maps(backbone, stage_attns, training):
+    """Return empty maps for an empty batch, in inference and in training."""
+    model = small_backbones.build(backbone, stage_attns=stage_attns, norm_eval=True).train(training)
     with torch.set_grad_enabled(training):
         outs, empty = model(image(1)), model(image(0))
     assert [out.shape for out in empty] == [(0, *out.shape[1:]) for out in outs]
@@ -125,13 +135,13 @@ def test_a_batch_of_no_images_gives_empty_maps(host, stage_attns, training):
 
 @pytest.mark.parametrize('dtype', HALF, ids=str)
 @every_mix
-def test_half_precision_is_finite_and_close_to_float32(host, stage_attns, dtype):
-    """Under autocast, also of inputs 100 times their usual size, as a badly scaled fine-tuning run has them; and of a
-    model that is all in half precision, of the mix that rounds least. Long sums: tests/ops/test_range.py.
+def test_half_precision_is_finite_and_close_to_float32(backbone, stage_attns, dtype):
+    """Train under autocast with usual inputs and with inputs 100 times larger, and infer in half precision.
 
-    The middle one of five images counts. With ReLU as kernel an image can have a query that meets no key: its result
-    is zero, and a mean of values once rounding lets the query meet one, in float32, too."""
-    model, x = small_hosts.build(host, stage_attns=stage_attns), image(5, 64, 80)
+    The median of five images counts: ReLU kernels may map a query to no key, and rounding decides whether it is zero or
+    a mean of values.
+    """
+    model, x = small_backbones.build(backbone, stage_attns=stage_attns), image(5, 64, 80)
     assert_trains(model.train(), x[:3], dtype)
     assert_trains(model, 100 * x[:3], dtype, loss_scale=1)
     model.eval()
@@ -139,7 +149,7 @@ def test_half_precision_is_finite_and_close_to_float32(host, stage_attns, dtype)
         exact = model(x)
         with torch.autocast('cpu', dtype):
             found = [*model(x)]
-        if stage_attns == small_hosts.mixes(host)[-1]:
+        if stage_attns == small_backbones.mixes(backbone)[-1]:
             found += model.to(dtype)(x.to(dtype))
             assert all(out.dtype == dtype for out in found[len(exact) :])
     for out, expected in zip(found, exact * 2):
@@ -152,28 +162,34 @@ PUBLISHED = [
     ('RAVLT', 'tiny'),
     *(('LinearPVT', 'inline-tiny'), ('LinearPVTv2', 'hmhsa-b1')),
     ('LinearCSWin', 'flatten-tiny'),
-    *((host, arch) for host in ('LinearSwin', 'LinearDeiT') for arch in TINY if arch in MODELS.get(host).arch_zoo),
+    *(
+        (backbone, arch)
+        for backbone in ('LinearSwin', 'LinearDeiT')
+        for arch in TINY
+        if arch in MODELS.get(backbone).arch_zoo
+    ),
 ]
 
 
-@pytest.mark.parametrize(('host', 'arch'), PUBLISHED, ids=str)
-def test_autocast_is_finite_at_published_depths(host, arch):
-    """Published widths, each attention at least once. At the size of a detector: tests/test_cuda.py, and below."""
-    options = dict(out_type='featmap') if host == 'LinearDeiT' else {}
-    model = MODELS.build(dict(type=host, arch=arch, **options)).train()
+@pytest.mark.parametrize(('backbone', 'arch'), PUBLISHED, ids=str)
+def test_autocast_is_finite_at_published_depths(backbone, arch):
+    """Train the published sizes under autocast, each attention at least once. Detector sizes: tests/test_cuda.py, and
+    below."""
+    options = dict(out_type='featmap') if backbone == 'LinearDeiT' else {}
+    model = MODELS.build(dict(type=backbone, arch=arch, **options)).train()
     assert_trains(model, image(2, 64, 64), torch.bfloat16)
-    if host == 'RAVLT':  # CPUs have few float16 kernels
+    if backbone == 'RAVLT':  # CPUs have few float16 kernels
         assert_trains(model, image(2, 32, 32), torch.float16)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ('host', 'attn'),
+    ('backbone', 'attn'),
     [*(('RAVLT', attn) for attn in ('inline', 'focused', 'rala')), *zip(list(ARCHS)[1:], ['focused', 'rala'] * 3)],
 )
-def test_float16_is_finite_at_the_size_of_a_detector(host, attn):
-    """Thin models: CPUs compute float16 slowly, and the result depends on the number of tokens."""
-    assert_trains(small_hosts.build(host, attn).train(), torch.randn(1, 3, 800, 1333), torch.float16)
+def test_float16_is_finite_at_the_size_of_a_detector(backbone, attn):
+    """Train small models in float16 at 800x1333, as the range depends on the number of tokens."""
+    assert_trains(small_backbones.build(backbone, attn).train(), torch.randn(1, 3, 800, 1333), torch.float16)
 
 
 # --- hooks, recomputing, copies -----------------------------------------------------------------
@@ -184,17 +200,17 @@ def layers_of(model):
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def with_compact(host, stage_attns):
-    arch = dict(ARCHS[host], ffn=dict(type='compact'))
-    return small_hosts.build(host, arch=arch, stage_attns=stage_attns).eval(), image(1)
+def with_compact(backbone, stage_attns):
+    arch = dict(ARCHS[backbone], ffn=dict(type='compact'))
+    return small_backbones.build(backbone, arch=arch, stage_attns=stage_attns).eval(), image(1)
 
 
 @pytest.mark.parametrize('kind', ['forward', 'forward_pre', 'full_backward', 'full_backward_pre', 'module'])
 @every_mix
-def test_layers_that_somebody_watches_are_called(host, stage_attns, kind):
-    """A hook on every layer at once, as profilers, feature extractors and those who shard gradients have it; inference
-    writes over nothing that a hook has kept. Once the hooks are gone, results are those of before."""
-    (model, x), seen, kept = with_compact(host, stage_attns), [], []
+def test_layers_that_somebody_watches_are_called(backbone, stage_attns, kind):
+    """Hook every layer. Inference calls all of them and overwrites nothing that a hook keeps; removing the hooks
+    restores the results."""
+    (model, x), seen, kept = with_compact(backbone, stage_attns), [], []
 
     def hook(module, *tensors):
         seen.append(module)
@@ -220,12 +236,12 @@ def test_layers_that_somebody_watches_are_called(host, stage_attns, kind):
 
 
 @every_mix
-def test_recomputed_blocks_give_the_same_gradients(host, stage_attns):
-    """``with_cp``; dropped paths are drawn again, batch statistics (of rows in compact networks, too) counted once."""
-    options = dict(arch=dict(ARCHS[host], ffn=dict(type='compact')), stage_attns=stage_attns, drop_path_rate=0.3)
-    plain, saving = (small_hosts.build(host, with_cp=cp, **options).train() for cp in (False, True))
+def test_recomputed_blocks_give_the_same_gradients(backbone, stage_attns):
+    """Compare gradients with ``with_cp``. Drop paths are drawn equally, and batch statistics are updated once."""
+    options = dict(arch=dict(ARCHS[backbone], ffn=dict(type='compact')), stage_attns=stage_attns, drop_path_rate=0.3)
+    plain, saving = (small_backbones.build(backbone, with_cp=cp, **options).train() for cp in (False, True))
     calls, x = [], image()
-    blocks = saving.blocks if host == 'LinearDeiT' else saving.stages[1]
+    blocks = saving.blocks if backbone == 'LinearDeiT' else saving.stages[1]
     blocks[-1].register_forward_pre_hook(lambda *_: calls.append(1))
     for model in (plain, saving):
         torch.manual_seed(3)
@@ -238,10 +254,10 @@ def test_recomputed_blocks_give_the_same_gradients(host, stage_attns):
         assert not name.endswith('num_batches_tracked') or other == 1
 
 
-@pytest.mark.parametrize('host', ['RAVLT', 'LinearPVTv2'])
-def test_several_backward_passes_of_recomputed_blocks(host):
-    options = dict(arch=dict(ARCHS[host], ffn=dict(type='compact')), with_cp=True, drop_path_rate=0.0)
-    model = small_hosts.build(host, 'rala', **options).train()
+@pytest.mark.parametrize('backbone', ['RAVLT', 'LinearPVTv2'])
+def test_several_backward_passes_of_recomputed_blocks(backbone):
+    options = dict(arch=dict(ARCHS[backbone], ffn=dict(type='compact')), with_cp=True, drop_path_rate=0.0)
+    model = small_backbones.build(backbone, 'rala', **options).train()
     out = loss(model(image()))
     state = {name: value.clone() for name, value in model.named_buffers()}
     first, second = (torch.autograd.grad(out, tuple(model.parameters()), retain_graph=True) for _ in '12')
@@ -251,7 +267,7 @@ def test_several_backward_passes_of_recomputed_blocks(host):
 
 @pytest.fixture(scope='module')
 def process_group(tmp_path_factory):
-    """A group of this process alone: DistributedDataParallel minds unused parameters all the same."""
+    """Process group of one process, enough for DistributedDataParallel to check for unused parameters."""
     store = tmp_path_factory.mktemp('group') / 'store'
     torch.distributed.init_process_group('gloo', init_method=f'file://{store}', rank=0, world_size=1)
     yield
@@ -260,8 +276,8 @@ def process_group(tmp_path_factory):
 
 @pytest.mark.parametrize('with_cp', [False, True])
 @every_mix
-def test_trains_in_parallel_without_find_unused_parameters(process_group, host, stage_attns, with_cp):
-    model = small_hosts.build(host, stage_attns=stage_attns, drop_path_rate=0.5, with_cp=with_cp).train()
+def test_trains_in_parallel_without_find_unused_parameters(process_group, backbone, stage_attns, with_cp):
+    model = small_backbones.build(backbone, stage_attns=stage_attns, drop_path_rate=0.5, with_cp=with_cp).train()
     parallel = DistributedDataParallel(model)
     for _ in range(2):  # a parameter that the first step left unused is an error in the second
         loss(parallel(image())).backward()
@@ -269,14 +285,18 @@ def test_trains_in_parallel_without_find_unused_parameters(process_group, host, 
 
 
 @every_mix
-def test_copies_after_a_forward_pass(host, stage_attns):
-    """Resized tables that a model keeps do not follow its copies around; one built without memory has all it needs in
-    its weights (``torch.device('meta')`` and ``load_state_dict(assign=True)``)."""
-    model, x = small_hosts.build(host, stage_attns=stage_attns).eval(), image()
+def test_copies_after_a_forward_pass(backbone, stage_attns):
+    """Copy and pickle a model after a forward pass: cached tables do not follow the copy. Weights suffice to fill a
+    model built on the meta device."""
+    model, x = small_backbones.build(backbone, stage_attns=stage_attns).eval(), image()
     keys = list(model.state_dict())
     with torch.no_grad():
         expected = model(x)[-1]
-        assert keys == list(model.state_dict()) == list(small_hosts.build(host, stage_attns=stage_attns).state_dict())
+        assert (
+            keys
+            == list(model.state_dict())
+            == list(small_backbones.build(backbone, stage_attns=stage_attns).state_dict())
+        )
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(copied(x)[-1], expected)
             for parameter in copied.parameters():
@@ -284,16 +304,16 @@ def test_copies_after_a_forward_pass(host, stage_attns):
             assert not torch.allclose(copied(x)[-1], expected)
             assert torch.equal(model(x)[-1], expected)
         with torch.device('meta'):
-            empty = MODELS.build(small_hosts.config(host, stage_attns=stage_attns)).eval()
+            empty = MODELS.build(small_backbones.config(backbone, stage_attns=stage_attns)).eval()
         empty.load_state_dict(model.state_dict(), assign=True)
         torch.testing.assert_close(empty(x)[-1], expected)
 
 
 @pytest.mark.slow
 def test_compiled():
-    """Inductor builds C++ code, seconds for a block: of two stages, with one block of each attention."""
+    """Compile two stages, with one block of each attention, by Inductor."""
     attns = ('rala', 'softmax', 'rala', 'rala')
-    model, x = small_hosts.build('RAVLT', stage_attns=attns, out_indices=(0, 1)).eval(), image(1)
+    model, x = small_backbones.build('RAVLT', stage_attns=attns, out_indices=(0, 1)).eval(), image(1)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():

@@ -1,11 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""RAVLT against its equations written plainly, and its options."""
+"""RAVLT against its equations written out, and its options."""
 
 import pytest
 import reference_ravlt
 import torch
 from helpers import goldens
-from helpers.small_hosts import ARCHS, image
+from helpers.small_backbones import ARCHS, image
 
 from mmlinattn.backbones import RAVLT
 
@@ -15,7 +15,7 @@ ARCH = ARCHS['RAVLT']
 @pytest.mark.parametrize('attns', [None, ('rala',) * 4], ids=['hybrid', 'linear'])
 @pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
 def test_equals_the_equations_written_plainly(attns, training):
-    """Values and the gradient of every parameter, with stored and with batch statistics."""
+    """Compare values and the gradient of every parameter, with running and with batch statistics."""
     model = goldens.fill(RAVLT(ARCH, stage_attns=attns, drop_path_rate=0.0)).double().train(training)
     x = image().double()
     outs, expected = model(x), reference_ravlt.forward(model, x)
@@ -28,8 +28,8 @@ def test_equals_the_equations_written_plainly(attns, training):
 
 @pytest.mark.parametrize('options', [dict(cpe=False), dict(rotary=False), dict(local_kernel=None)], ids=str)
 def test_ablations_of_the_paper_are_arguments(options):
-    """Each is another function than the default, without the weights that it needs none of, and trains as a whole.
-    Those of the attention: tests/attention."""
+    """Turn off one part of the block. Its weights are gone, the others load, all train, and the outputs differ.
+    Ablations of the attention: tests/attention."""
     default, model, x = goldens.fill(RAVLT(ARCH)), RAVLT(ARCH, norm_eval=True, **options).train(), image()
     state, left = default.state_dict(), model.state_dict()
     assert any('.position.' in key for key in left) is ('cpe' not in options)
@@ -44,6 +44,6 @@ def test_ablations_of_the_paper_are_arguments(options):
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_angles_are_no_numbers_of_half_precision(dtype):
-    """bfloat16 counts to 256: the columns after it would share their angles."""
+    """Store angles in float32 or better, as bfloat16 counts only to 256."""
     table = RAVLT(ARCH).stage_context(1, torch.zeros(1, 2, 300, 16, dtype=dtype)).rotary
     assert table.dtype == torch.promote_types(dtype, torch.float32) and len(table.unique(dim=0)) == 600

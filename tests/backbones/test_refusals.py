@@ -1,24 +1,24 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Bad input of the hosts: one line with the argument, its value and the allowed values, before any work is lost."""
+"""Invalid arguments of backbones: one line with the argument, its value and the allowed values."""
 
 import copy
 
 import pytest
 import torch
-from helpers import small_hosts
-from helpers.small_hosts import ARCHS
+from helpers import small_backbones
+from helpers.small_backbones import ARCHS
 from mmengine.registry import MODELS
 
 DEIT, NEXT, SWIN = 'LinearDeiT', 'LinearNextViT', 'LinearSwin'
 
 
-def arch(host, **changes):
-    """The small arch with some keys changed, or without those that are ``...``."""
-    changed = {**copy.deepcopy(ARCHS[host]), **changes}
+def arch(backbone, **changes):
+    """Return the small arch with changed keys; the value ``...`` removes a key."""
+    changed = {**copy.deepcopy(ARCHS[backbone]), **changes}
     return {key: value for key, value in changed.items() if value is not ...}
 
 
-# Refusals of all hosts, tested with one: changes of its small arch, and arguments, with words of the error
+# Refusals of all backbones, tested with one: changes of its small arch, and arguments, with words of the error
 OF_ARCHS = [
     (dict(widths=3, depths=...), ["['depths', 'embed_dims', 'num_heads']", "unknown: ['widths']", "['depths']"]),
     (dict(embed_dims='4444'), ["arch: embed_dims='4444'", 'list or tuple']),
@@ -82,7 +82,7 @@ SPECIAL = [
     ('RAVLT', dict(norm_cfg='BN'), ["norm_cfg='BN'", 'dict']),
     ('RAVLT', dict(arch=arch('RAVLT', layer_scales='a')), ["arch: layer_scales='a'", 'numbers or None']),
     ('RAVLT', dict(arch=arch('RAVLT', mlp_ratios=0.01)), ['mlp_ratios=0.01', 'no hidden channel']),
-    *((host, dict(norm_cfg=dict(type='LN')), ["'type': 'LN'", '(B, C, H, W)']) for host in ('RAVLT', NEXT)),
+    *((backbone, dict(norm_cfg=dict(type='LN')), ["'type': 'LN'", '(B, C, H, W)']) for backbone in ('RAVLT', NEXT)),
     ('RAVLT', dict(arch=arch('RAVLT', num_heads=(1, 2, 3, 16))), ['head_dim=2', 'multiple of 4']),
     (NEXT, dict(stage_norms='yes'), ["stage_norms='yes'", 'bool']),
     (NEXT, dict(key_reduction='rows'), ["key_reduction='rows'", "'grid', 'sequence'"]),
@@ -106,35 +106,35 @@ SPECIAL = [
 ]
 
 
-def test_refusals_of_every_host():
+def test_refusals_of_every_backbone():
     for changes, words in OF_ARCHS:
         assert_refused(SWIN, dict(arch=arch(SWIN, **changes), stage_attns=('softmax',) * 4), words)
     for options, words in OF_ARGUMENTS:
         assert_refused(SWIN, options, words)
-    for host, keys in COUNTS.items():
-        attns = ('softmax',) * len(ARCHS[host]['depths'])
+    for backbone, keys in COUNTS.items():
+        attns = ('softmax',) * len(ARCHS[backbone]['depths'])
         for key, value in keys.items():
             words = [f'arch: {key}={value}', 'ints >= 1' + ' or None' * (key == 'stripes')]
-            assert_refused(host, dict(arch=arch(host, **{key: value}), stage_attns=attns), words)
+            assert_refused(backbone, dict(arch=arch(backbone, **{key: value}), stage_attns=attns), words)
 
 
-@pytest.mark.parametrize(('host', 'options', 'words'), SPECIAL, ids=str)
-def test_refusals_of_a_host(host, options, words):
-    assert_refused(host, options, words)
+@pytest.mark.parametrize(('backbone', 'options', 'words'), SPECIAL, ids=str)
+def test_refusals_of_a_backbone(backbone, options, words):
+    assert_refused(backbone, options, words)
 
 
-def assert_refused(host, options, words):
+def assert_refused(backbone, options, words):
     given = copy.deepcopy(options)
     with pytest.raises(ValueError) as error:
-        MODELS.build({'type': host, 'arch': arch(host), **options})
+        MODELS.build({'type': backbone, 'arch': arch(backbone), **options})
     said = str(error.value)
     assert not [word for word in words if word not in said] and '\n' not in said, (options, words, said)
     assert options == given or options != options  # NaN
 
 
-@pytest.mark.parametrize('host', [SWIN, DEIT])
-def test_wrong_images(host):
-    model = MODELS.build(small_hosts.config(host)).eval()
+@pytest.mark.parametrize('backbone', [SWIN, DEIT])
+def test_wrong_images(backbone):
+    model = MODELS.build(small_backbones.config(backbone)).eval()
     for shape in (1, 3, 31, 64), (1, 3, 64, 31), (1, 1, 64, 64), (1, 4, 64, 64), (3, 64, 64):
         with pytest.raises(ValueError) as error:
             model(torch.rand(shape))
@@ -155,9 +155,9 @@ def test_wrong_images(host):
 
 
 def test_bounds_that_are_allowed():
-    """A ratio that is a fraction, also of each stage; windows of a linear attention of any size; heads too narrow for
-    a rotation that there is none of, or of stages that are not built."""
-    small_hosts.build(SWIN, 'inline', arch=arch(SWIN, mlp_ratios=(2.5,) * 4), window_size=2**20)
+    """Accept fractional ratios, any window of a linear attention, and narrow heads without rotary encoding or in
+    unbuilt stages."""
+    small_backbones.build(SWIN, 'inline', arch=arch(SWIN, mlp_ratios=(2.5,) * 4), window_size=2**20)
     narrow = arch('RAVLT', mlp_ratios=2.5, num_heads=(1, 2, 3, 16))
     for options in (dict(rotary=False), dict(out_indices=(0, 2))):
-        small_hosts.build('RAVLT', 'inline', arch=narrow, **options)
+        small_backbones.build('RAVLT', 'inline', arch=narrow, **options)

@@ -3,15 +3,15 @@
 
 import pytest
 import torch
-from helpers.small_hosts import ARCHS, PYRAMIDS, build, image, loss
+from helpers.small_backbones import ARCHS, PYRAMIDS, build, image, loss
 
-every_host = pytest.mark.parametrize('host', ARCHS)
+every_backbone = pytest.mark.parametrize('backbone', ARCHS)
 
 
-@every_host
+@every_backbone
 @pytest.mark.parametrize('out_norm', [True, False])
-def test_the_named_module_computes_the_output(host, out_norm):
-    model = build(host, 'rala', out_indices=(0, 1), out_norm=out_norm).eval()
+def test_the_named_module_computes_the_output(backbone, out_norm):
+    model = build(backbone, 'rala', out_indices=(0, 1), out_norm=out_norm).eval()
     found = []
     for info in model.feature_info:
         assert (info['num_chs'], info['reduction']) == (info['channels'], info['stride'])
@@ -19,7 +19,7 @@ def test_the_named_module_computes_the_output(host, out_norm):
     with torch.no_grad():
         outs = model(image())
     assert len(found) == len(outs) == 2
-    if host in PYRAMIDS:
+    if backbone in PYRAMIDS:
         for made, out in zip(found, outs):
             made = made if out_norm else made.permute(0, 3, 1, 2)
             torch.testing.assert_close(made, out, rtol=1e-5, atol=1e-5)
@@ -47,7 +47,7 @@ def test_intermediates_are_the_selected_outputs():
 
 
 @pytest.mark.parametrize(
-    ('host', 'options', 'call', 'message'),
+    ('backbone', 'options', 'call', 'message'),
     [
         ('RAVLT', {}, dict(indices=5), 'indices=5: expected 1 to 4'),
         ('RAVLT', {}, dict(indices=0), 'indices=0'),
@@ -58,9 +58,9 @@ def test_intermediates_are_the_selected_outputs():
         ('LinearDeiT', dict(out_type='cls_token'), {}, "out_type='cls_token': expected 'featmap'"),
     ],
 )
-def test_intermediates_that_are_refused(host, options, call, message):
+def test_intermediates_that_are_refused(backbone, options, call, message):
     with pytest.raises(ValueError, match=message):
-        build(host, **options).forward_intermediates(image(), **call)
+        build(backbone, **options).forward_intermediates(image(), **call)
 
 
 def test_gradient_checkpointing_keeps_fewer_tensors():
@@ -82,9 +82,9 @@ def test_tables_are_exempt_from_weight_decay():
     assert build('RAVLT', 'softmax').no_weight_decay() == set()
 
 
-@every_host
-def test_layers_of_parameters_rise_with_depth(host):
-    model = build(host, 'rala')
+@every_backbone
+def test_layers_of_parameters_rise_with_depth(backbone):
+    model = build(backbone, 'rala')
     fine, coarse = model.group_matcher(), model.group_matcher(coarse=True)
     names = [name for name, _ in model.named_parameters()]
     assert sorted({fine(name) for name in names} | {0}) == list(range(sum(model.built_depths) + 2))

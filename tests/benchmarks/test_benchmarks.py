@@ -13,7 +13,7 @@ from mmlinattn.backbones import RAVLT
 
 @pytest.mark.parametrize(('attns', 'expected'), [('hybrid', 2.59e9), ('linear', 2.51e9)])
 def test_multiply_adds(attns, expected):
-    """The paper's convolutions (2.41 G with the classifier's 0.03 G), and the products of the attention."""
+    """Count the paper's convolutions (2.41 G, with 0.03 G of the classifier) plus the products of the attention."""
     count = measure.multiply_adds(lambda: RAVLT('tiny', stage_attns=run_ravlt.ATTNS[attns]), 1, 3, 224, 224)
     assert count == pytest.approx(expected, rel=0.005)
 
@@ -27,7 +27,7 @@ def test_every_registered_attention_is_measured(tmp_path):
 
 
 def test_kept_memory_and_launches_of_attentions(capsys):
-    """Gradients by hand keep little; states count more at few tokens. RALA starts two thirds of the launches."""
+    """Check the rows of the report: analytic gradients keep little, and RALA starts two thirds of the launches."""
     count_traffic.main(['--only', 'attentions', '--tokens', '1024'])
     rows = [line.strip('| ').split(' | ') for line in capsys.readouterr().out.splitlines()]
     found = [row for row in rows if len(row) == 7 and row[1][0].isdigit()]

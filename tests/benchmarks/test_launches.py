@@ -71,7 +71,7 @@ def adapted(model):
 @pytest.mark.parametrize('change', [own_mixers, own_backbone, hooked, adapted])
 @pytest.mark.parametrize('name', ['RAVLT-T, fully linear', 'InLine-Swin-T'])
 def test_launches_of_a_changed_model(name, change):
-    """A mixer or backbone of a user, hooks and an adapter keep the fast layers around them."""
+    """Keep the counts of unchanged layers beside a user's mixer or backbone, hooks and an adapter."""
     with torch.random.fork_rng():
         model = launches.build(name, shrink=8)
         change(model)
@@ -90,8 +90,8 @@ def test_swin_of_mmdetection():
 
 
 def test_counts_of_operators_and_calls():
-    """Views and allocations launch nothing. One launch takes 64 tensors of a foreach copy (two lists) and 110 of an
-    operator in place."""
+    """Count no launch for views and allocations, and one per 64 tensors of a foreach copy (two lists) or 110 of an
+    in-place operator."""
     x, many = torch.randn(4, 6), [torch.zeros(8) for _ in range(100)]
     assert launches.launches(lambda: x.view(6, 4).t()[1:].detach()) == 0
     assert launches.launches(lambda: (torch.empty_like(x), x.new_empty(3))) == 0
@@ -119,7 +119,7 @@ def test_autocast_by_the_lists_of_cuda():
 
 
 def test_launches_of_the_optimizer():
-    """A fused kernel takes 36 parameters, the eight foreach operators 110, 64 or 48 each."""
+    """Count 36 parameters per launch of a fused kernel, and 110, 64 or 48 of foreach operators."""
     weights = [nn.Parameter(torch.zeros(8)) for _ in range(72)]
     count = launches.adamw_launches
     assert count(torch.optim.AdamW(weights, fused=True)) == 2
@@ -150,7 +150,7 @@ def test_launches_of_other_backbones(name):
 
 
 def test_a_detector_in_parts():
-    """The backbone has the launches of one alone, and at most 10 for each branch with stochastic depth."""
+    """Expect the launches of the backbone alone, plus at most 10 for each branch with stochastic depth."""
     import count_traffic
     from mmdet.testing import demo_mm_inputs
 

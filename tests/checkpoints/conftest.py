@@ -5,7 +5,7 @@ from helpers.checkpoint_helpers import FileServer
 
 @pytest.fixture
 def server(monkeypatch, tmp_path):
-    """A server on this machine, and an empty cache."""
+    """HTTP server on this machine, with an empty checkpoint cache."""
     server = FileServer()
     monkeypatch.setenv('no_proxy', '127.0.0.1')
     for variable in ('HF_ENDPOINT', 'HF_HUB_OFFLINE'):

@@ -28,7 +28,7 @@ def serve(server, name, *reply) -> str:
 
 
 def error_line(name) -> str:
-    """Return the error for a name that cannot be fetched: it has link and path, and no file is left."""
+    """Return the error for a name that cannot be fetched. It contains link and path, and no file is left."""
     entry = released.find_released(name.rpartition('/')[2])
     with pytest.raises(CheckpointError) as caught:
         LOAD(name, 'cpu')
@@ -38,7 +38,7 @@ def error_line(name) -> str:
 
 
 def test_first_download_then_the_cache(server):
-    """Backbone and classifier share a file."""
+    """Download once for a backbone and its classifier, which are in one file."""
     name = serve(server, 'ravlt_t', 200, WHOLE)
     first, second, whole = (LOAD(name, 'cpu')['state_dict'] for name in (name, name, f'{name}_in1k'))
     assert len(server.requests) == 1 and server.kept() == ['RAVLT_T.pth']
@@ -55,7 +55,7 @@ def test_a_link_of_the_table_is_converted_as_well(server):
 
 @pytest.fixture
 def hub(server, monkeypatch):
-    """Links of Hugging Face's hub, which tests do not reach."""
+    """Serve links of Hugging Face's hub from this machine."""
     table = {
         name: entry._replace(link=f'{download.HUB}/{entry.name}/?dl=1')
         for name, entry in released_checkpoints().items()
@@ -78,7 +78,7 @@ def test_a_mirror_of_hugging_face(hub, monkeypatch, slash):
 
 @pytest.mark.parametrize('value', ['1', 'true', 'ON', '0', ''])
 def test_without_network_only_cached_files_load(server, monkeypatch, value):
-    """Of any server, with Hugging Face's variable."""
+    """Set Hugging Face's offline variable; it holds for links of any server."""
     monkeypatch.setenv('HF_HUB_OFFLINE', value)
     name = serve(server, 'ravlt_t', 200, WHOLE)
     if value in ('0', ''):

@@ -24,7 +24,8 @@ class Tensors(nn.Module):
 
 
 def test_every_key_is_in_one_list():
-    """Compare types of floating-point weights only: counters of old files have 32 bits."""
+    """Sort each key into one list. Only floating-point weights compare dtypes, as counters of old files have 32
+    bits."""
     shape, ints = torch.ones(2, 3), torch.ones(1, dtype=torch.int64)
     model = Tensors(
         dict(same=ONE, shape=shape, kind=ONE, absent=ONE), dict(count=ints[0], num_batches_tracked=ints[0], table=ONE)
@@ -48,7 +49,7 @@ def test_every_key_is_in_one_list():
 
 
 def test_modules_rename_weights():
-    """MMDetection's semi-supervised detectors share a detector's weights out to student and teacher."""
+    """Copy a detector's weights to student and teacher, as MMDetection's semi-supervised detectors do."""
 
     class Renames(nn.Sequential):
         def _load_from_state_dict(self, state_dict, prefix, *args):

@@ -23,7 +23,7 @@ def test_every_released_file_matches_one_key_mapping():
 
 
 # Released keys under our names, None if dropped, of files that are no golden cases: dense backbones, older files,
-# incomplete ones. Golden cases fit as a whole (``backbones/test_hosts_parity.py``).
+# incomplete ones. Golden cases fit as a whole (``backbones/test_backbones_parity.py``).
 RELEASED = {
     'swin': {
         'patch_embed.proj.weight': 'patch_embeds.0.proj.weight',

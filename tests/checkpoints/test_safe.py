@@ -83,7 +83,7 @@ def test_plain_data(save):
 
 
 def renamed(path, *names: bytes) -> Path:
-    """Replace all other names in the pickle of a file by the last one."""
+    """Replace all names in the pickle of a file by the last one given."""
     with zipfile.ZipFile(path) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, 'w') as archive:
@@ -94,7 +94,7 @@ def renamed(path, *names: bytes) -> Path:
 
 @pytest.mark.parametrize('core', [b'core', b'_core'])
 def test_numpy_data_of_numpy_1_and_2(tmp_path, core):
-    """NumPy 2 renamed the modules in a pickle."""
+    """Read arrays pickled by both versions; NumPy 2 renamed its modules."""
     torch.save({'array': np.arange(6.0).reshape(2, 3), 'scalar': np.float32(0.5)}, tmp_path / 'a.pth')
     names = (b'numpy.%s.multiarray' % name for name in (b'core', b'_core', core))
     loaded = load_file(renamed(tmp_path / 'a.pth', *names))
@@ -103,7 +103,7 @@ def test_numpy_data_of_numpy_1_and_2(tmp_path, core):
 
 
 class Settings(dict):
-    """A dict pickled with attributes, as yacs' node, and with arguments, as addict's dict."""
+    """Dict with attributes, as yacs' node, and with arguments, as addict's dict."""
 
     def __getnewargs__(self):
         return tuple(self.items())
@@ -111,7 +111,8 @@ class Settings(dict):
 
 @pytest.mark.parametrize('name', [b'yacs.config\nCfgNode', b'addict.addict\nDict', b'mmcv.utils.config\nConfigDict'])
 def test_settings_of_packages_not_installed(tmp_path, name):
-    """Swin-type files hold a yacs node, MMCV 1.x a ConfigDict. Attributes of a dict could replace its methods."""
+    """Read the yacs node of Swin's files and the ConfigDict of MMCV 1.x. Attributes of a dict could replace its
+    methods."""
     node = Settings(MODEL=Settings(DEPTHS=[2, 2]))
     vars(node).update(__immutable__=True, pop=Settings)
     torch.save(dict(config=node, meta=node), tmp_path / 'a.pth')
@@ -209,7 +210,7 @@ def test_the_config_text_of_meta_is_dropped(save):
 
 
 def test_reading_changes_no_global_state(save, tmp_path):
-    """Warn of no pickle protocol, and leave PyTorch's safe globals unchanged."""
+    """Warn about no pickle protocol, and leave PyTorch's safe globals unchanged."""
     theirs = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals([getattr])  # common advice on MMEngine's error
     try:
@@ -225,7 +226,7 @@ def test_reading_changes_no_global_state(save, tmp_path):
 
 
 def test_concurrent_threads(save, monkeypatch):
-    """The second begins before the first has ended, and ends later."""
+    """Start the second read before the first ends, and end it later."""
     path, load, found = save(dict(loss=HistoryBuffer([1.0], [1]))), torch.load, []
 
     def slow(*args, **kwargs):

@@ -58,7 +58,7 @@ def test_arguments_of_mmengine_s_loader(tmp_path, monkeypatch, caplog, capsys):
 
 
 def test_an_import_registers_loaders_and_patches_nothing(tmp_path):
-    """MMEngine and PyTorch are unchanged, but for registries and schemes."""
+    """Change nothing in MMEngine and PyTorch but registries and checkpoint schemes."""
     runner(tmp_path).train()
     script = f"""
         import mmengine.runner, mmengine.hooks, mmengine.infer, torch
@@ -85,7 +85,7 @@ def test_an_import_registers_loaders_and_patches_nothing(tmp_path):
 
 
 def test_links_are_cached_in_mmengine_s_folder(server):
-    """Links without a file name, as the shares of InLine and FLatten, get a name."""
+    """Name files of links without a file name, such as InLine's and FLatten's."""
     for number, path in enumerate(('/a/model.pth', '/f/1/?dl=1', '/g/1/?dl=1', '/?dl=1')):
         server.replies[path] = (200, saved({'w': torch.tensor(number)}))
         for _ in range(2):
@@ -119,7 +119,7 @@ def test_the_zoos_of_mmengine(server, monkeypatch, tmp_path):
 
 
 def test_addresses_that_mmengine_unpickles_without_a_check():
-    """Every loader of MMEngine's own is replaced; those of other packages stay."""
+    """Replace every unchecked loader of MMEngine, and none of other packages."""
     for address in ('s3://x', 'cluster:s3://x', 'petrel://x', 'pavi://x', 'mmcls://x'):
         with pytest.raises(CheckpointError, match=f'^{address} .* download the file'):
             LOAD(address)

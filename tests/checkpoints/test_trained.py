@@ -21,7 +21,7 @@ class Parts(nn.Module):
 
 
 def test_a_trained_model_needs_all_weights(tmp_path, monkeypatch):
-    """Auxiliary heads may differ, and the file may have parts that the model lacks. Other differences are refused."""
+    """Allow differing auxiliary heads, and extra parts in the file. Raise for other differences."""
     monkeypatch.setitem(MODELS._module_dict, 'Parts', Parts)
     cfg, checkpoint = Config(dict(model=dict(type='Parts'))), tmp_path / 'weights.pth'
     state = {key: value for key, value in Parts().state_dict().items() if not key.startswith('auxiliary_head')}
@@ -55,7 +55,7 @@ def lora(*targets):
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """The config of an adapted classifier, the trained model and its checkpoint."""
+    """Return the config of an adapted classifier, the trained model and its checkpoint."""
     pytest.importorskip('mmpretrain')
     init_default_scope('mmpretrain')
     base = RAVLT(ARCH, out_indices=(3,))

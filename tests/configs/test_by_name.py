@@ -42,7 +42,8 @@ CHANGED = dict(
 @pytest.mark.slow
 @pytest.mark.parametrize('task', TASKS)
 def test_every_config_is_the_same_by_name(task, tmp_path):
-    """Compare values, and the classes of its types and of those that users change to."""
+    """Compare the values of each config inherited by ``mmlinattn::``, and the classes of its types in either default
+    scope."""
     pytest.importorskip(task)
     child, types = tmp_path / 'child.py', {*CHANGED[task].split()}
     for path in sorted((CONFIG_DIR / task).glob('*.py')):
@@ -62,7 +63,7 @@ def test_every_config_is_the_same_by_name(task, tmp_path):
 
 @pytest.mark.parametrize('task', TASKS)
 def test_the_scope_is_that_of_the_run(task):
-    """Types of the same name in each package, also in a part of another task."""
+    """Look up types in the package of the run, also in a part of another task."""
     pytest.importorskip(task)
     init_default_scope(task)
     loss = dict(type='CrossEntropyLoss', _scope_='mmlinattn')
@@ -87,7 +88,7 @@ OWN = "type='BaseSegDataset', metainfo=dict(classes=('a', 'b', 'c')), "
         (f'{OWN}reduce_zero_label=True, ', [255, 0, 1]),
     ],
 )
-def test_label_images_of_the_user_take_one_setting(changes, expected, tmp_path):
+def test_segmentation_masks_of_the_user_take_one_setting(changes, expected, tmp_path):
     pytest.importorskip('mmseg')
     write_dataset(tmp_path / 'data', DatasetSpec('ade', 1, 1, size=(64, 64)))
     (label,) = tmp_path.glob('data/annotations/validation/*.png')

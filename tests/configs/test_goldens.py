@@ -24,7 +24,7 @@ FAST = {'ravlt_t', 'inline_pvt_t', 'inline_deit_t', 'flatten_pvt_t'}
     'case', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CLASSIFIERS]
 )
 def test_released_classifier(case):
-    """Converted as tools/convert_checkpoint.py does, it loads key by key and gives the released logits."""
+    """Convert a released file as tools/convert_checkpoint.py does, load it strictly, and compare the logits."""
     # a baseline is its sibling's config with another arch
     arch = dict(model__backbone__arch='softmax-small') if case.startswith('softmax') else {}
     model, _ = build(f'mmpretrain/{case.replace("softmax", "hmhsa")}_in1k', random_init=False, **arch)
@@ -40,7 +40,7 @@ def test_released_classifier(case):
 
 
 def test_fine_tuning_at_384_starts_from_the_224_classifier(tmp_path, monkeypatch):
-    """Head and backbone of the published file, position tables resized (on the tiny model, for speed)."""
+    """Load head and backbone of the published file and resize the position tables, on the tiny model."""
     monkeypatch.setattr(torch.hub, 'get_dir', lambda: str(tmp_path))
     cache = tmp_path / 'checkpoints' / 'mmlinattn'
     cache.mkdir(parents=True)

@@ -95,11 +95,11 @@ def test_stochastic_depth_grows_from_block_to_block(name):
 CONVOLUTIONS = dict(LinearPVTv2='fan_out', LinearNextViT='normal', RAVLT='normal')  # PyTorch's in other backbones
 
 
-@pytest.mark.parametrize('host', backbones.__all__)
-def test_convolutions_of_any_attention_start_as_those_of_the_backbone(host):
-    kind = getattr(backbones, host)
+@pytest.mark.parametrize('backbone', backbones.__all__)
+def test_convolutions_of_any_attention_start_as_those_of_the_backbone(backbone):
+    kind = getattr(backbones, backbone)
     arch = dict(embed_dims=(128,) * 4, depths=(1,) * 4, num_heads=(2,) * 4)
-    arch = {key: value[:1] for key, value in arch.items()} if host == 'LinearDeiT' else arch
+    arch = {key: value[:1] for key, value in arch.items()} if backbone == 'LinearDeiT' else arch
     arch['stage_attns'] = (dict(type='hallucinated'),) * len(arch['depths'])
     torch.manual_seed(0)
     model = kind(dict(arch, ffn='dwconv'))
@@ -107,7 +107,7 @@ def test_convolutions_of_any_attention_start_as_those_of_the_backbone(host):
     convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and layer.weight.numel() > 500]
     assert convolutions
     for layer in convolutions:
-        start = CONVOLUTIONS.get(host, 'default')
+        start = CONVOLUTIONS.get(backbone, 'default')
         assert_starts(layer.weight.detach(), start, layer, set())
         if layer.bias is not None:
             assert_starts(layer.bias.detach(), 'default' if start == 'default' else 'zero', layer, set())

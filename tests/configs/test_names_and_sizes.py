@@ -64,7 +64,7 @@ def test_upstream_tools_can_run_it(name):
 
 # ---- published rows
 
-HOSTS = dict(
+BACKBONES = dict(
     ravlt='RAVLT',
     pvt='LinearPVT',
     pvt_v2='LinearPVTv2',
@@ -128,16 +128,16 @@ def test_parameter_count_and_widths(name):
 
 @pytest.mark.parametrize('name', CONFIGS)
 def test_backbone_is_the_one_in_the_name(name):
-    """Detectors and segmentors start from released weights; classifiers train from scratch."""
-    task, method, host, size, larger = re.match(
-        rf'(\w+)/(?:(\w+)_)?({"|".join(HOSTS)})_(b\d|[tsmbl])(_384)?_', name
+    """Expect released weights in detectors and segmentors, and training from scratch in classifiers."""
+    task, method, family, size, larger = re.match(
+        rf'(\w+)/(?:(\w+)_)?({"|".join(BACKBONES)})_(b\d|[tsmbl])(_384)?_', name
     ).groups()
     model = load(name).model
     backbone, arch = model.backbone, SIZES.get(size, size) + ('-384' if larger else '')
-    assert (backbone.type, backbone.arch) == (HOSTS[host], f'{method}-{arch}' if method else arch)
+    assert (backbone.type, backbone.arch) == (BACKBONES[family], f'{method}-{arch}' if method else arch)
     # its widths, windows and rates are those of the arch
     assert set(backbone) <= {'type', 'arch', 'init_cfg', 'out_indices', 'out_norm', 'out_type', 'norm_cfg'}
-    weights, init_cfg = f'{method}_{host}_{size}' if method else f'{host}_{size}', backbone.get('init_cfg')
+    weights, init_cfg = f'{method}_{family}_{size}' if method else f'{family}_{size}', backbone.get('init_cfg')
     assert task == 'mmpretrain' or 'out_norm' not in backbone, 'a LayerNorm on each map, as the default'
     known = f'mmlinattn://{weights}' if weights in released_checkpoints() else None
     if larger:  # the head, too, of the same file as the backbone
@@ -153,12 +153,12 @@ def test_backbone_is_the_one_in_the_name(name):
 
 @pytest.mark.parametrize('name', configs_of('mmpretrain/'))
 def test_features_of_a_classifier(name):
-    """Plain backbones give the class token, RAVLT projects its last map, the others average theirs. RAVLT and PVT have
-    no norm there, as released."""
-    model, host = load(name).model, load(name).model.backbone.type
-    neck, backbone = (model.get('neck') or {}).get('type'), model.backbone
-    expected = dict(LinearDeiT=None, RAVLT='ConvProjectionNeck').get(host, 'GlobalAveragePooling')
+    """Expect the class token of plain backbones, RAVLT's projection, and average pooling of the others. RAVLT and PVT
+    have no norm there, as released."""
+    model = load(name).model
+    neck, backbone, kind = (model.get('neck') or {}).get('type'), model.backbone, model.backbone.type
+    expected = dict(LinearDeiT=None, RAVLT='ConvProjectionNeck').get(kind, 'GlobalAveragePooling')
     assert neck == expected
-    assert backbone.get('out_indices') == (None if host == 'LinearDeiT' else (3,))
-    assert backbone.get('out_norm', True) is (host not in ('RAVLT', 'LinearPVT'))
+    assert backbone.get('out_indices') == (None if kind == 'LinearDeiT' else (3,))
+    assert backbone.get('out_norm', True) is (kind not in ('RAVLT', 'LinearPVT'))
     assert backbone.get('out_type', 'cls_token') == 'cls_token'

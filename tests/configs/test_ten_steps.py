@@ -57,13 +57,13 @@ def released_decay(name: str, weights: dict) -> set[str]:
 
 
 def small_model(name: str):
-    host, attention = RELEASES[name]
-    arch = dict(ARCHS[host])
+    backbone, attention = RELEASES[name]
+    arch = dict(ARCHS[backbone])
     arch['stage_attns'] = tuple(kind.format(attention) for kind in arch.pop('attns', _linear))
-    if host in ('LinearPVT', 'LinearPVTv2', 'LinearCSWin'):
+    if backbone in ('LinearPVT', 'LinearPVTv2', 'LinearCSWin'):
         arch['grids'] = tuple(SIDE // 4 // 2**i for i in range(4))
     options = dict(model__head__num_classes=CLASSES, model__head__in_channels=arch['embed_dims'][-1])
-    if host == 'RAVLT':
+    if backbone == 'RAVLT':
         options.update(model__neck__in_channels=32, model__neck__out_channels=16, model__head__in_channels=16)
     options['model__backbone__arch'] = dict(arch, _delete_=True)
     model, cfg = build(f'mmpretrain/{name}_in1k', **options)
@@ -71,7 +71,7 @@ def small_model(name: str):
 
 
 def batches():
-    """Images with the labels of two mixed batches, as mixup gives them."""
+    """Yield images with soft labels, as mixup makes them."""
     torch.manual_seed(1)
     for _ in range(STEPS):
         images = torch.randn(IMAGES, 3, SIDE, SIDE, dtype=torch.float64)
@@ -109,10 +109,10 @@ def train_reference(reference: Released, decays: set, warmup: int, clip) -> list
 @pytest.mark.parametrize('name', RELEASES)
 def test_ten_steps_equal_those_of_the_release(name):
     model, cfg = small_model(name)
-    host = RELEASES[name][0]
-    reference = Released(host, model.backbone.arch, model.state_dict())
+    backbone = RELEASES[name][0]
+    reference = Released(backbone, model.backbone.arch, model.state_dict())
     decays = released_decay(name, reference.weights)
-    expected = train_reference(reference, decays, *((5, None) if host == 'RAVLT' else (20, 5.0)))
+    expected = train_reference(reference, decays, *((5, None) if backbone == 'RAVLT' else (20, 5.0)))
     losses = train_ours(model, cfg)
     assert max(abs(ours - theirs) for ours, theirs in zip(losses, expected)) < 1e-6
     state = model.state_dict()

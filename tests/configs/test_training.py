@@ -16,7 +16,7 @@ def small_heads(name: str) -> dict:
     return dict(model__data_preprocessor__size=(64, 64)) if name.startswith('mmseg') else {}
 
 
-# each kind of head on some host, and the features of each host for a classifier; parameters of all hosts:
+# each kind of head on some backbone, and the features of each backbone for a classifier; parameters of all backbones:
 # tests/backbones; cascades: tests/tools/test_rounds.py
 NAMES = """
 mmdet/ravlt_t_maskrcnn_1x mmdet/ravlt_t_retinanet_1x mmdet/inline_deit_t_maskrcnn_1x
@@ -28,7 +28,7 @@ mmpretrain/inline_cswin_t_in1k mmpretrain/inline_deit_t_in1k mmpretrain/hmhsa_ne
 
 @pytest.mark.parametrize('name', NAMES.split())
 def test_every_parameter_gets_a_gradient(name):
-    """DistributedDataParallel stops at a parameter without gradient (find_unused_parameters is off)."""
+    """Find no unused parameter, at which DistributedDataParallel would stop (``find_unused_parameters`` is off)."""
     model, cfg = build(name, **small_heads(name))
     model.init_weights()
     assert without_gradient(model, cfg) == []

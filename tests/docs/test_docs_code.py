@@ -51,7 +51,8 @@ class Block:
 
     @property
     def kind(self) -> str:
-        """Return the first word of the comment; ``config`` for Python that inherits one; else ``run``."""
+        """Return the first word of the comment before the block. Without one it is ``config`` for Python with a base,
+        else ``run``."""
         if self.note:
             return re.split(r'[\s:]', self.note)[0]
         return 'config' if self.language == 'python' and '_base_ =' in self.text else 'run'
@@ -124,7 +125,8 @@ def commands(text: str) -> list[list]:
 
 
 def as_tool(words: list) -> list:
-    """Return ``[tool, argument, ...]`` of a command, or []. A launcher gives those of the tool it starts."""
+    """Return ``[tool, argument, ...]`` of a command, or []. Arguments of a launcher are those of the tool that it
+    starts."""
     if words[0] == 'mmlinattn':
         return [f'tools/{COMMANDS[words[1]]}', *words[2:]]
     if words[0] in ('python', 'bash'):
@@ -152,7 +154,7 @@ def test_commands_that_are_not_run_have_options_of_the_tools(block):
 
 
 def spoken(path: Path) -> list[list]:
-    """Return the commands within sentences and tables: `python tools/TOOL.py ...`."""
+    """Return the commands in sentences and tables: `python tools/TOOL.py ...`."""
     text = re.sub(r'^```.*?^```', '', path.read_text(encoding='utf-8'), flags=re.M | re.S)
     spans = re.findall(r'`((?:python |bash )?(?:tools|benchmarks)/[^`]+ [^`]+)`', text)
     return [shlex.split(re.sub(r'[\[\]]', '', ' '.join(span.split()))) for span in spans]
@@ -184,7 +186,7 @@ def scripts():
 
 @pytest.mark.parametrize('blocks', scripts())
 def test_python_runs(blocks, tmp_path, monkeypatch):
-    """Run the blocks of a page as one file. Slow pages fill upstream's registries and run in a process of their own."""
+    """Run the blocks of a page as one file. Slow pages run in their own process, as they fill upstream's registries."""
     code = '\n'.join(block.text for block in blocks)
     if any(block.kind == 'slow' for block in blocks):
         (tmp_path / 'page.py').write_text(code)
@@ -221,8 +223,8 @@ def test_configs_load_and_build(block, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_page_on_deployment(tmp_path, monkeypatch, capsys):
-    """Run the Python of the page with small models: a photograph to boxes and masks as MMDetection's, and graphs of a
-    user's model."""
+    """Run the Python of the page with small models: boxes and masks equal MMDetection's, and a user's model is
+    exported."""
     for package in ('mmdet', 'onnx', 'onnxscript', 'onnxruntime'):
         pytest.importorskip(package)
     import cv2

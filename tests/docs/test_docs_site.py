@@ -44,7 +44,7 @@ def test_front_page_is_the_readme_with_links_from_docs():
 
 def test_pages_of_backbones_hold_sizes_and_configs():
     pages = runpy.run_path(str(ROOT / 'docs' / 'site_pages.py'))
-    text = pages['backbone_page']('LinearSwin', pages['hosts']()['LinearSwin'])
+    text = pages['backbone_page']('LinearSwin', pages['backbones']()['LinearSwin'])
     assert '| `inline-tiny` | 96 192 384 768 | 2 2 6 2 | 3 6 12 24 | inline, inline, inline, softmax |' in text
     assert '| `configs/mmdet/flatten_swin_s_cascade_3x.py` | box AP' in text
     assert 'stage 1: 2 x focused<br>(linear)<br>96 channels, H/4 x W/4' in text

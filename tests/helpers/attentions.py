@@ -50,7 +50,7 @@ PUBLIC = public_ops()
 LINEAR = {
     **{f'rala, {kernel}': partial(ops.rala, kernel=kernel, weight_scale=0.25) for kernel in ('elu', 'relu', 'softmax')},
     'rala without weights': partial(ops.rala, weight_scale=None),
-    'rala, turned': with_rotary,
+    'rala, rotary': with_rotary,
     **{f'inline, {k}': partial(ops.inline_attention, scale=0.25, kernel=k) for k in ('identity', 'relu', 'exp')},
     **{f'linear, {kernel}': partial(ops.linear_attention, kernel=kernel) for kernel in ('elu', 'relu')},
     **{f'focused, {power}': partial(focused, power=power) for power in (1, 3, 4.5)},
@@ -58,5 +58,5 @@ LINEAR = {
     **{name: call for name, call in PUBLIC.items() if name not in ('linear', 'softmax')},
 }
 ATTENTIONS = dict(
-    LINEAR, softmax=PUBLIC['softmax'], **{'softmax, turned': partial(with_rotary, op=ops.softmax_attention)}
+    LINEAR, softmax=PUBLIC['softmax'], **{'softmax, rotary': partial(with_rotary, op=ops.softmax_attention)}
 )

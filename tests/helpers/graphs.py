@@ -9,15 +9,15 @@ import warnings
 import torch
 from mmengine.registry import MODELS
 
-from helpers import goldens, small_hosts
+from helpers import goldens, small_backbones
 from mmlinattn.tooling.export.models import deviation
 
 # one block per stage; two in the middle stages of Swin, the second with shifted windows
-ARCHS = {backbone: dict(arch, depths=(1,) * len(arch['depths'])) for backbone, arch in small_hosts.ARCHS.items()}
+ARCHS = {backbone: dict(arch, depths=(1,) * len(arch['depths'])) for backbone, arch in small_backbones.ARCHS.items()}
 ARCHS['LinearSwin']['depths'] = (1, 2, 2, 1)
 ARCHS['RAVLT'] = dict(ARCHS['LinearPVT'], num_heads=(1, 1, 2, 4))
 ARCHS['RAVLT'].pop('grids')
-HOSTS = tuple(ARCHS)
+BACKBONES = tuple(ARCHS)
 # batch, height, width: multiples of windows, stripes and strides; remainders; feature maps smaller than a window
 SHAPES = [(1, 113, 150), (3, 224, 320), (2, 353, 481), (1, 40, 260)]
 TRACED_AT = (2, 65, 94)
@@ -28,8 +28,8 @@ TOLERANCE = 0.01
 
 def one_a_stage(stages=4):
     """Return ``stage_attns`` of models that cover all registered attentions, one attention per stage."""
-    names = itertools.cycle(small_hosts.every_attention())
-    return [tuple(itertools.islice(names, stages)) for _ in range(-(-len(small_hosts.every_attention()) // stages))]
+    names = itertools.cycle(small_backbones.every_attention())
+    return [tuple(itertools.islice(names, stages)) for _ in range(-(-len(small_backbones.every_attention()) // stages))]
 
 
 def build(backbone, attns):

@@ -100,21 +100,23 @@ def form(name):
 
 
 def side_by_side(x):
-    """(B, heads, N, d) -> (B, N, heads * d), as the ops take it."""
+    """Merge heads: (B, heads, N, d) -> (B, N, heads * d)."""
     return x.transpose(1, 2).flatten(2)
 
 
 def by_head(x, heads):
-    """(B, N, heads * d) -> (B, heads, N, d)."""
+    """Split heads: (B, N, heads * d) -> (B, heads, N, d)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def turn(x, height, width, base=10000.0):
-    """The released rotary encoding, spelled out with complex numbers.
+def rotate(x, height, width, base=10000.0):
+    """Apply the released rotary encoding by complex numbers.
 
-    Channel pair c of d / 2 is the complex number ``x[2c] + i x[2c + 1]``. The first half of the
-    pairs turns with the row, the second with the column, pair c of a half by
-    ``base ** -(c / (d / 4 - 1))`` radians a token. Returns complex (B, heads, N, d / 2).
+    Channel pair c of d / 2 is the complex number ``x[2c] + i x[2c + 1]``. The first half of the pairs rotates with the
+    row, the second with the column: pair c of a half by ``base ** -(c / (d / 4 - 1))`` radians per token.
+
+    Returns:
+        complex Tensor: (B, heads, N, d / 2).
     """
     quarter = x.shape[-1] // 4
     speed = base ** -(torch.arange(quarter, dtype=x.dtype) / max(quarter - 1, 1))
@@ -128,11 +130,11 @@ def similarity(q, k, size=None):
     if size is None:
         return torch.einsum('bhid,bhjd->bhij', q, k)
     # the dot product of two vectors of pairs is the real part of one with the other's conjugate
-    return torch.einsum('bhic,bhjc->bhij', turn(q, *size), turn(k, *size).conj()).real
+    return torch.einsum('bhic,bhjc->bhij', rotate(q, *size), rotate(k, *size).conj()).real
 
 
 def kernel(x, name):
-    """kappa of RALA Tab. 9, phi of InLine."""
+    """Apply a feature map by name: kappa of RALA Tab. 9, phi of InLine."""
     if name in ('relu', 'leakyrelu'):
         return torch.where(x > 0, x, 0.01 * x if name == 'leakyrelu' else 0)
     if name == 'softmax':
@@ -143,8 +145,11 @@ def kernel(x, name):
 
 
 def linear_map(q, k, size=None, eps=1e-6):
-    """Plain linear attention on mapped queries and keys (InLine Eq. 2), ``A_ij = (R_i q_i) . (R_j k_j) / sum_m(q_i .
-    k_m)``, ``eps`` added to the mean over the keys."""
+    """Return the attention map of linear attention for mapped queries and keys (InLine Eq. 2), (B, heads, N, N).
+
+    ``A_ij = (R_i q_i) . (R_j k_j) / sum_m(q_i . k_m)``, with ``eps`` added to the mean over the keys. R is the rotary
+    encoding of a map of ``size`` (height, width), or the identity.
+    """
     normaliser = similarity(q, k).mean(dim=-1, keepdim=True) + eps
     return similarity(q, k, size) / k.shape[2] / normaliser
 
@@ -163,7 +168,7 @@ def rala_map(q, k, size=None, weight_scale=1.0, eps=1e-6):
 
 
 def focused_map(x, scale, power, eps=1e-6):
-    """phi_p of FLatten, Eq. 7-8, over all channels of (..., C)."""
+    """Apply the feature map phi_p of FLatten (Eq. 7-8) over all channels of ``x`` (..., C)."""
     r = (x.clamp(min=0) + eps) / torch.log1p(scale.exp())
     powered = r**power
     length = r.square().sum(dim=-1, keepdim=True).sqrt()
@@ -200,8 +205,11 @@ def softmax(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def inline(mixer, spec, q, k, v, grid, size, bias, context):
-    """InLine Eq. 3-5, ``A_ij = s q_i . k_j / N - mean_m(s q_i . k_m) / N + 1 / N``: rows sum to one without a division.
-    Kernels of Eq. 6, head by head from the mean token."""
+    """Return InLine attention of queries, keys and values by head, (B, N, heads * d).
+
+    ``A_ij = s q_i . k_j / N - mean_m(s q_i . k_m) / N + 1 / N`` (Eq. 3-5): rows sum to one without a division. Kernels
+    of Eq. 6 are predicted per head from the mean token.
+    """
     q, k = (kernel(t, spec.get('kernel', 'identity')) for t in (q, k))
     score = similarity(q, k) * HEAD_DIM**-0.5 / k.shape[2]
     weights = score - score.mean(dim=-1, keepdim=True) + 1 / k.shape[2]
@@ -221,7 +229,8 @@ def inline(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def focused(mixer, spec, q, k, v, grid, size, bias, context):
-    """The map goes over all channels, before the split into heads; positions are added to the keys before it."""
+    """Focused attention (FLatten): positions are added to the keys, and the feature map is applied before the split
+    into heads."""
     q, k, values = (side_by_side(t) for t in (q, k, v))
     if mixer.position is not None:  # class tokens have no position
         k = k + mixer.position(grid)
@@ -239,8 +248,12 @@ def focused(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def hallucinated(mixer, spec, q, k, v, grid, size, bias, context):
-    """Twice the heads, half as wide; those of queries and keys are the real ones. Of the others' logits (hMHSA Eq. 2),
-    IHH goes over the keys' grid, query by query. Keys of class tokens have no neighbours; biases are added to all."""
+    """Hallucinated attention with twice the heads of half the channels; queries and keys are those of the computed
+    heads.
+
+    IHH convolves the other logits (hMHSA Eq. 2) over the keys' grid, query by query. Keys of class tokens have no
+    neighbours; biases are added to all logits.
+    """
     q, k = (by_head(side_by_side(t), HEADS) for t in (q, k))
     maps = real = similarity(q, k) / math.sqrt(HEAD_DIM // 2)
     for step in spec['steps']:
@@ -292,8 +305,10 @@ def angular(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def reference(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=None, context=None):
-    """Compute ``W_o ((mix(q, k, v) + DWConv(v)) * gate)``; ``size`` = (height, width) turns queries and keys
-    (rotary)."""
+    """Compute ``W_o ((mix(q, k, v) + DWConv(v)) * gate)`` of tokens ``x`` (B, N, C).
+
+    Queries and keys are rotated (rotary encoding) if ``size``, the map's (height, width), is given.
+    """
     spec, key_grid, widths = ATTENTIONS[name], key_grid or grid, attention.mixer.widths
     weights = attention.qkv.weight.split(attention.widths)
     biases = [0.0] * 4 if attention.qkv.bias is None else attention.qkv.bias.split(attention.widths)
@@ -333,7 +348,7 @@ def attend(attention, x, grid, kv=None, key_grid=None, source=None, mask=None, r
 
 
 def gradients(out, leaves, probe):
-    """Gradients of a generic function of ``out``; zeros for leaves that it does not depend on."""
+    """Return the gradients of ``(out * probe).sum()``, and zeros for leaves without one."""
     found = torch.autograd.grad((out * probe).sum(), leaves, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found)]
 

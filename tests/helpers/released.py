@@ -19,7 +19,7 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def to_map(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """(B, N, C) -> (B, C, h, w)."""
+    """Convert tokens (B, N, C) to a map (B, C, h, w)."""
     return x.transpose(1, 2).unflatten(2, size)
 
 
@@ -28,13 +28,13 @@ def to_tokens(x: Tensor) -> Tensor:
 
 
 def cut(x: Tensor, window: tuple[int, int]) -> Tensor:
-    """(B, H, W, C) -> (B * windows, tokens, C)."""
+    """Cut a map (B, H, W, C) into windows (B * windows, tokens, C)."""
     x = x.unflatten(2, (-1, window[1])).unflatten(1, (-1, window[0]))
     return x.permute(0, 1, 3, 2, 4, 5).flatten(0, 2).flatten(1, 2)
 
 
 def join(x: Tensor, window: tuple[int, int], size: tuple[int, int]) -> Tensor:
-    """Inverse of :func:`cut`."""
+    """Join windows of :func:`cut` to the map of ``size`` (height, width)."""
     rows, columns = size[0] // window[0], size[1] // window[1]
     x = x.unflatten(1, window).unflatten(0, (-1, rows, columns)).permute(0, 1, 3, 2, 4, 5)
     return x.flatten(3, 4).flatten(1, 2)
@@ -44,13 +44,13 @@ class Released:
     """A released classifier in training mode, without stochastic depth.
 
     Args:
-        host (str): Type of the backbone.
+        backbone (str): Type of the backbone.
         arch (dict): Its sizes, complete.
         state (dict): Weights and running statistics.
     """
 
-    def __init__(self, host: str, arch: dict, state: dict) -> None:
-        self.host, self.arch = host, arch
+    def __init__(self, backbone: str, arch: dict, state: dict) -> None:
+        self.backbone, self.arch = backbone, arch
         state = {key: value.double() for key, value in state.items() if value.is_floating_point()}
         self.buffers = {key: value.clone() for key, value in state.items() if 'running' in key}
         self.weights = {k: v.clone().requires_grad_() for k, v in state.items() if k not in self.buffers}
@@ -131,7 +131,7 @@ class Released:
         return self.linear(f'{name}.proj', out.transpose(1, 2).flatten(2))
 
     def window_attention(self, kind, name, x, heads, size, window, shift) -> Tensor:
-        """Swin's attention in square windows: shifted, with relative position bias, if it is softmax."""
+        """Compute Swin's attention in square windows; softmax windows are shifted and have a relative position bias."""
         x, bias = x.unflatten(1, size), 0.0
         shift = window // 2 if shift and window < size[0] and kind == 'softmax' else 0
         x = x.roll((-shift, -shift), (1, 2))
@@ -156,7 +156,7 @@ class Released:
         return out.roll((shift, shift), (1, 2)).flatten(1, 2)
 
     def stripe_attention(self, name, x, heads, size, stripe) -> Tensor:
-        """CSWin's attention: half of the channels in vertical, half in horizontal stripes."""
+        """Compute CSWin's attention, with half of the channels in vertical and half in horizontal stripes."""
         qkv = self.linear(f'{name}.qkv', x).chunk(3, dim=-1)
         halves = zip(*(part.chunk(2, dim=-1) for part in qkv))
         outs = []
@@ -172,30 +172,30 @@ class Released:
 
     def ffn(self, name: str, x: Tensor, size) -> Tensor:
         x = self.linear(f'{name}.fc1', x)
-        if self.host == 'LinearPVTv2':
+        if self.backbone == 'LinearPVTv2':
             x = F.gelu(to_tokens(self.depthwise(f'{name}.dwconv', to_map(x, size))))
         else:
             x = F.gelu(x)
-            if self.host == 'RAVLT':
+            if self.backbone == 'RAVLT':
                 x = x + to_tokens(self.depthwise(f'{name}.dwconv', to_map(x, size)))
         return self.linear(f'{name}.fc2', x)
 
     def attention(self, stage: int, index: int, name: str, x: Tensor, size, source) -> Tensor:
-        arch, host = self.arch, self.host
+        arch, backbone = self.arch, self.backbone
         kind, heads = arch['stage_attns'][stage], arch['num_heads'][stage]
-        if host == 'LinearSwin':
+        if backbone == 'LinearSwin':
             window = arch['window'] if kind == 'softmax' else arch['linear_windows'][stage]
             return self.window_attention(kind, name, x, heads, size, window, index % 2 == 1)
-        if kind == 'softmax' and host in ('LinearPVT', 'LinearPVTv2') and arch['sr_ratios'][stage] > 1:
+        if kind == 'softmax' and backbone in ('LinearPVT', 'LinearPVTv2') and arch['sr_ratios'][stage] > 1:
             return self.reduced_attention(name, x, heads, size, arch['sr_ratios'][stage])
-        if kind == 'softmax' and host == 'LinearCSWin' and arch['stripes'][stage]:
+        if kind == 'softmax' and backbone == 'LinearCSWin' and arch['stripes'][stage]:
             return self.stripe_attention(name, x, heads, size, arch['stripes'][stage])
-        source = source if host == 'LinearCSWin' else None  # before the norm
-        return self.global_attention(kind, name, x, heads, size, source, rotary=host == 'RAVLT')
+        source = source if backbone == 'LinearCSWin' else None  # before the norm
+        return self.global_attention(kind, name, x, heads, size, source, rotary=backbone == 'RAVLT')
 
     def block(self, stage: int, index: int, name: str, x: Tensor, size) -> Tensor:
-        eps = 1e-5 if self.host in ('LinearSwin', 'LinearCSWin') else 1e-6
-        if self.host == 'RAVLT':
+        eps = 1e-5 if self.backbone in ('LinearSwin', 'LinearCSWin') else 1e-6
+        if self.backbone == 'RAVLT':
             x = x + to_tokens(self.depthwise(f'{name}.position', to_map(x, size)))
         branch = self.attention(stage, index, f'{name}.attn', self.layer_norm(f'{name}.norm1', x, eps), size, x)
         x = x + self.weights.get(f'{name}.gamma1', 1.0) * branch
@@ -203,27 +203,27 @@ class Released:
         return x + self.weights.get(f'{name}.gamma2', 1.0) * branch
 
     def embed(self, stage: int, x: Tensor) -> Tensor:
-        """Stem or down-sampling of a stage, (B, C, H, W) -> (B, C', h, w)."""
-        name, host = f'backbone.patch_embeds.{stage}', self.host
-        if host == 'RAVLT':
+        """Apply the stem or the down-sampling of a stage: (B, C, H, W) -> (B, C', h, w)."""
+        name, backbone = f'backbone.patch_embeds.{stage}', self.backbone
+        if backbone == 'RAVLT':
             if stage:
                 return self.batch_norm(f'{name}.layers.norm', self.conv(f'{name}.layers.conv', x, 2, 1))
             for i, stride in enumerate((2, 1, 1, 2)):
                 x = self.conv(f'{name}.layers.{3 * i}', F.gelu(x) if i else x, stride, 1)
                 x = self.batch_norm(f'{name}.layers.{3 * i + 1}', x)
             return x
-        if host == 'LinearSwin' and stage:
+        if backbone == 'LinearSwin' and stage:
             x = x.permute(0, 2, 3, 1)
             x = torch.cat([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], dim=-1)
             return self.linear(f'{name}.reduction', self.layer_norm(f'{name}.norm', x, 1e-5)).permute(0, 3, 1, 2)
         stride = 2 if stage else 4
-        padding = dict(LinearPVTv2=(3, 1), LinearCSWin=(2, 1)).get(host, (0, 0))[bool(stage)]
+        padding = dict(LinearPVTv2=(3, 1), LinearCSWin=(2, 1)).get(backbone, (0, 0))[bool(stage)]
         x = self.conv(f'{name}.proj', x, stride, padding).permute(0, 2, 3, 1)
         return self.layer_norm(f'{name}.norm', x, 1e-5).permute(0, 3, 1, 2)
 
     def logits(self, x: Tensor) -> Tensor:
         weights = self.weights
-        if self.host == 'LinearDeiT':
+        if self.backbone == 'LinearDeiT':
             x = self.conv('backbone.patch_embeds.0.proj', x, 16)
             size = tuple(x.shape[2:])
             x = torch.cat((weights['backbone.cls_token'].expand(len(x), -1, -1), to_tokens(x)), dim=1)
@@ -235,14 +235,14 @@ class Released:
             x = self.embed(stage, x)
             size = tuple(x.shape[2:])
             x = to_tokens(x)
-            if self.host == 'LinearPVT':
+            if self.backbone == 'LinearPVT':
                 x = x + weights[f'backbone.position_tables.{stage}.weight']
             for index in range(depth):
                 x = self.block(stage, index, f'backbone.stages.{stage}.{index}', x, size)
             if f'backbone.out_norms.{stage}.weight' in weights:
-                x = self.layer_norm(f'backbone.out_norms.{stage}', x, 1e-6 if self.host == 'LinearPVTv2' else 1e-5)
+                x = self.layer_norm(f'backbone.out_norms.{stage}', x, 1e-6 if self.backbone == 'LinearPVTv2' else 1e-5)
             x = to_map(x, size)
-        if self.host == 'RAVLT':
+        if self.backbone == 'RAVLT':
             x = F.silu(self.batch_norm('neck.norm', self.conv('neck.proj', x)))
         return self.linear('head.fc', x.mean(dim=(2, 3)))
 

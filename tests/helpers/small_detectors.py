@@ -23,7 +23,7 @@ UPSTREAM = dict(
 
 
 def smaller(node):
-    """Replace the numbers of :data:`SMALLER` in a config, and stack one convolution in heads."""
+    """Replace the numbers of :data:`SMALLER` in a config, and reduce the stacked convolutions of heads to one."""
     if isinstance(node, dict):
         return {key: 1 if key in ('stacked_convs', 'num_convs') else smaller(value) for key, value in node.items()}
     if isinstance(node, (list, tuple)):

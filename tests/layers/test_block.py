@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The residual branches of a block: layer scale and stochastic depth in all their forms. Feed-forward networks:
-tests/backbones/test_hosts_parity.py and test_ravlt.py."""
+"""Residual branches of a block: layer scale and stochastic depth. Feed-forward networks:
+tests/backbones/test_backbones_parity.py."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ LN = dict(type='LN', eps=1e-6)
 
 
 class Branch(nn.Module):
-    """Stands for an attention or a feed-forward network."""
+    """Linear layer in place of an attention or a feed-forward network."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def equation(model, x):
 @pytest.mark.parametrize('layer_scale', [None, 0.5])
 @pytest.mark.parametrize('prefix', [0, 1, 2])
 def test_feed_forward_networks_of_maps_take_tokens(prefix, layer_scale):
-    """They know their map by the grid; class tokens have no neighbours."""
+    """Apply a convolutional network to tokens on their grid; class tokens have no neighbours."""
     context = StageContext(Grid(2, 3, prefix=prefix))
     model = TokenBlock(4, nn.Identity(), ConvFFN(4, 8), LN, layer_scale=layer_scale)
     model.attn.forward = lambda x, context: torch.zeros_like(x)
@@ -59,7 +59,7 @@ def test_feed_forward_networks_of_maps_take_tokens(prefix, layer_scale):
 @pytest.mark.parametrize('form', ['float64', 'bfloat16', 'autocast'])
 @pytest.mark.parametrize('layer_scale', [None, 1.0])
 def test_stochastic_depth_drops_whole_items_and_keeps_the_mean(layer_scale, form):
-    """Under autocast branches are in half precision, the residual stream in float32."""
+    """Under autocast, branches are in half precision and the residual stream in float32."""
     dtype = torch.float32 if form == 'autocast' else getattr(torch, form)
     model = block(layer_scale, drop_path=0.25).to(dtype).train()
     nn.init.zeros_(model.ffn.linear.weight)
@@ -79,7 +79,7 @@ def test_stochastic_depth_drops_whole_items_and_keeps_the_mean(layer_scale, form
 
 @pytest.mark.parametrize('learns', [True, False])
 def test_small_layer_scales_under_float16(learns):
-    """1e-9 times a weight is no number of float16: there, the scale stays outside the matrix."""
+    """Scale outside the matrix by 1e-9, which float16 cannot represent times a weight."""
     model, x = Block(4, Branch(), MLP(4, 8), LN, layer_scale=1e-9), torch.zeros(2, 3, 4)
     nn.init.zeros_(model.gamma1), nn.init.ones_(model.ffn.fc2.bias)
     with torch.autocast('cpu', torch.float16), torch.set_grad_enabled(learns):
@@ -102,13 +102,13 @@ def test_small_layer_scales_under_float16(learns):
     ],
 )
 def test_norms_that_would_take_rows_for_channels_are_refused(build, norm):
-    """On a map with as many rows as channels such norms would run and give other numbers."""
+    """Raise for norms over axis 1: they would run on maps with as many rows as channels."""
     with pytest.raises(ValueError, match=f"^norm_cfg=.*'{norm}'.*: expected a norm over the last axis, as 'LN'"):
         build(dict(type=norm, **(dict(num_groups=2) if norm == 'GN' else {})))
 
 
 def test_hooks_of_a_norm_see_tokens():
-    """Tools that show activations take four dimensions for (B, C, H, W)."""
+    """Pass (B, N, C) to norms: activation viewers take four dimensions for (B, C, H, W)."""
     model, seen = block(None), []
     for norm in (model.norm1, model.norm2):
         norm.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Compact feed-forward networks: branches as their equation, merged, at their start, refused; and those by name."""
+"""Compact feed-forward networks: branches, merging, initial gains, errors, and construction by name."""
 
 import copy
 
@@ -11,7 +11,7 @@ from mmlinattn.layers import MLP, ConvFFN, DWConvFFN, FactorisedLinear, Linear, 
 
 
 def unsettled(module):
-    """As after some training: statistics and parameters that hide no term."""
+    """Fill batch norms and biases with random values, as after some training."""
     for norm in module.modules():
         if isinstance(norm, FactorisedLinear):
             nn.init.normal_(norm.bias)
@@ -24,7 +24,7 @@ def unsettled(module):
 
 
 def one_by_one(layer, x):
-    """Each branch a linear layer and its norm, over the rows of ``x``."""
+    """Apply each branch as a linear layer and its norm, over the rows of ``x``."""
     rows = x.flatten(0, -2)
     for factor in (layer.down, layer.up):
         rows = sum(norm(linear(rows)) for linear, norm in zip(factor.linears, factor.norms))
@@ -34,8 +34,8 @@ def one_by_one(layer, x):
 @pytest.mark.parametrize('fixed', ['all', 'first', 'none'])
 @pytest.mark.parametrize('branches', [1, 2, 3])
 def test_branches_are_parallel_and_merge_into_one_matrix(branches, fixed):
-    """Compare values, gradients and statistics, also with one fixed branch. Merging, done once, keeps types and frozen
-    flags."""
+    """Compare values, gradients and statistics, also with one branch in eval mode. Merging keeps types and frozen
+    flags, and a second call does nothing."""
     layer = unsettled(FactorisedLinear(12, 8, 5, branches)).double().requires_grad_(fixed != 'first')
     layer.train(fixed != 'all')
     for factor in (layer.down, layer.up):
@@ -59,8 +59,8 @@ def test_branches_are_parallel_and_merge_into_one_matrix(branches, fixed):
 
 @pytest.mark.parametrize(('matrix', 'r', 'gain'), [('M2', 3, 0.0), ('M1', 1, 0.08), ('M1', 4, 0.04)])
 def test_gains_to_begin_with(matrix, r, gain):
-    """M2 ends the residual branch, at zero. M1 is in its middle, and starts as a linear layer of weights of deviation
-    0.02 would: r branches, each of deviation gain, together 0.02 * sqrt(16). Factors before are as batch norms are."""
+    """Start M2 at zero, as it ends the residual branch. Start M1 with the variance of a linear layer of deviation 0.02:
+    r gains sum to 0.02 * sqrt(16)."""
     ffn = compact(MLP(16, 48), r=r, matrix=matrix, norm_cfg=dict(type='BN1d', eps=0.25))
     ffn.init_weights()
     layer = ffn.fc1 if matrix == 'M1' else ffn.fc2
@@ -83,7 +83,7 @@ def test_gains_to_begin_with(matrix, r, gain):
     ],
 )
 def test_factors(t, dim, hidden, rank):
-    """k = t m C / (m + 1); by default of the second matrix, with two branches."""
+    """Compute the rank k = t m C / (m + 1). The default is the second matrix, with two branches."""
     ffn = compact(MLP(dim, hidden), t=t)
     assert type(ffn.fc1) is Linear
     for factor, widths in ((ffn.fc2.down, (hidden, rank)), (ffn.fc2.up, (rank, dim))):
@@ -110,7 +110,7 @@ def test_refusals(spec, words):
 
 @pytest.mark.parametrize(('spec', 'kind'), [(None, DWConvFFN), ('mlp', MLP), ('conv', ConvFFN), ('dwconv', DWConvFFN)])
 def test_feed_forward_networks_by_name(spec, kind):
-    """Build them alone and compact; the options are those of the arch, shared by all blocks."""
+    """Build each network alone and as a compact one; the spec is shared by blocks and stays unchanged."""
     ffn = build_ffn(spec, DWConvFFN, 10, 30)
     assert type(ffn) is kind and (ffn.fc1.in_features, ffn.fc1.out_features, ffn.fc2.out_features) == (10, 30, 10)
     inner = {} if spec is None else dict(ffn=spec)
@@ -125,8 +125,7 @@ def test_feed_forward_networks_by_name(spec, kind):
 
 
 def test_branches_with_something_of_their_own_are_not_merged():
-    """An adapter. Norms that cannot be: tests/backbones/test_deploy.py; layers with a ``forward`` of their own:
-    tests/backbones/test_pairs.py."""
+    """Raise for an adapter in a branch. Norms: tests/backbones/test_deploy.py."""
     layer, x = unsettled(FactorisedLinear(12, 8, 5)), torch.randn(3, 12)
     kept = layer.down
     kept.linears[1] = nn.Sequential(nn.Linear(12, 5), nn.ReLU())

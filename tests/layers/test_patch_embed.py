@@ -12,7 +12,7 @@ from mmlinattn.layers import PatchConv2d, PatchEmbed, PatchMerging
 @pytest.mark.parametrize('kernel', [2, 4, 8])
 @pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16], ids=str)
 def test_patches_without_overlap(dtype, kernel, channels):
-    """In bfloat16 oneDNN's own convolution of some of these shapes is wrong on CPUs with AMX."""
+    """Compare with a convolution. oneDNN's is wrong in bfloat16 for some of these shapes on CPUs with AMX."""
     conv = PatchConv2d(channels, 16, kernel).to(dtype)
     x = torch.randn(2, channels, 2 * kernel, 3 * kernel).to(dtype)
     expected = nn.functional.conv2d(x.double(), conv.weight.double(), conv.bias.double(), kernel)
@@ -24,14 +24,14 @@ def test_patches_without_overlap(dtype, kernel, channels):
 
 
 def test_patches_may_be_made_to_overlap():
-    """The usual way to finer maps of a trained model."""
+    """Halve the stride of a trained embedding, for finer maps."""
     conv, x = PatchConv2d(3, 16, 8), torch.randn(2, 3, 32, 24)
     conv.stride = (4, 4)
     torch.testing.assert_close(conv(x), nn.functional.conv2d(x, conv.weight, conv.bias, 4))
 
 
 def padded(x, multiple):
-    """A map with zeros at the bottom and right, of whole strides."""
+    """Pad a map with zeros at the bottom and right to multiples of ``multiple``."""
     out = x.new_zeros(len(x), *(-(-side // multiple) * multiple for side in x.shape[1:3]), x.shape[-1])
     out[:, : x.shape[1], : x.shape[2]] = x
     return out
@@ -39,7 +39,7 @@ def padded(x, multiple):
 
 @pytest.mark.parametrize('size', [(8, 8), (7, 9), (1, 2), (5, 1)], ids=str)
 def test_patches_of_maps_of_any_size(size):
-    """Pad patches at the border with zeros. Swin's four neighbours: down first, then right."""
+    """Pad patches at the border with zeros. PatchMerging orders Swin's four neighbours down first, then right."""
     x = torch.randn(2, *size, 3)
     for kernel, stride, padding in ((4, 4, 0), (2, 2, 0), (7, 4, 3), (3, 2, 1), (4, 4, 1)):
         embed = PatchEmbed(3, 5, kernel, stride, padding, dict(type='LN', eps=0.5))

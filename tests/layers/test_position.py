@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Position tables."""
+"""Position tables of any size."""
 
 import copy
 
@@ -24,7 +24,7 @@ def bilinear(table, grid, size):
 @settings(deadline=None, derandomize=True, max_examples=20)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2))
 def test_tables_are_resized_bilinearly(height, width, prefix):
-    """Class tokens keep their vectors and the trained grid its table, also in graphs with open sizes."""
+    """Keep vectors of class tokens, and the table at its own grid; graphs of dynamic shape give the same."""
     table = PositionTable(DIM, (4, 5), prefix).double()
     grid, half = Grid(height, width, prefix=prefix), copy.deepcopy(table).half()
     expected = bilinear(table.weight.data[:, prefix:], (4, 5), (height, width))
@@ -39,7 +39,7 @@ def test_tables_are_resized_bilinearly(height, width, prefix):
 
 
 def test_class_tokens_without_a_vector_get_none():
-    """Read the vectors of grids that the table has, as they are."""
+    """Give class tokens without a stored vector zeros."""
     table = PositionTable(DIM, (2, 3), prefix=1)
     found = table(Grid(2, 3, prefix=3))
     assert not found[:, :2].any()
@@ -48,7 +48,7 @@ def test_class_tokens_without_a_vector_get_none():
 
 @pytest.mark.parametrize('prefix', [0, 1])
 def test_a_checkpoints_table_of_another_square_fits(prefix):
-    """Leave alone tables that fit, and tensors that are no square table; loading reports those."""
+    """Resize square tables; return others unchanged, so that loading reports them."""
     table, given = PositionTable(DIM, (6, 7), prefix), torch.randn(1, prefix + 16, DIM)
     fitted = table.fit(given)
     assert fitted.shape == table.weight.shape and torch.equal(fitted[:, :prefix], given[:, :prefix])

@@ -35,7 +35,7 @@ def test_results_are_those_of_compiled_mmcv(name):
 
 
 def test_two_boxes_without_area_suppress_nothing():
-    """Their overlap is 0 / 0 in MMCV, and NaN is above no threshold."""
+    """Keep both boxes: their overlap is 0 / 0, and NaN exceeds no threshold."""
     dets = torch.tensor(
         [[0.0, 0, 0, 0, 0.9], [5, 5, 5, 5, 0.8], [5, 5, 5, 5, 0.7], [0, 0, 4, 4, 0.6], [4, 4, 8, 8, 0.5]]
     )
@@ -52,8 +52,7 @@ def test_two_boxes_without_area_suppress_nothing():
 
 @pytest.mark.parametrize('dtype', LOWER)
 def test_lower_precision(dtype):
-    """NMS keeps the boxes that the same numbers keep in float32. Maxima and offsets are rounded too, so that pooled and
-    sampled values are near those of float32 on the whole."""
+    """Keep the boxes that float32 keeps. Pooled and sampled values are close to float32 on average."""
     boxes, scores = (tensor.to(dtype) for tensor in cases.boxes(1, 200))
     kept = ops.nms(boxes, scores, 0.5)[1]
     assert torch.equal(kept, ops.nms(boxes.float(), scores.float(), 0.5)[1]) and 0 < len(kept) < 200
@@ -79,7 +78,7 @@ def test_roi_align_refuses_a_box_that_ends_before_it_starts(device):
 
 @pytest.mark.parametrize('kernel', [(3, 3), (3, 1)])
 def test_gradients_of_channels_last_offsets_and_masks(kernel):
-    """Convolutions of channels-last maps give such offsets."""
+    """Take offsets and masks in the memory format that convolutions of channels-last maps give."""
     taps = kernel[0] * kernel[1]
     x, offset, mask = (cases.normal(i, 2, c, 7, 9) for i, c in enumerate((4, 2 * taps, taps)))
     weight, padding = cases.normal(3, 5, 4, *kernel), [size // 2 for size in kernel]
@@ -129,7 +128,8 @@ def test_roi_pool_is_its_definition():
 
 @pytest.mark.parametrize('weight', [None, torch.tensor([1.0, 2, 3, 4]).double()])
 def test_focal_losses_are_their_definitions(weight, device):
-    """Sigmoid (torchvision's own) and softmax. Background has no weight. MMCV's softmax loss has gradients as a sum."""
+    """Compare the sigmoid and softmax losses. Background has no weight, and the softmax loss backpropagates as a
+    sum."""
     weight = weight if weight is None else weight.to(device)
     x, target = cases.normal(1, 6, 4).double() * 3, torch.tensor([0, 1, 2, 3, 4, 4])
     own = F.one_hot(target, 5)[:, :4].double()
@@ -178,7 +178,8 @@ def test_masked_convolution_is_the_convolution_at_the_mask(kernel, padding):
 
 @pytest.fixture(params=['rows', 'levels'])
 def form(request, ext, monkeypatch):
-    """Deformable attention by rows (CPUs, deterministic algorithms) and by levels (other devices)."""
+    """Choose the implementation of deformable attention: by rows (CPUs, deterministic algorithms) or by levels (other
+    devices)."""
     monkeypatch.setattr(ext, '_takes_rows', lambda value: request.param == 'rows')
 
 
@@ -244,7 +245,7 @@ def carafe():
     'make, forward, backward', [(deformable_attention, 20, 41), (focal_loss, 8, 10), (carafe, 10, 18)]
 )
 def test_kernels_that_a_gpu_starts(ext, monkeypatch, make, forward, backward):
-    """The counts include MMCV's own: results filled with zeros, a copy, a product with the gradient."""
+    """Count at most the kernels of compiled MMCV, including its zero fills, a copy and a product."""
     monkeypatch.setattr(ext, '_takes_rows', lambda value: False)
     run, *tensors = make()
     leaves = [tensor.requires_grad_() for tensor in tensors]
@@ -264,7 +265,7 @@ def test_carafe_is_not_computed_in_lower_precision_by_autocast(device):
 
 
 def test_offsets_of_a_map_larger_than_the_output():
-    """DyHead has them; as in compiled MMCV, the output's pixels take the first values in memory."""
+    """Read the first values in memory for each pixel of the output, as compiled MMCV does for DyHead."""
     x, weight, small = torch.randn(2, 4, 5, 6), torch.randn(6, 4, 3, 3), torch.randn(2, 18, 5, 6)
     large, masks = torch.randn(2, 18, 10, 12), torch.rand(2, 9, 10, 12)
     large.flatten(1)[:, : 18 * 30] = small.flatten(1)

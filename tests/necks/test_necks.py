@@ -17,7 +17,7 @@ def pyramid(**options):
 
 @pytest.mark.parametrize(('height', 'width'), [(64, 96), (70, 90), (33, 47), (49, 32)])
 def test_levels_have_the_sizes_of_a_convolutional_pyramid(height, width):
-    """Read the last of several maps. The level of an odd image is the corner of that of the padded image."""
+    """Read the last of several maps. The levels of an odd image are crops of those of the padded image."""
     neck, x = pyramid(), torch.randn(2, 8, -(-height // 16), -(-width // 16))
     outs, whole = neck([torch.zeros(1, 5, 3, 4), x], image_size=(height, width)), neck(x)
     for out, other, stride in zip(outs, whole, (4, 8, 16, 32, 64), strict=True):
@@ -27,7 +27,7 @@ def test_levels_have_the_sizes_of_a_convolutional_pyramid(height, width):
 
 
 def test_levels_are_those_of_vitdet():
-    """Fig. 2, written out: transposed convolutions up, max-pooling down, then 1x1 and 3x3 convolutions with norms."""
+    """Compare with Fig. 2: transposed convolutions up, max-pooling down, then 1x1 and 3x3 convolutions with norms."""
     neck = pyramid().double()
     x = torch.randn(2, 8, 3, 5, dtype=torch.double)
 
@@ -64,7 +64,7 @@ def test_levels_are_those_of_vitdet():
 
 
 def test_initial_weights():
-    """Uniform Xavier for convolutions, bounded by sqrt(6 / (fan in + fan out)), unless ``init_cfg`` is given."""
+    """Expect uniform Xavier for convolutions, bounded by sqrt(6 / (fan in + fan out)), unless ``init_cfg`` is given."""
     for kind in (partial(MapAdapter, [24], [40]), partial(SimpleFeaturePyramid, 24, 40)):
         for init_cfg in (None, dict(type='Constant', layer='Conv2d', val=2.0)):
             neck = kind(init_cfg=init_cfg)
@@ -76,7 +76,7 @@ def test_initial_weights():
 
 
 def test_adapters_resize_bilinearly_by_the_areas_of_pixels():
-    """A column of 0 and 4, twice as high: 0 1 3 4, as pixels' centres lie."""
+    """Resize a column of 0 and 4 to 0 1 3 4, by pixel centres."""
     neck = MapAdapter([1], [1, 1, 3], sources=[0, 0, None], scales=[2, 0.5, 1])
     with torch.no_grad():
         for conv in neck.convs[:2]:
@@ -93,7 +93,7 @@ def test_adapters_resize_bilinearly_by_the_areas_of_pixels():
 @pytest.mark.parametrize('how', ['trace', 'export'])
 @pytest.mark.filterwarnings('ignore')  # of the tracer, of every look at a size
 def test_adapters_resize_in_graphs_at_every_size(how):
-    """Rounded up, at sizes other than the recorded one."""
+    """Round sizes up, also at sizes other than the traced one."""
     neck = MapAdapter([2], [2, 1, 3, 2], sources=[0] * 4, scales=[2, 0.5, 1, 0.1]).eval()
     x = torch.randn(2, 2, 16, 17)
     if how == 'trace':
@@ -112,7 +112,7 @@ def test_adapters_resize_in_graphs_at_every_size(how):
 
 
 def test_heads_read_one_output_in_inference_alone():
-    """The first as well as any other; in training all are there."""
+    """Compute all outputs in training, and only the selected one in inference."""
     x = torch.randn(2, 4, 3, 3)
     for place in (0, 1, 2):
         neck = MapAdapter([4], [5, 6, 7], sources=[0, None, 0], inference_output=place)

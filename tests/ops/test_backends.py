@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The fast backends of the equations give the values and gradients of their references, in every type and layout."""
+"""Analytic backends of the ops against their reference implementations, in every dtype and layout."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ every_attention = pytest.mark.parametrize('name', ATTENTIONS)
 
 @st.composite
 def inputs(draw):
-    """Queries, keys and values as slices of one projection, and further arguments of attentions."""
+    """Draw queries, keys and values (B, N, C) as slices of one projection, and ``num_heads`` and ``mask``."""
     batch, tokens, heads = (draw(st.integers(1, most)) for most in (3, 30, 3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     x = torch.randn(batch, tokens, 3 * heads * 4, generator=generator, dtype=torch.float64)
@@ -51,7 +51,7 @@ def test_values_and_gradients_are_the_references(name, given):
 @draws
 @given(inputs(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_inference_is_the_reference_in_float64_up_to_rounding(name, given, dtype):
-    """Nothing is written over."""
+    """Compare in each dtype, and leave the inputs unchanged."""
     tensors, options = given
     with ops.use('reference'):
         exact = ATTENTIONS[name](*tensors, **options)

@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import small_hosts
+from helpers import small_backbones
 from helpers.references import DIM, HEADS, filled
 from torch import nn
 
@@ -40,7 +40,7 @@ def without_gradients(module, *args):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Steps of each fused chain, as (class of the layer, norm, GELU)."""
+    """Record each fused chain as a list of (class of the layer, has a norm, has GELU)."""
     seen, plan = [], fused.plan
 
     def noted(steps):
@@ -80,7 +80,7 @@ FFNS = {
 @pytest.mark.parametrize('size', [(20, 3), (17, 3), (41, 3)], ids=str)
 @pytest.mark.parametrize('name', FFNS)
 def test_feed_forward_networks(name, size, kernels, monkeypatch):
-    """In strips of rows and as a whole."""
+    """Compare with and without fusing, in strips of rows and as a whole."""
     make, expected = FFNS[name]
     module, x = filled(make()).eval(), torch.randn(2, *size, DIM, dtype=torch.float64)
     for numel in (fused.STRIP_NUMEL, 40 * 8 * size[1]):
@@ -129,7 +129,7 @@ def test_a_changed_layer_of_a_chain_sees_whole_maps(name, change, monkeypatch):
 @pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'without weights', 'GN'])
 @pytest.mark.parametrize('kind', [ConvStem, ConvDownsample])
 def test_batch_norms_are_folded(kind, norm, monkeypatch):
-    """If weights and statistics define them fully."""
+    """Fold batch norms with weights and running statistics; call others."""
     cfg = dict(type='BN', affine=False) if norm == 'without weights' else dict(type=norm)
     module = kind(4, 8, dict(cfg, num_groups=2) if norm == 'GN' else cfg)
     for buffer in module.buffers():
@@ -164,7 +164,7 @@ def test_residual_convolutions(size, of_gelu):
 @pytest.mark.parametrize('onednn', [True, False])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
 def test_products(dtype, onednn, monkeypatch):
-    """By oneDNN's operators or, if PyTorch is built without them, by its own."""
+    """Multiply by oneDNN's operators, or by PyTorch's in builds without oneDNN."""
     monkeypatch.setattr(private_apis, 'HAS_ONEDNN', private_apis.HAS_ONEDNN and onednn)
     layer = Linear(12, 10).to(dtype)
     tolerance = dict(rtol=0.05, atol=0.1) if dtype == torch.bfloat16 else {}
@@ -190,7 +190,10 @@ def test_products_under_autocast_have_its_type():
 
 
 def test_autocast_leaves_float64_alone():
-    model, x = filled(small_hosts.build('LinearSwin', 'inline')).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
+    model, x = (
+        filled(small_backbones.build('LinearSwin', 'inline')).eval(),
+        torch.rand(1, 3, 64, 64, dtype=torch.float64),
+    )
     with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
         out = model(x)
     torch.testing.assert_close(out, without_gradients(model, x))
@@ -224,7 +227,10 @@ WRITES = {
 
 @pytest.mark.parametrize('change', WRITES)
 def test_results_follow_a_change(change):
-    model, x = filled(small_hosts.build('RAVLT', 'rala')).double().eval(), torch.rand(2, 3, 64, 96, dtype=torch.float64)
+    model, x = (
+        filled(small_backbones.build('RAVLT', 'rala')).double().eval(),
+        torch.rand(2, 3, 64, 96, dtype=torch.float64),
+    )
     before = without_gradients(model, x)
     WRITES[change](model)
     after = without_gradients(model.double(), x)
@@ -235,14 +241,14 @@ def test_results_follow_a_change(change):
 
 
 class Identity(TokenMixer):
-    """Mixer that returns its values themselves, with memory of the projection."""
+    """Mixer that returns its values as a view of the projection."""
 
     def forward(self, q, k, v, grid, key_grid, mask=None, **_):
         return v
 
 
 def test_a_mixer_of_another_package_keeps_the_fast_layers_around_it(kernels, monkeypatch):
-    """What a hook keeps is not overwritten."""
+    """Use oneDNN around an unknown mixer, and overwrite nothing that a hook keeps."""
     attn = GlobalAttention(DIM, HEADS, dict(type=Identity), local_kernel=3)
     block, x = (
         filled(Block(DIM, attn, MLP(DIM, 40), LN, position=ResidualDWConv(DIM))).eval(),
@@ -271,7 +277,7 @@ def test_tools_find_leaves_by_their_class(kind):
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
 def test_dynamic_quantisation_finds_linear_layers():
     quantisation = pytest.importorskip('torch.ao.quantization')
-    model, x = filled(small_hosts.build('LinearDeiT', 'inline')).float().eval(), torch.rand(1, 3, 64, 64)
+    model, x = filled(small_backbones.build('LinearDeiT', 'inline')).float().eval(), torch.rand(1, 3, 64, 64)
     count = sum(isinstance(module, nn.Linear) for module in model.modules())
     quantised = quantisation.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     assert sum(type(m).__module__.startswith('torch.ao') and hasattr(m, 'weight') for m in quantised.modules()) == count
@@ -280,7 +286,7 @@ def test_dynamic_quantisation_finds_linear_layers():
 
 
 def test_copies_and_pickles(tmp_path):
-    model, x = small_hosts.build('RAVLT', 'rala').eval(), torch.rand(1, 3, 64, 64)
+    model, x = small_backbones.build('RAVLT', 'rala').eval(), torch.rand(1, 3, 64, 64)
     expected = without_gradients(model, x)
     torch.save(model, tmp_path / 'model.pth')
     for copied in (copy.deepcopy(model), torch.load(tmp_path / 'model.pth', weights_only=False)):

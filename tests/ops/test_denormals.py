@@ -17,7 +17,7 @@ DIM, TOKENS = 64, 200
 
 
 class Denormals(TorchDispatchMode):
-    """Counts the denormal numbers in the results of all operations."""
+    """Count the denormal numbers in the results of all operations."""
 
     def __init__(self):
         super().__init__()
@@ -35,8 +35,8 @@ class Denormals(TorchDispatchMode):
 
 
 def inputs():
-    """Tokens of trained networks: an unused channel, tokens without a positive channel, and large tokens. Some weigh
-    just above nothing beside the largest."""
+    """Return tokens like those of trained networks: an unused channel, tokens without a positive channel, large tokens,
+    and some of nearly no weight."""
     q, k, v = torch.randn(3, 2, TOKENS, DIM)
     q[..., :5] = k[..., 2:9] = -1
     q[:, 3] = k[:, 4] = -2
@@ -46,7 +46,7 @@ def inputs():
 
 
 def steps(op, which, monkeypatch):
-    """Forward and backward pass of training, and inference, of one form, under the count."""
+    """Return the denormal numbers by operation of a training step and an inference of ``op``."""
     if which != 'reference':  # dispatch modes get the reference otherwise
         monkeypatch.setattr(dispatch, 'needs_reference', lambda *tensors: False)
     leaves = inputs()
@@ -73,7 +73,7 @@ def test_linear_attentions(name, which, monkeypatch):
 
 
 def test_the_count_sees_denormal_numbers(monkeypatch):
-    """The form of before: unit vectors to the third power, squared in a norm."""
+    """Find denormal numbers in the norm of cubed unit vectors."""
 
     def tiny(q, k, v):
         powered = ((q.relu() + 1e-6) / q.norm(dim=-1, keepdim=True)) ** 3

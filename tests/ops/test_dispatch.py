@@ -58,7 +58,7 @@ def test_the_backend_is_that_of_the_device_unless_another_is_asked_for():
 
 @pytest.mark.parametrize('value', ['reference', '', 'auto', 'eager', 'triton'])
 def test_backend_of_the_environment(value, monkeypatch):
-    """It is read once, at import: here by a second copy of the module."""
+    """Read the variable at import, here by a second copy of the module."""
     monkeypatch.setenv('MMLINATTN_OPS', value)
     spec = importlib.util.spec_from_file_location('mmlinattn.ops.dispatch_again', dispatch.__file__)
     again = importlib.util.module_from_spec(spec)
@@ -129,7 +129,7 @@ def test_transforms_of_functions(mixer):
     [
         *((mixer, False, 'aot_eager') for mixer in MIXERS),
         ('inline', True, 'eager'),
-        # graphs of the backward pass at open sizes take seconds
+        # graphs of the backward pass at dynamic shapes take seconds
         *(pytest.param(mixer, True, 'aot_eager', marks=pytest.mark.slow) for mixer in ('rala', 'focused')),
     ],
 )
@@ -152,7 +152,8 @@ def test_a_training_step_compiles(mixer, dynamic, backend):
 
 
 def compiled_nodes(function, *inputs):
-    """(operator, float result of it) of the graph that ``torch.compile`` hands to its code generator."""
+    """Return (operator, floating-point result) of each node of the graph that ``torch.compile`` hands to its code
+    generator."""
     nodes = []
 
     def keep(graph, _):
@@ -168,7 +169,8 @@ def compiled_nodes(function, *inputs):
 
 @pytest.mark.parametrize(('name', 'masked'), [(name, name != 'rala') for name in LINEAR if name != 'hydra'])
 def test_compiled_heads_are_no_axis_of_channels_last_maps(name, masked):
-    """Code that Inductor makes for sums in that order writes past their end (pytorch/pytorch#196681)."""
+    """Keep heads out of the channel axis: Inductor's code for sums in that order writes out of bounds
+    (pytorch/pytorch#196681)."""
     mask = torch.arange(GRID.num_tokens).expand(2, -1) < 9 if masked else None
     inputs = [tokens() for _ in range(3)]
     nodes = compiled_nodes(partial(LINEAR[name], num_heads=HEADS, mask=mask), *inputs)
@@ -195,7 +197,8 @@ class Asks(nn.Module):
 
 @pytest.mark.parametrize('strict', [False, True])
 def test_graphs_are_told_of_their_tracing_and_python_code_of_an_export(strict):
-    """The tracers of ``torch.compile`` and of the strict export read it instead."""
+    """Check both predicates in eager mode and under each recorder; strict export and ``torch.compile`` are not seen as
+    an export."""
     traced, exported, x = Asks(dispatch.is_traced), Asks(dispatch.is_exported), torch.zeros(3)
     assert not traced(x).any() and not exported(x).any()
     assert torch.export.export(traced, (x,), strict=strict).module()(x).all()

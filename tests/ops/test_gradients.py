@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Gradients written by hand: kept tensors, and right values under every autograd API."""
+"""Analytic gradients: saved tensors, and values under every autograd API."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ HALF = [torch.float16, torch.bfloat16]
 
 
 def layer(x, other, v):
-    """Convolutions and rotation."""
+    """Chain convolutions and a rotation of tokens (2, 9, 8)."""
     weight = v[0, :8].sin()
     image = x.unflatten(1, (3, 3)).permute(0, 3, 1, 2)
     image = image + ops.conv_of_gelu(
@@ -62,7 +62,7 @@ def test_gradients_of_gradients_and_batched_ones(name, made, which):
 
 @pytest.mark.parametrize('name', ALL)
 def test_gradients_of_gradients_of_tokens_of_zeros(name):
-    """Padded ones, say, under a gradient penalty."""
+    """Expect finite second derivatives at zero tokens, such as padding under a gradient penalty."""
     x = torch.rand(2, 9, 8, dtype=torch.float64)
     x[:, 4:6] = 0
     x.requires_grad_()
@@ -96,7 +96,7 @@ def test_nan_of_an_input_shows_in_the_output(name, where, which):
 
 @pytest.mark.parametrize('which', FORMS)
 def test_queries_and_keys_of_zero_learn(which):
-    """As those of pruned channels: ELU has the slope 1 there."""
+    """Expect ELU's slope of 1 at zero, as pruned channels have it."""
     x = torch.randn(3, 1, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x[:2, :, :, :3] = 0
     near = x + 1e-9 * (x == 0)
@@ -108,15 +108,15 @@ def test_queries_and_keys_of_zero_learn(which):
     torch.testing.assert_close(grads, others, rtol=1e-6, atol=1e-9)
 
 
-DEAD = ['rala, relu', 'rala, relu, turned', 'linear, relu', 'focused, 3', 'rala, elu', 'focused, 4.5']
+DEAD = ['rala, relu', 'rala, relu, rotary', 'linear, relu', 'focused, 3', 'rala, elu', 'focused, 4.5']
 
 
 @pytest.mark.parametrize('which', FORMS)
 @pytest.mark.parametrize('name', DEAD)
 def test_a_query_that_meets_no_key_in_float16(name, which):
-    """A query alive only in channels of dead keys is divided by eps alone. Gradients stay finite, and those of other
-    queries right."""
-    call = partial(ops.rala, kernel='relu', rotary=ops.rotary_table(3, 3, 8)) if 'turned' in name else LINEAR[name]
+    """Divide a query by eps alone, as its only channels are dead in the keys. Its gradient is finite, and the others
+    are accurate."""
+    call = partial(ops.rala, kernel='relu', rotary=ops.rotary_table(3, 3, 8)) if 'rotary' in name else LINEAR[name]
     x = torch.randn(3, 1, 9, 8, generator=torch.Generator().manual_seed(0))
     q, k, v = x
     k[..., :2], q[:, 4], q[:, 4, :2] = -1, -1, 2
@@ -134,7 +134,7 @@ def test_a_query_that_meets_no_key_in_float16(name, which):
 
 @pytest.mark.parametrize('which', FORMS)
 def test_keys_with_a_mean_of_a_hundred_deviations(which):
-    """InLine: only deviations from the mean count."""
+    """Expect InLine attention to depend on deviations from the mean key only."""
     q, k, v = (torch.randn(2, 4000, 16) for _ in range(3))
     k = k + 100
     leaves, wide = ([t.to(dtype).requires_grad_() for t in (q, k, v)] for dtype in (torch.float32, torch.float64))
@@ -153,7 +153,7 @@ def test_keys_with_a_mean_of_a_hundred_deviations(which):
 
 
 def kept(function, *leaves) -> int:
-    """Bytes that are kept besides the leaves."""
+    """Return the bytes saved for the backward pass besides the leaves."""
     storages, own = {}, {t.untyped_storage().data_ptr() for t in leaves}
 
     def pack(tensor):
@@ -172,8 +172,8 @@ def kept(function, *leaves) -> int:
 @pytest.mark.parametrize('dtype', [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize('name', LINEAR)
 def test_tensors_kept_besides_queries_keys_and_values(name, dtype, which):
-    """In tensors of their size, whatever the device."""
+    """Save at most a tenth of the queries, whatever the device; a rotary encoding adds its rotated map."""
     leaves = [torch.randn(1, 4096, 128).to(dtype).requires_grad_() for _ in range(3)]
     with form(which):
         size = kept(lambda *t: LINEAR[name](*t, 2), *leaves)
-    assert size <= 0.1 * leaves[0].numel() * dtype.itemsize + (4096 * 64 * 4 if 'turned' in name else 0)
+    assert size <= 0.1 * leaves[0].numel() * dtype.itemsize + (4096 * 64 * 4 if 'rotary' in name else 0)

@@ -59,7 +59,7 @@ def run(threads: int = 1, **environment: str) -> list[list[float]]:
 
 @pytest.fixture(scope='module')
 def expected():
-    """On the oldest CPU, by the references."""
+    """Results on the oldest CPU, by the reference implementations."""
     return run(ONEDNN_MAX_CPU_ISA='AVX2', ATEN_CPU_CAPABILITY='default', MMLINATTN_OPS='reference')
 
 

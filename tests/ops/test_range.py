@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Every form of every attention at the ends of its numbers: long sums in half precision, dead and huge tokens."""
+"""Every attention at the limits of its dtype: long sums in half precision, dead and huge tokens."""
 
 import pytest
 import torch
@@ -20,8 +20,7 @@ every_attention = pytest.mark.parametrize('name', LINEAR)
 @pytest.mark.parametrize('dtype', HALF, ids=str)
 @every_attention
 def test_sums_over_the_tokens_of_a_detection_map(name, dtype, masked, which):
-    """Stage 1 at 1333x800: the sum of 66,800 tokens of mean 1.2 is no number of float16, and bfloat16 stops counting at
-    256."""
+    """Sum 66,800 tokens of mean 1.2 (stage 1 at 1333x800): beyond float16's range, and bfloat16 counts only to 256."""
     q, k, v = (1.2 + 0.3 * torch.randn(1, 200 * 334, 8) for _ in range(3))
     if name == 'hydra':  # keys along one channel, queries not: the sum exceeds 65504, the output does not
         k = k * (torch.arange(8) == 3)
@@ -39,10 +38,9 @@ def test_sums_over_the_tokens_of_a_detection_map(name, dtype, masked, which):
 @every_form
 @pytest.mark.parametrize('size', [1.0, 1e-3])
 @pytest.mark.parametrize('dtype', HALF, ids=str)
-@pytest.mark.parametrize('name', ['rala, turned', 'inline, identity', 'linear, elu', 'focused, 3'])
+@pytest.mark.parametrize('name', ['rala, rotary', 'inline, identity', 'linear, elu', 'focused, 3'])
 def test_gradients_of_a_detection_map(name, dtype, size, which):
-    """1 / N is below the normal numbers of float16. Of a sum over the tokens, as scaled losses give it: gradients of
-    queries do not fall with N."""
+    """Differentiate a scaled sum over 66,800 tokens; 1 / N is subnormal in float16."""
     leaves = [(scale * torch.randn(1, 200 * 334, 16)).to(dtype).requires_grad_() for scale in (1, 1, size)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
 
@@ -58,8 +56,7 @@ def test_gradients_of_a_detection_map(name, dtype, size, which):
 @every_form
 @every_attention
 def test_results_have_the_type_of_the_values(name, which):
-    """Also for queries and keys of another type, and under autocast: sums over tokens are no products that it may
-    round."""
+    """Return the dtype of the values, for queries and keys of another dtype and under autocast."""
     q, k, v = (torch.rand(2, 9, 8) + 0.5 for _ in range(3))
     with form(which):
         expected = LINEAR[name](q, k, v, 2)
@@ -75,7 +72,7 @@ def test_results_have_the_type_of_the_values(name, which):
 @pytest.mark.parametrize('width', [16, 64, 1024])
 @pytest.mark.parametrize('power', [1, 1.5, 2, 3, 5.5, 8, 16, 32])
 def test_every_power_with_dead_and_huge_tokens(power, width, which):
-    """One token of 1e4, one without a positive channel, one flat, one with a single positive channel."""
+    """Include a token of 1e4, one without a positive channel, a flat one, and one with a single positive channel."""
     q, k, v = torch.randn(3, 1, 12, width)
     for t in (q, k):
         t[:, 0] *= 1e4
@@ -101,7 +98,7 @@ def test_every_power_with_dead_and_huge_tokens(power, width, which):
 
 @every_form
 def test_weights_far_apart(which):
-    """One key that outweighs all others by more than float32 tells apart: they get nothing, and nothing is NaN."""
+    """Give one key a weight beyond the resolution of float32 beside the others."""
     q, k, v = torch.randn(3, 1, 20, 8)
     k[:, 7] = 500.0
     leaves = [t.requires_grad_() for t in (q.abs(), k, v)]
@@ -126,9 +123,9 @@ def test_token_weights_of_large_logits_in_float16(offset, spread, which):
 
 @every_form
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize('name', ['rala, elu', 'rala, turned', 'linear, elu'])
+@pytest.mark.parametrize('name', ['rala, elu', 'rala, rotary', 'linear, elu'])
 def test_elu_plus_one_keeps_the_digits_of_small_numbers(name, dtype, which):
-    """``exp(x)``, for x below 0, and not those of ``1 + (exp(x) - 1)``. Queries as small as eps of the normaliser."""
+    """Compute ``exp(x)`` below 0, not ``1 + (exp(x) - 1)``, down to queries as small as the normaliser's eps."""
     k, v = torch.randn(2, 1, 16, 8, dtype=torch.float64)
     for x in (-1.0, -8.0, -12.0, -14.0, -16.0, -18.0, -24.0):
         q = torch.full_like(k, x) - torch.arange(8) / 8
@@ -144,8 +141,8 @@ def test_elu_plus_one_keeps_the_digits_of_small_numbers(name, dtype, which):
 @pytest.mark.parametrize('eps', [dict(eps=0.5), {}], ids=['large', 'default'])
 @pytest.mark.parametrize('name', ['rala, elu', 'rala, relu', 'rala, softmax', 'rala without weights', 'linear, elu'])
 def test_the_addend_of_the_normaliser(name, eps, learns, which):
-    """No rounding guard here: as large as the normaliser itself; 1e-6 unless told otherwise, with as small products.
-    The last two tokens of the mask are padding."""
+    """Use an eps as large as the normaliser, and the default 1e-6 with equally small products. The mask excludes the
+    last two tokens."""
     options, floor = LINEAR[name].keywords, eps.get('eps', 1e-6)
     phi = options.get('kernel', 'elu')
     q, k, v = torch.randn(3, 2, 7, 8, dtype=torch.float64)
@@ -175,7 +172,7 @@ def test_the_addend_of_the_normaliser(name, eps, learns, which):
 @every_form
 @pytest.mark.parametrize('dtype', HALF, ids=str)
 def test_scales_of_the_focused_map_are_not_rounded_to_the_type_of_the_tokens(dtype, which):
-    """Parameters stay float32 under autocast. Values in float32 show the map of half-precision tokens."""
+    """Keep float32 scales beside half-precision tokens, as under autocast."""
     q, k = torch.randn(2, 2, 7, 8).to(dtype)
     v, scale = torch.randn(2, 7, 8), torch.rand(8) + 0.5
     results = []
@@ -190,7 +187,7 @@ def test_scales_of_the_focused_map_are_not_rounded_to_the_type_of_the_tokens(dty
 @every_form
 @pytest.mark.parametrize(('eps', 'size'), [(dict(eps=0.3), 1), ({}, 1e-3)], ids=['large', 'default'])
 def test_the_floor_of_the_focused_map_and_its_normaliser(eps, size, which):
-    """One eps is added to ReLU's results and to the normaliser, 1e-6 by default. Zeros get no gradient, as in ReLU."""
+    """Add one eps (1e-6 by default) to ReLU's results and to the normaliser. Zeros get no gradient, as in ReLU."""
     q, k, v = torch.randn(3, 2, 7, 8, dtype=torch.float64) * torch.tensor([size, size, 1]).view(3, 1, 1, 1)
     scale, offset = torch.randn(8, dtype=torch.float64), size * torch.randn(1, 7, 8, dtype=torch.float64)
     floor, inverse = eps.get('eps', 1e-6), 1 / nn.functional.softplus(scale)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Rotary encodings beside complex numbers."""
+"""Rotary encodings against complex multiplication."""
 
 import pytest
 import torch
@@ -16,10 +16,10 @@ HEIGHT, WIDTH, DIM = 3, 5, 8
 
 @pytest.mark.parametrize(('size', 'dim', 'base'), [((3, 5), 8, 10000.0), ((1, 3), 4, 10000.0), ((50, 2), 16, 100.0)])
 def test_rotate_turns_pairs_by_the_angles_of_the_release(size, dim, base):
-    """Rows turn the first half of the pairs, columns the second, by angles that float32 would not hold."""
+    """Rotate the first half of the pairs by rows, the second by columns, with angles computed in float64."""
     x = torch.randn(2, 2, size[0] * size[1], dim, dtype=torch.float64)
     table = rotary_table(*size, dim, dtype=torch.float64, base=base)
-    expected = torch.view_as_real(references.turn(x, *size, base)).flatten(-2)
+    expected = torch.view_as_real(references.rotate(x, *size, base)).flatten(-2)
     torch.testing.assert_close(rotate(x, table), expected, rtol=1e-10, atol=1e-12)
     default = rotary_table(*size, dim)
     assert default.dtype == torch.float32 and default.shape == table.shape == (size[0] * size[1], dim // 2, 2)
@@ -65,7 +65,7 @@ def test_gradients_of_a_rotation(dtype, angles, learned):
 
 
 def test_rotate_in_half_precision_uses_the_angles_of_float32():
-    """Column 333 is no number of bfloat16; its angle has to be. The result alone is rounded: below 2, by 1 / 256."""
+    """Use the angle of column 333, which bfloat16 cannot represent. Only the result is rounded."""
     x = torch.ones(1, 1, 334, DIM, dtype=torch.bfloat16)
     turned = rotate(x, rotary_table(1, 334, DIM))
     exact = rotate(x.double(), rotary_table(1, 334, DIM, dtype=torch.float64))
@@ -74,6 +74,6 @@ def test_rotate_in_half_precision_uses_the_angles_of_float32():
 
 
 def test_rotate_in_place_takes_large_maps_of_several_images():
-    """Rotated block by block."""
+    """Rotate block by block."""
     x, table = torch.randn(2, 1, 600 * 500, DIM).bfloat16(), rotary_table(600, 500, DIM)
     torch.testing.assert_close(rotate(x.clone(), table, inplace=True), rotate(x, table))

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Arithmetic of sizes; that graphs stay open by it is in ``tests/tooling/export/test_graphs_at_other_sizes.py``."""
+"""Arithmetic of sizes. Graphs of dynamic shape: tests/tooling/export/test_graphs_at_other_sizes.py."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from mmlinattn.utils import private_apis
 
 @pytest.mark.parametrize('old', [False, True])
 def test_numbers_are_known_and_tensors_are_not(old, monkeypatch):
-    """PyTorch before 2.5 checks the type of each."""
+    """Include PyTorch before 2.5, for which each type is checked."""
     if old:
         monkeypatch.delattr(private_apis.symbolic_shapes, 'has_static_value', raising=False)
     assert sizes.is_known() and sizes.is_known(3) and sizes.is_known(3, 4)
@@ -35,7 +35,7 @@ def test_known_sizes_copy_no_map():
 
 
 @pytest.mark.parametrize(('least', 'copied'), [(1, True), (2, False)])
-def test_open_sizes_that_may_be_one_are_settled(least, copied):
+def test_is_dynamic_that_may_be_one_are_settled(least, copied):
     """Heights as ``torch.export`` passes them. A copy is contiguous; without a copy the strides stay."""
     environment = ShapeEnv()
     height = environment.create_unbacked_symint()
@@ -71,7 +71,7 @@ def test_no_tokens_give_an_empty_result(name, dtype, which):
 
 @pytest.mark.parametrize('name', [name for name in EVERY if 'no row' not in name])
 def test_traced_graphs_have_no_number_of_the_default_type(name):
-    """``torch.jit.trace`` passes sizes as integer tensors; their roots and quotients have the default dtype."""
+    """Keep float64 in graphs of ``torch.jit.trace``, which passes sizes as integer tensors."""
     q, k, v = torch.randn(3, 2, 12, 8, dtype=torch.float64)
     expected = EVERY[name](q, k, v, 2)
     torch.set_default_dtype(torch.bfloat16)

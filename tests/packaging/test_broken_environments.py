@@ -48,7 +48,7 @@ BROKEN = {
 
 
 def overlay(folder: Path, commands) -> Path:
-    """Make an environment with packages of its own that sees the rest of this one's, and run commands of uv there."""
+    """Run uv commands in an environment with packages of its own on top of this one's."""
     view, python = folder / 'view', folder / 'env' / 'bin' / 'python'
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', folder / 'env'], check=True)
     view.mkdir()
@@ -69,7 +69,7 @@ def overlay(folder: Path, commands) -> Path:
 
 
 def lines(python: Path, env) -> list:
-    """Return the lines of tools/check_env.py."""
+    """Return the output lines of tools/check_env.py."""
     command = [python, '-W', 'ignore', ROOT / 'tools' / 'check_env.py']
     return subprocess.run(command, capture_output=True, text=True, env=env).stderr.splitlines()
 

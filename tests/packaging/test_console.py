@@ -37,7 +37,7 @@ def test_options_after_the_command_are_the_tools(monkeypatch, capsys):
 
 
 def test_installed_tool_gets_the_arguments_before_the_package_is_imported(tmp_path):
-    """The tool reports missing packages; importing mmlinattn would be a traceback."""
+    """Report missing packages by the tool; importing mmlinattn would raise a traceback."""
     shutil.copy2(ROOT / 'mmlinattn_console.py', tmp_path)
     tools = tmp_path / 'mmlinattn' / '.mim' / 'tools'
     tools.mkdir(parents=True)

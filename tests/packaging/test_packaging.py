@@ -71,7 +71,7 @@ def copied(folder: Path) -> Path:
 
 @pytest.fixture(scope='module')
 def installed(tmp_path_factory):
-    """Return a copy of the checkout, the content of the wheel of its source archive, and the install folder."""
+    """Return a copy of the checkout, the content of the wheel built from its source archive, and the install folder."""
     folder = tmp_path_factory.mktemp('wheel')
     checkout, site = copied(folder), folder / 'site'
     archive = "from setuptools.build_meta import build_sdist; build_sdist('..')"
@@ -121,7 +121,7 @@ def test_wheel(installed):
 
 @pytest.mark.slow
 def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
-    """Build it from its ``mmlinattn::`` base, and start a tool of the wheel. ``test_own_data.py`` trains it."""
+    """Build the model from its ``mmlinattn::`` base, and start a tool of the wheel."""
     pytest.importorskip('mmdet')
     site, env = installed[2], {**CLEAN, 'PYTHONPATH': str(installed[2])}
     shutil.copy2(EXAMPLE, tmp_path)
@@ -145,7 +145,7 @@ def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
 
 @pytest.mark.slow
 def test_tools_of_a_checkout_run_beside_a_wheel(installed, tmp_path):
-    """README's install with pip: the tools take package and configs of the clone, not of the wheel."""
+    """Take package and configs of the checkout, not of the wheel, as in README's install with pip."""
     pytest.importorskip('mmdet')
     checkout, site = shutil.copytree(installed[0], tmp_path / 'checkout'), installed[2]
     marked = checkout / 'configs' / 'mmdet' / 'ravlt_shapes_quickstart.py'

@@ -25,7 +25,7 @@ def setup_env(*arguments, **environment):
 
 
 def refused(done) -> str:
-    """Return the one error line of a run that must fail and print no path."""
+    """Return the error line of a run that must fail and print nothing to stdout."""
     assert done.returncode != 0
     assert done.stdout == ''
     (line,) = [line for line in done.stderr.splitlines() if 'ERROR' in line]
@@ -101,7 +101,7 @@ def wheel(folder: Path, name: str, version: str, script: str = '') -> None:
     ],
 )
 def test_pytorch_comes_from_the_index_that_fits_the_machine(how, expected, tmp_path):
-    """Use two folders of empty wheels for PyPI and PyTorch's index of CPU builds."""
+    """Stand in for PyPI and PyTorch's CPU index by two folders of empty wheels."""
     uv = pytest.importorskip('uv').find_uv_bin()
     if Path('/proc/driver/nvidia/version').exists():
         pytest.skip('this machine has a driver')

@@ -178,36 +178,36 @@ def test_the_same_words_of_another_origin_get_no_remedy(error):
     assert not isinstance(caught.value, RunError)
 
 
-class Faulty(torch.utils.data.Dataset):
-    """Images of which one is missing, one broken, and one kills its worker."""
+class BrokenDataset(torch.utils.data.Dataset):
+    """Data set with a missing image, a broken image, or a killed worker."""
 
-    def __init__(self, fault):
-        self.fault = fault
+    def __init__(self, error):
+        self.error = error
 
     def __len__(self):
         return 2
 
     def __getitem__(self, index):
         results = dict(img_path='folder/a.jpg')
-        if self.fault == 'killed':
+        if self.error == 'killed':
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.fault == 'broken':
+        if self.error == 'broken':
             raise AssertionError(f'failed to load image: {results["img_path"]}')
         return open(results['img_path'])
 
 
 @pytest.mark.parametrize('workers', [0, 1])
-@pytest.mark.parametrize('fault', ['missing', 'broken', 'killed'])
-def test_errors_of_loading_data_are_one_line_with_the_checkpoint(tmp_path, fault, workers):
-    if fault == 'killed' and not workers:
+@pytest.mark.parametrize('error', ['missing', 'broken', 'killed'])
+def test_errors_of_loading_data_are_one_line_with_the_checkpoint(tmp_path, error, workers):
+    if error == 'killed' and not workers:
         return
     (tmp_path / 'last_checkpoint').write_text('work/epoch_2.pth')
-    loader = torch.utils.data.DataLoader(Faulty(fault), num_workers=workers)
+    loader = torch.utils.data.DataLoader(BrokenDataset(error), num_workers=workers)
     with pytest.raises(RunError) as caught, command_line.setup_errors('c.py', False, str(tmp_path)):
         list(loader)
     line = str(caught.value)
     assert line.startswith('c.py: ') and len(line.splitlines()) == 1
-    assert ('folder/a.jpg' in line) == (fault != 'killed') and (fault != 'killed' or 'num_workers' in line)
+    assert ('folder/a.jpg' in line) == (error != 'killed') and (error != 'killed' or 'num_workers' in line)
     assert "The last checkpoint is 'work/epoch_2.pth'; the same command with --resume continues." in line
 
 

@@ -121,7 +121,7 @@ def test_several_causes_are_one_command(monkeypatch):
 
 
 def test_one_cause_is_one_line(monkeypatch):
-    """A broken OpenCV fails the import of everything after it."""
+    """Report a broken OpenCV once, although all later imports fail too."""
 
     def use(module):
         raise ImportError('libGL.so.1: cannot open shared object file', name='cv2')

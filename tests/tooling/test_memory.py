@@ -29,7 +29,7 @@ print(kept, min(faults() for _ in range(8)))  # the first ones grow the heap
     ids=str,
 )
 def test_freed_memory_is_kept(variables, expected):
-    """A tensor in kept memory faults no pages in: 128 MiB have 32768 pages of 4 KiB, or 64 of 2 MiB."""
+    """Count page faults of a tensor of 128 MiB: none in kept memory, else one per page (4 KiB or 2 MiB)."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(('MALLOC_', 'GLIBC_', 'MMLINATTN_KEEP'))}
     done = subprocess.run(
         [sys.executable, '-c', PROGRAM], env={**environ, **variables}, capture_output=True, text=True, check=True

@@ -36,7 +36,7 @@ def detections(with_masks):
 
 @pytest.mark.parametrize('with_masks', [True, False])
 def test_coco_reads_its_results(tmp_path, with_masks):
-    """Perfect boxes and masks have an AP of 1."""
+    """Expect an AP of 1 for perfect boxes and masks."""
     mask_api, coco = pytest.importorskip('pycocotools.mask'), pytest.importorskip('pycocotools.coco')
     from pycocotools.cocoeval import COCOeval
 
@@ -158,7 +158,7 @@ class Data(list):
 
 @pytest.fixture
 def tested(tmp_path):
-    """Run the hook over detections of three images, two of one name."""
+    """Run the hook over detections of three images, two with the same name."""
     paths = [str(tmp_path / name) for name in ('x/1.png', 'y/1.png', 'y/2.png')]
     for path in paths:
         mmcv.imwrite(np.zeros((50, 100, 3), np.uint8), path)

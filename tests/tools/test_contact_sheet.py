@@ -13,7 +13,7 @@ COLOURS = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0), (0, 200, 200)]
 
 @pytest.mark.parametrize(('number', 'expected'), [(3, [0, 2, 4]), (1, [0])])
 def test_pictures_in_order_and_evenly_spread(tmp_path, capsys, number, expected):
-    """Names of mmdet (.jpg) and mmseg (.png in sub-folders); an earlier sheet is left out."""
+    """Read names of mmdet (.jpg) and mmseg (.png in sub-folders), and skip an earlier sheet."""
     names = ['0.jpg', '1.jpg', '2.jpg', 'vis_data/vis_image/val_3.PNG', 'vis_data/vis_image/val_4.PNG']
     (tmp_path / 'vis_data' / 'vis_image').mkdir(parents=True)
     for name, colour in zip(names, COLOURS):
@@ -32,7 +32,7 @@ def test_pictures_in_order_and_evenly_spread(tmp_path, capsys, number, expected)
 
 
 def test_objects_are_drawn_once_and_in_the_colour_of_their_class(tmp_path, capsys):
-    """Two predictions on one object, of different classes, and one of a low score."""
+    """Include two predictions of different classes on one object, and one of a low score."""
     Image.new('RGB', (100, 100), (90, 90, 90)).save(tmp_path / 'a.png')
     box, other = [10, 10, 40, 40], [60, 60, 30, 30]
     categories = [dict(id=3, name='disc'), dict(id=7, name='square')]

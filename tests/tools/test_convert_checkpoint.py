@@ -27,7 +27,7 @@ MODELS = {
 
 
 class Files:
-    """SRC, DST and CONFIG in a folder, and the tool on them."""
+    """Paths SRC, DST and CONFIG in a folder, and a method that runs the tool on them."""
 
     def __init__(self, folder, capsys):
         self.source, self.target, self.config = folder / 'released.pth', folder / 'ours.pth', folder / 'config.py'

@@ -27,7 +27,8 @@ NAMES = {task: [f'name_{i}' for i in range(number)] for task, number in dict(mmd
 
 @pytest.fixture
 def run(tmp_path):
-    """Run the tool on a checkpoint of an untrained model with ``meta``; return the inferencer."""
+    """Return a function that runs the tool on an untrained model's checkpoint with ``meta``, and returns the
+    inferencer."""
 
     def start(task, image, out, *args, of_config=None, channels=3, **meta):
         pytest.importorskip(task)
@@ -52,7 +53,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder with images of similar names, a text, a folder and a hidden file of macOS."""
+    """Folder with images of similar names, a text, a folder and a hidden file of macOS."""
     folder = tmp_path / 'pictures'
     (folder / 'folder.png').mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -89,8 +90,8 @@ def test_a_folder_of_pictures(run, pictures, tmp_path, capsys, task):
 @pytest.mark.parametrize('task', INFERENCERS)
 @pytest.mark.parametrize('named', ['checkpoint', 'config', 'nobody'])
 def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, capsys, task, named):
-    """A detector draws nothing below the threshold. Names come from the checkpoint, else from the config; never from
-    COCO or ImageNet, the defaults of inferencers."""
+    """Draw nothing below the threshold. Class names are from the checkpoint or the config, never an inferencer's
+    defaults."""
     of_config = [f'of_config_{i}' for i in range(len(NAMES[task]))]
     names = {'checkpoint': NAMES[task], 'config': of_config, 'nobody': None}[named]
     data = dict(metainfo=dict(classes=None if named == 'nobody' else of_config))
@@ -113,12 +114,12 @@ def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, ca
 
 
 @pytest.mark.parametrize('task', ['mmseg', 'mmpretrain'])
-@pytest.mark.parametrize('fault', ['small', 'broken'])
-def test_one_image_that_fails_keeps_no_other_from_being_drawn(run, tmp_path, capsys, task, fault):
+@pytest.mark.parametrize('error', ['small', 'broken'])
+def test_one_image_that_fails_keeps_no_other_from_being_drawn(run, tmp_path, capsys, task, error):
     folder, out = tmp_path / 'pictures', tmp_path / 'out'
     for name, size in dict(a=60, b=20, c=60).items():
         mmcv.imwrite(np.zeros((size, size, 3), np.uint8), str(folder / f'{name}.png'))
-    if fault == 'broken':
+    if error == 'broken':
         (folder / 'b.png').write_text('no image')
     path = tmp_path / 'config.py'
     steps = [dict(type='LoadImageFromFile'), dict(type='PackSegInputs' if task == 'mmseg' else 'PackInputs')]
@@ -128,14 +129,14 @@ def test_one_image_that_fails_keeps_no_other_from_being_drawn(run, tmp_path, cap
         run(task, folder, out, of_config=path)
     assert sorted(drawn.name for drawn in out.iterdir()) == ['a.png', 'c.png']
     last = capsys.readouterr().err.splitlines()[-1]
-    if fault == 'small':
+    if error == 'small':
         assert last.startswith(f"error: image '{folder}/b.png': the model refuses it: ValueError: ") and '32' in last
     else:
         assert last == f"error: image '{folder}/b.png' cannot be read as an image."
 
 
 def test_classifiers_of_several_labels_and_tasks(run, pictures, tmp_path, capsys):
-    """Print all labels above the threshold; refuse several tasks."""
+    """Print all labels above the threshold; several tasks are unsupported."""
     path, loss, fc = tmp_path / 'config.py', dict(type='CrossEntropyLoss', use_sigmoid=True), dict(type='LinearClsHead')
     labels = dict(type='MultiLabelLinearClsHead', topk=None, loss=loss)
     tasks = dict(_delete_=True, type='MultiTaskHead', in_channels=64, task_heads=dict(a=dict(fc, num_classes=12)))
@@ -156,7 +157,7 @@ def test_classifiers_of_several_labels_and_tasks(run, pictures, tmp_path, capsys
 
 
 def test_detections_of_a_folder_as_coco_results_and_yolo_text(run, pictures, tmp_path, capsys):
-    """Without drawings. Image ids are those of the test data's file by name, and others the file names."""
+    """Write results without drawings. Images are identified by the test annotations, or else by file name."""
     (pictures / 'b.jpg').rename(pictures / '12.jpg')
     content = dict(
         images=[dict(id=3, file_name='12.jpg')],
@@ -189,7 +190,7 @@ def test_detections_of_a_folder_as_coco_results_and_yolo_text(run, pictures, tmp
     assert one['file_name'] == '12.jpg' and one['segmentation']['size'] == [70, 101]
 
 
-def test_label_images_of_a_segmentor(run, pictures, tmp_path):
+def test_segmentation_masks_of_a_segmentor(run, pictures, tmp_path):
     for name in ('2024.01.02.jpg', 'b.png', 'b.png.bmp'):
         (pictures / name).unlink()
     run('mmseg', pictures, None, '--save-labels', tmp_path / 'labels', '--classes', *NAMES['mmseg'])
@@ -236,7 +237,7 @@ def test_a_video(run, video, tmp_path, capsys, task, suffix):
     ],
 )
 def test_frames_pass_the_loading_of_the_test_pipeline(run, video, tmp_path, capsys, channels, mean, message):
-    """A frame gives the mask of the same frame as an image, or is refused."""
+    """Give a frame the mask of the same picture as an image, or raise."""
     steps = [dict(type='LoadImageFromFile', color_type='unchanged', to_float32=True), dict(type='PackSegInputs')]
     model = dict(data_preprocessor=dict(mean=[mean] * channels, std=[50] * channels, bgr_to_rgb=False))
     model['backbone'] = dict(in_channels=channels)

@@ -23,7 +23,7 @@ def picture(tmp_path):
 
 @pytest.fixture
 def inspect(tmp_path):
-    """Run the tool; its summary and the other files it wrote."""
+    """Return a function that runs the tool, and returns its summary and the other files."""
 
     def run(*args, out=tmp_path / 'new' / 'out'):
         in_this_process(TOOL, *args, '--out', out)
@@ -52,7 +52,7 @@ def test_everything_of_a_classifier_without_checkpoint(picture, inspect):
 
 
 def test_several_pictures_of_any_size_and_some_of_it(picture, inspect):
-    """Use an odd size instead of the pipeline's. Numbers are means over images; differing sizes are listed."""
+    """Use an odd size instead of the pipeline's. Average numbers over images, and list differing sizes."""
     pytest.importorskip('mmpretrain')
     other = picture.with_name('other.png')
     Image.new('RGB', (140, 90), (200, 0, 0)).save(other)

@@ -20,7 +20,7 @@ TOOL = Path(__file__).resolve().parents[2] / 'tools' / 'launch.py'
 
 
 class Failed(ChildFailedError):
-    """The second of two processes ended first, with an exit code or minus the number of a signal."""
+    """Case in which the second of two processes ends first, with an exit code or minus the number of a signal."""
 
     def __init__(self, exitcode):
         self.get_first_failure = lambda: (1, SimpleNamespace(exitcode=exitcode, pid=4321))
@@ -69,7 +69,7 @@ VARIABLES = (
 
 @pytest.fixture
 def script(tmp_path):
-    """Run a script with fake Python and srun in a clean environment; return status, lines and errors."""
+    """Return a function that runs a script with fake Python and srun, and returns status, lines and errors."""
     for name, text in (('python', PYTHON), ('srun', SRUN)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

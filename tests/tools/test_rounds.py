@@ -25,7 +25,7 @@ from mmlinattn.tooling.datasets import DatasetSpec, write_dataset
 
 pytestmark = pytest.mark.slow
 
-# the quick-start config, also trained and tested by upstream's tools, and some of the other hosts
+# the quick-start config, also trained and tested by upstream's tools, and some of the other backbones
 OWN = 'ravlt_shapes_quickstart'
 ROUNDS = dict(
     mmdet='inline_swin_t_cascade_3x flatten_pvt_v2_b1_retinanet_1x',
@@ -109,7 +109,7 @@ def of_upstream(task: str) -> list[list[str]]:
 
 @pytest.fixture(scope='module')
 def rounds(tmp_path_factory):
-    """Return folder, output and errors of a task, by name."""
+    """Return folder, output and errors of each task, by name."""
     folders = []
 
     @functools.cache
@@ -167,7 +167,7 @@ METRICS = dict(mmseg='mIoU', mmpretrain='accuracy/top1')
 
 @pytest.mark.parametrize('task', METRICS)
 def test_upstream_tools_and_files_of_a_run(rounds, task):
-    """Compare losses and metrics with upstream's tools on the same config and checkpoint; look for drawings."""
+    """Compare losses and metrics with upstream's tools on the same config and checkpoint, and look for drawings."""
     pytest.importorskip(task)
     folder, printed, errors = rounds(task)
     assert not errors['upstream'], printed['upstream'][-3000:]

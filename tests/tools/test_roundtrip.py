@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def trained(folder):
-    """The uninterrupted run, the reference of the others."""
+    """Run without interruption, as the reference of the other runs."""
     path = os.pathsep.join([str(ROOT), str(ROOT / 'tests')])
     out = python(TOOLS / 'train.py', 'config.py', '--work-dir', 'whole', '--amp', cwd=folder, PYTHONPATH=path)
     assert 'notice: no accelerator: mixed precision is off' in out

@@ -48,7 +48,7 @@ def weights(path):
 
 @pytest.fixture(scope='module')
 def whole(root):
-    """The undisturbed run of two processes on two machines, the reference for two processes on one."""
+    """Run without interruption on two processes of two machines, as the reference."""
     more = dict(cwd=root, NNODES=2, MASTER_ADDR='127.0.0.1', PORT=free_port())
     nodes = [start(*TRAIN, 1, '--work-dir', 'whole', NODE_RANK=rank, **more) for rank in (1, 0)]
     outs = [node.communicate(timeout=300)[0] for node in nodes]

@@ -12,7 +12,7 @@ from mmlinattn.utils import register_all_modules, registering
 
 @pytest.fixture
 def hub(monkeypatch):
-    """MMPretrain's list of models without its own (reading its index takes seconds)."""
+    """Empty MMPretrain's list of models, as reading its index takes seconds."""
     models = pytest.importorskip('mmpretrain.apis').ModelHub
     monkeypatch.setattr(models, '_models_dict', {})
     monkeypatch.setattr(models, '_ModelHub__mmpretrain_registered', True)

@@ -32,7 +32,7 @@ def capture_block(attention, x):
 
 
 class Doubled(GlobalAttention):
-    """User's arrangement that changes the output of the mixer in place."""
+    """Arrangement of a user that changes the mixer's output in place."""
 
     def mix(self, q, k, v, grid, **_):
         return self.mixer(q, k, v, grid, grid).mul_(2)
@@ -97,7 +97,7 @@ def test_hooks_are_removed_after_an_error():
 
 
 class Halves(Attention):
-    """Tokens in an unknown order."""
+    """Arrangement with tokens in an unknown order."""
 
     def forward(self, x, stage):
         tokens = x.flatten(1, 2).unflatten(1, (2, -1))[0]
@@ -105,7 +105,7 @@ class Halves(Attention):
 
 
 class Strided(WindowAttention):
-    """Windows of distant tokens, as in MaxViT."""
+    """Arrangement with windows of distant tokens, as in MaxViT."""
 
     def forward(self, x, stage):
         return super().forward(x.flip(1), stage).flip(1)
@@ -122,7 +122,7 @@ def test_unsupported_arrangements_are_named():
 
 
 def test_states_are_of_the_valid_tokens_of_a_window():
-    """A feature map of 5 rows in stripes of 2; the last stripe has one row of padding."""
+    """Exclude padding: 5 rows in stripes of 2 leave one padded row."""
     block, _ = capture_block(
         StripeAttention(8, 2, dict(type='inline', local_residual=False), 2), torch.randn(1, 5, 6, 8)
     )

@@ -11,7 +11,7 @@ from mmlinattn.tooling.analysis.counting import CONV, LINEAR, PRODUCT, OpCounter
 
 
 class Toy(nn.Module):
-    """Model with a nameless last layer, and non-contiguous rows before the first linear layer."""
+    """Model with an unnamed last layer, and non-contiguous rows before the first linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ def test_deformable_convolutions():
 
 
 def test_convolutions_by_predicted_kernels():
-    """InLine on two images of 20 tokens of 24 channels, 9 taps."""
+    """Count InLine's convolution of two images of 20 tokens, 24 channels and 9 taps."""
     with torch.device('meta'):
         mixer, mean = InLineMixer(24, 3), torch.zeros(2, 24)
         q, k, v = torch.zeros(3, 2, 20, 24)
@@ -54,7 +54,7 @@ def test_attention_called_by_names():
 
 @pytest.mark.parametrize('device', ['cpu', 'meta'])
 def test_counts_by_kind_and_module(device):
-    """Count twice with equal results. Nameless modules and products count for the module around them."""
+    """Count twice with equal results. Unnamed modules and products belong to the module around them."""
     with torch.device(device):
         model, x = nn.Sequential(Toy()), torch.zeros(2, 4, 5, 7)
         for layer in model[0].nameless:
@@ -76,7 +76,7 @@ def test_counts_by_kind_and_module(device):
     ('steps', 'taps'), [((), 0), (('ihh',), 9 * 3), (('chh',), 3 * 3), (('ihh', 'chh'), 9 * 3 + 3 * 3)]
 )
 def test_hallucinated_attention_counts_as_its_paper_counts(steps, taps):
-    """Products of all heads, a 3x3 convolution of half of the attention maps, their mixture; no map is in memory."""
+    """Count products of all heads, a 3x3 convolution of half of the maps, and their mixture. No map is in memory."""
     with torch.device('meta'):
         mixer = HallucinatedMixer(24, 3, steps=steps)
         q, k, v = torch.zeros(2, 30, 12), torch.zeros(2, 20, 12), torch.zeros(2, 20, 24)
@@ -87,7 +87,7 @@ def test_hallucinated_attention_counts_as_its_paper_counts(steps, taps):
 
 
 def test_memory_counts_live_storages():
-    """Each tensor lives beside the one before it. A view keeps its whole storage."""
+    """Add up tensors that live at the same time. A view keeps its whole storage."""
     with OpCounter(nn.Identity()) as count:
         for length in range(1, 8):
             x = torch.zeros(1000 * length, device='meta')

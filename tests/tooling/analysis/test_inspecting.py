@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import small_hosts
+from helpers import small_backbones
 from helpers.references import ATTENTIONS
 from torch import nn
 
@@ -39,14 +39,14 @@ def measured(attention, x, what=EVERYTHING, **options):
 
 
 def known(monkeypatch, weights, with_local=None):
-    """Replace the weights of any attention by the given ones, (n, M)."""
+    """Replace the weights of any attention by (n, M) weights."""
     maps = {False: weights, True: with_local}
     monkeypatch.setattr(Window, 'weights', lambda self, rows, local=False: maps[local][None, rows])
     monkeypatch.setattr(Window, 'convolutions', lambda self: [] if with_local is None else ['one'])
 
 
 def test_every_number_of_a_block(monkeypatch):
-    """Four tokens, calculated by hand: two have equal weights, and one weight of the last is negative."""
+    """Compare with numbers computed by hand for four tokens. Two have equal weights, and one has a negative weight."""
     weights = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1.2, -1.6]])
     known(monkeypatch, weights, torch.eye(4))
     monkeypatch.setattr(Window, 'error', lambda self, rows, weights: float(weights[0, 3, 3]))
@@ -86,11 +86,11 @@ def test_the_negative_share_is_a_mean_over_the_sampled_queries(monkeypatch):
 
 
 SEQUENTIAL = [spec for spec in ATTENTIONS.values() if Attention(16, 2, spec).mixer.sequential]
-IN_A_ROW = [*SEQUENTIAL, *small_hosts.every_attention()]
+IN_A_ROW = [*SEQUENTIAL, *small_backbones.every_attention()]
 BACKBONES = {
     **{
         f'windows, {attns}': lambda attns=attns: LinearSwin(dict(SMALL, stage_attns=attns, window=4))
-        for attns in small_hosts.mixes('LinearSwin')
+        for attns in small_backbones.mixes('LinearSwin')
     },
     'windows, cut and shifted': lambda: LinearSwin(
         dict(SMALL, stage_attns=('inline', 'focused', 'softmax', 'rala'), linear_windows=(13, 7, 7, 7), window=4)
@@ -121,7 +121,7 @@ def row_by_keys(block, token):
 
 @pytest.mark.parametrize('backbone', BACKBONES.values(), ids=BACKBONES)
 def test_weights_in_backbones_are_those_of_the_forward_pass(backbone):
-    """No window divides 100 x 130 pixels, so windows are padded, cropped at the border, and shifted."""
+    """Use 100 x 130 pixels, so that windows are padded, cropped at the border, and shifted."""
     model = backbone().eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -158,7 +158,7 @@ def uniform(attention):
 
 @pytest.mark.parametrize(('size', 'sizes'), [((5, 6), (16, 8, 4, 2)), ((5, 5), (16, 4, 4)), ((4, 5), (16, 4))])
 def test_windows_of_several_sizes(size, sizes):
-    """Padding is no key. Windows of one token have no pairs, and are left out beside larger ones."""
+    """Exclude padded keys. Windows of one token have no pairs and are skipped beside larger ones."""
     entry = measured(uniform(WindowAttention(8, 2, 'softmax', (4, 4))), torch.randn(1, *size, 8), num_queries=1000)
     total = sum(sizes)
     assert entry['sampled_queries'] == total and entry['confusion']['share'] == [1, 1]

@@ -57,7 +57,7 @@ def photo(height, width):
 
 
 def test_a_picture_as_the_pipeline_makes_it():
-    """Resize by half, then crop the middle: 40 of 60 rows and 64 of 100 columns."""
+    """Resize by half, then crop the middle to 40 of 60 rows and 64 of 100 columns."""
     image = photo(120, 200)
     cfg = config(dict(type=Resize, scale_factor=0.5), dict(type=CenterCrop, crop_size=(64, 40)))
     picture = loading.prepare(cfg, model(), image, 'photo')

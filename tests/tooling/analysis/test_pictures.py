@@ -24,7 +24,7 @@ def of_size(shown, inputs=None):
 @settings(deadline=None, max_examples=30, derandomize=True)
 @given(st.integers(8, 140), st.integers(8, 140), st.sampled_from([4, 8, 16, 32]), st.data())
 def test_weights_lie_over_the_pixels_of_their_tokens(height, width, stride, data):
-    """One token has all the weight. Padding is cropped; the last token may extend beyond the border."""
+    """Draw one token with all the weight. Padding is cropped; the last token may extend beyond the border."""
     size = -(-height // stride), -(-width // stride)
     shown = data.draw(st.integers(1, height)), data.draw(st.integers(1, width))
     picture = of_size(shown, (height, width))

@@ -43,14 +43,14 @@ def by_head(mixer, weights, v):
 
 
 def attend(mixer, q, k, v, mask=None, **terms):
-    """Return the output without the convolution of the values."""
+    """Return the mixer's output without the convolution of the values."""
     if isinstance(mixer, LocalMixer):
         return mixer.attend(q, k, v, GRID, mask)
     return mixer(q, k, v, GRID, GRID, mask, **terms)
 
 
 def terms(mixer, dtype=torch.float64):
-    """Return rotary encoding and bias for mixers with these arguments."""
+    """Return rotary encoding and bias for mixers that take them."""
     found = dict(rotary=rotary_table(3, 5, mixer.head_dim, dtype=dtype)) if mixer.rotary else {}
     return {**found, 'bias': torch.randn(2, mixer.num_heads, 15, 15, dtype=dtype)} if mixer.bias else found
 
@@ -91,7 +91,7 @@ def test_weights_times_values_are_the_output(options, dtype, masked):
     heads=st.sampled_from([1, 2, 4]),
 )
 def test_a_convolution_as_a_matrix(height, width, prefix, size, heads):
-    """The matrix is averaged over the channels of each head, for 2-D kernels and for kernels along the sequence."""
+    """Average the matrix over the channels of each head, for 2-D kernels and kernels along the sequence."""
     grid, v = Grid(height, width, prefix), torch.randn(2, prefix + height * width, heads, dtype=torch.float64)
     v = v.repeat_interleave(4 // heads, dim=-1)
     conv = nn.Conv2d(4, 4, size, padding=(size[0] // 2, size[1] // 2), groups=4).double()
@@ -109,7 +109,7 @@ def test_a_convolution_as_a_matrix(height, width, prefix, size, heads):
 
 
 class Squared(TokenMixer):
-    """User's mixer that overwrites its queries."""
+    """Mixer of a user that overwrites its queries."""
 
     def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, bias=None, context=None):
         q, k = split_heads(q.square_(), self.num_heads) + 1, split_heads(k, self.num_heads) ** 2
@@ -165,7 +165,7 @@ def test_mixers_without_an_attention_map(kind):
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
 @pytest.mark.parametrize('name', OPTIONS)
 def test_weights_of_linear_attentions_are_combinations_of_the_keys_of_their_states(name, masked):
-    """Keys are the states of values with a single token."""
+    """Compare with keys computed as the states of one-hot values."""
     mixer, count = build(OPTIONS[name]), 12 if masked else 15
     q, k, _ = tokens(mixer)
     shared = dict(mask=torch.arange(15).expand(2, 15) < count if masked else None, **terms(mixer))

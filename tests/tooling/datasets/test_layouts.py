@@ -16,7 +16,7 @@ def listed(folder):
 
 
 def test_coco_layout(tmp_path):
-    """Polygons are exact: pycocotools rasterises them to pixels with the annotated box and area."""
+    """Rasterise polygons by pycocotools; box and area equal the annotated ones."""
     write_dataset(tmp_path, DatasetSpec('coco', 60, 24, 3))
     assert listed(tmp_path) == ['annotations', 'train2017', 'val2017']
     for split, count in (('train', 60), ('val', 24)):
@@ -40,7 +40,7 @@ def test_coco_layout(tmp_path):
 
 
 def segmentation_masks(root, folder):
-    """Return the segmentation masks of a split by the names of the images."""
+    """Return the segmentation masks of a split by image name."""
     paths = sorted((root / 'annotations' / folder).iterdir())
     return {path.stem: cv2.imread(str(path), cv2.IMREAD_UNCHANGED) for path in paths}
 
@@ -63,7 +63,7 @@ def test_ade_layout(tmp_path):
 
 
 def _check_object_info(info, masks):
-    """Check the fractions of training pixels, and the numbers of images of both splits."""
+    """Check the pixel fractions of the training split, and the image counts of both splits."""
     trained = np.concatenate([labels.ravel() for labels in masks['training'].values()])
     for value, (number, ratio, *pictures, _, _) in enumerate(info, 1):
         assert number == str(value) and float(ratio) == pytest.approx(np.mean(trained == value), abs=6e-5)

@@ -9,7 +9,7 @@ def scene(seed, size, **options):
 
 
 def test_masks_are_the_visible_pixels():
-    """Two scenes of one seed, one without the last shape, differ in the pixels of that shape only."""
+    """Compare two scenes of one seed; without the last shape, only its pixels differ."""
     compared = 0
     for seed in range(40):
         more, less = (scene(seed, (120, 90), num_shapes=number) for number in (4, 3))

@@ -24,7 +24,8 @@ INF = float('inf')
 
 
 def check(graph, model, shapes=SHAPES, tolerance=2e-3):
-    """Compare with all detections of upstream's ``predict``, in order; padding follows."""
+    """Compare the outputs of a graph with all detections of upstream's ``predict``, in order; the remaining rows are
+    padding."""
     for batch, *size in shapes:
         images = torch.randn(batch, 3, *size)
         boxes, scores, labels, *masks = graph(images)
@@ -43,7 +44,7 @@ def check(graph, model, shapes=SHAPES, tolerance=2e-3):
 
 
 def paste(masks, boxes, size):
-    """Masks on the image as the page on deployment has it: the grid stretched over the box."""
+    """Resize masks to their boxes on the image, as docs/deploy.md does."""
     from mmdet.models.roi_heads.mask_heads.fcn_mask_head import _do_paste_mask
 
     return _do_paste_mask(masks[:, None], boxes, *size, skip_empty=False)[0] >= 0.5
@@ -65,7 +66,7 @@ FAST = [('FCOS', 'onnx'), ('CascadeRCNN', 'onnx'), ('MaskRCNN', 'openvino')]
     ('family', 'form'), FAST + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in SLOW if case not in FAST]
 )
 def test_files_hold_heads_of_detectors(family, form, tmp_path):
-    """Also at the smallest size. The check of the export finds boxes below the threshold, as noise has none above."""
+    """Compare at several sizes, down to the smallest. A low threshold finds boxes in noise."""
     for package in FORMATS[form].needs:
         pytest.importorskip(package)
     torch.manual_seed(1)

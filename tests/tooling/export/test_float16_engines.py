@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from helpers import graphs, small_hosts
+from helpers import graphs, small_backbones
 from helpers.attentions import LINEAR
 from torch.export import Dim
 
@@ -13,7 +13,7 @@ LARGEST = 1344  # pixels; the first stage has 112,896 tokens
 
 
 class Rounded(torch.fx.Interpreter):
-    """Interpreter of a float32 graph that rounds floats to float16 after each operator."""
+    """Interpreter of a float32 graph that rounds to float16 after each operator."""
 
     def run_node(self, node):
         return torch.utils._pytree.tree_map(round_to_half, super().run_node(node))
@@ -26,7 +26,7 @@ def round_to_half(x):
 
 
 def error_of_rounding(graph, *inputs):
-    """Largest relative error of an output."""
+    """Return the largest relative error of an output."""
     with torch.no_grad():
         found, exact = Rounded(graph).run(*inputs), graph(*inputs)
     errors = [(ours - theirs).norm() / theirs.norm() for ours, theirs in zip(found, exact)]
@@ -43,9 +43,9 @@ class Op(torch.nn.Module):
 
 
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
-@pytest.mark.parametrize('name', [name for name in LINEAR if 'turned' not in name])  # its rows are 100,000 tokens long
+@pytest.mark.parametrize('name', [name for name in LINEAR if 'rotary' not in name])  # its rows are 100,000 tokens long
 def test_attentions(name, masked):
-    """The sum of 100,000 tokens of mean 1.2 exceeds 65504, and 1 / 100,000 is subnormal in float16."""
+    """Sum 100,000 tokens of mean 1.2, which exceeds 65504; 1 / 100,000 is subnormal in float16."""
 
     def inputs(count):
         q, k, v = (1.2 + torch.randn(3, 1, count, 8)).unbind()
@@ -58,19 +58,22 @@ def test_attentions(name, masked):
     assert error_of_rounding(graph, *inputs((LARGEST // 4) ** 2)) < 0.01
 
 
-MIXES = [(host, attns) for host in graphs.HOSTS for attns in small_hosts.mixes(host)]
-FIRST = {host: attns for host, attns in reversed(MIXES)}
+MIXES = [(backbone, attns) for backbone in graphs.BACKBONES for attns in small_backbones.mixes(backbone)]
+FIRST = {backbone: attns for backbone, attns in reversed(MIXES)}
 CASES = [
     pytest.param(
-        host, attns, marks=getattr(pytest.mark, 'slow' if FIRST[host] == attns else 'exhaustive'), id=f'{host}-{attns}'
+        backbone,
+        attns,
+        marks=getattr(pytest.mark, 'slow' if FIRST[backbone] == attns else 'exhaustive'),
+        id=f'{backbone}-{attns}',
     )
-    for host, attns in MIXES
+    for backbone, attns in MIXES
 ]
 
 
-@pytest.mark.parametrize(('host', 'attns'), CASES)
-def test_backbones(host, attns):
-    model = small_hosts.build(host, stage_attns=attns).eval()
+@pytest.mark.parametrize(('backbone', 'attns'), CASES)
+def test_backbones(backbone, attns):
+    model = small_backbones.build(backbone, stage_attns=attns).eval()
     shapes = ({2: Dim('height', min=65, max=2048), 3: Dim('width', min=65, max=2048)},)
     graph = torch.export.export(model, (graphs.image((1, 128, 160)),), dynamic_shapes=shapes).module()
     # Hydra's result, rather than a step to it, is a sum over tokens: 66,950 of 112,896 tokens with these weights

@@ -11,7 +11,7 @@ from mmlinattn.utils.errors import RunError
 
 
 class Means(nn.Module):
-    """Two outputs of any size, cheap to record."""
+    """Model with two outputs of any size."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Means(nn.Module):
 @pytest.mark.filterwarnings('error')
 @torch.no_grad()
 def test_files_reproduce_the_model(tmp_path, name, smallest):
-    """Outputs in order, at one size or from the smallest on, and metadata; no deprecation warning reaches the user."""
+    """Compare outputs and metadata, at one size or with dynamic shapes, without deprecation warnings."""
     form = FORMATS[name]
     for package in form.needs:
         pytest.importorskip(package)

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
-from helpers import graphs, small_hosts
-from helpers.graphs import HOSTS, TRACED_AT
+from helpers import graphs, small_backbones
+from helpers.graphs import BACKBONES, TRACED_AT
 from helpers.references import ATTENTIONS
 from mmengine.registry import MODELS, init_default_scope
 from torch._dynamo.testing import CompileCounter
@@ -17,7 +17,7 @@ from mmlinattn.tooling.export import FORMATS, ExportableModel
 from mmlinattn.tooling.export.models import deviation
 from mmlinattn.utils import private_apis
 
-# Exporters take seconds for a graph: two stages of a host.
+# Exporters take seconds for a graph: two stages of a backbone.
 HALVES = dict(
     RAVLT=('rala', 'softmax'),
     LinearSwin=('focused', 'softmax'),
@@ -26,7 +26,7 @@ HALVES = dict(
     LinearPVTv2=('efficient', 'enhanced'),
     LinearNextViT=('hydra', 'hallucinated'),
 )
-SLOW_FILES = [('torch-export', host) for host in HALVES]
+SLOW_FILES = [('torch-export', backbone) for backbone in HALVES]
 SLOW_FILES += [('onnx', 'LinearSwin'), ('onnx', 'LinearNextViT'), ('openvino', 'LinearSwin')]
 
 
@@ -51,17 +51,19 @@ def check_onnx(model, file):
 
 
 def cases():
-    """Yield every mix of every backbone: one per backbone fast, in turn, so that each attention is among these."""
-    for number, host in enumerate(HOSTS):
-        mixes = [*small_hosts.mixes(host)]
+    """Yield every mix of every backbone. One mix per backbone is fast; together these cover all attentions."""
+    for number, backbone in enumerate(BACKBONES):
+        mixes = [*small_backbones.mixes(backbone)]
         for place, attns in enumerate(mixes):
             is_fast = place == number % len(mixes)
-            yield pytest.param(host, attns, id=f'{host}-{attns}', marks=[] if is_fast else pytest.mark.exhaustive)
+            yield pytest.param(
+                backbone, attns, id=f'{backbone}-{attns}', marks=[] if is_fast else pytest.mark.exhaustive
+            )
 
 
-@pytest.mark.parametrize(('host', 'attns'), [*cases()])
-def test_graphs_of_a_tracer(host, attns, tmp_path):
-    check_onnx(small_hosts.build(host, stage_attns=attns), tmp_path / 'model.onnx')
+@pytest.mark.parametrize(('backbone', 'attns'), [*cases()])
+def test_graphs_of_a_tracer(backbone, attns, tmp_path):
+    check_onnx(small_backbones.build(backbone, stage_attns=attns), tmp_path / 'model.onnx')
 
 
 FPN_HEAD, UPER_HEAD = (
@@ -70,16 +72,17 @@ FPN_HEAD, UPER_HEAD = (
 )
 
 
-@pytest.mark.parametrize(('host', 'head'), [('RAVLT', FPN_HEAD), ('LinearSwin', UPER_HEAD)])
-def test_segmentors_of_a_tracer(host, head, tmp_path):
-    """Upsampling and pools of MMSegmentation's heads would hold at one size: :class:`ExportableModel` replaces them."""
+@pytest.mark.parametrize(('backbone', 'head'), [('RAVLT', FPN_HEAD), ('LinearSwin', UPER_HEAD)])
+def test_segmentors_of_a_tracer(backbone, head, tmp_path):
+    """Trace upsampling and pooling of MMSegmentation's heads with dynamic shapes, as :class:`ExportableModel` replaces
+    them."""
     pytest.importorskip('mmseg')
     init_default_scope('mmseg')
     loss = dict(type='CrossEntropyLoss')
     head = dict(head, in_channels=[16] * 4, in_index=[0, 1, 2, 3], channels=16, num_classes=3, loss_decode=loss)
     neck = dict(type='FPN', in_channels=[8, 16, 24, 32], out_channels=16, num_outs=4)
-    backbone = small_hosts.config(host, drop_path_rate=0.0)
-    model = MODELS.build(dict(type='EncoderDecoder', backbone=backbone, neck=neck, decode_head=head))
+    config = small_backbones.config(backbone, drop_path_rate=0.0)
+    model = MODELS.build(dict(type='EncoderDecoder', backbone=config, neck=neck, decode_head=head))
     check_onnx(ExportableModel(model), tmp_path / 'model.onnx')
 
 
@@ -93,11 +96,11 @@ def test_a_trace_under_autocast_runs_outside_of_it(attns):
 
 
 @pytest.mark.parametrize(
-    ('host', 'attns'),
+    ('backbone', 'attns'),
     [('LinearPVT', ('inline',)), ('LinearDeiT', ('hallucinated',)), ('LinearCSWin', ('hallucinated',))],
 )
-def test_a_trace_in_float64_holds_nothing_of_the_default_dtype(host, attns):
-    model, image = graphs.build(host, attns).double(), graphs.image((2, 70, 96)).double()
+def test_a_trace_in_float64_holds_nothing_of_the_default_dtype(backbone, attns):
+    model, image = graphs.build(backbone, attns).double(), graphs.image((2, 70, 96)).double()
     torch.set_default_dtype(torch.bfloat16)
     try:
         graph = trace(model, image[:1, :, :64])
@@ -107,9 +110,9 @@ def test_a_trace_in_float64_holds_nothing_of_the_default_dtype(host, attns):
     assert deviation(outputs, model(image)) < 1e-12
 
 
-@pytest.mark.parametrize('host', HALVES)
-def test_a_trace_runs_on_another_device(host):
-    model = graphs.build(host, HALVES[host])
+@pytest.mark.parametrize('backbone', HALVES)
+def test_a_trace_runs_on_another_device(backbone):
+    model = graphs.build(backbone, HALVES[backbone])
     graph = trace(model, graphs.image((1, 64, 96)))
     graphs.check(graph, model, graphs.SHAPES[:1])
     image = graphs.image(graphs.SHAPES[1])
@@ -127,9 +130,9 @@ def test_a_trace_of_attentions_over_the_token_sequence(spec, tmp_path):
     check_onnx(graphs.build('LinearDeiT', [spec]), tmp_path / 'model.onnx')
 
 
-@pytest.mark.parametrize('host', ['LinearSwin', 'LinearCSWin'])
-def test_a_trace_of_maps_smaller_than_a_window(host):
-    model = graphs.build(host, ('inline', 'softmax', 'focused', 'focused'))
+@pytest.mark.parametrize('backbone', ['LinearSwin', 'LinearCSWin'])
+def test_a_trace_of_maps_smaller_than_a_window(backbone):
+    model = graphs.build(backbone, ('inline', 'softmax', 'focused', 'focused'))
     graphs.check(trace(model, graphs.image((2, 32, 32))), model, [(1, 32, 32), *graphs.SHAPES[:2]])
 
 
@@ -137,15 +140,15 @@ def test_a_trace_of_maps_smaller_than_a_window(host):
 
 
 @pytest.mark.parametrize(
-    ('form', 'host'),
+    ('form', 'backbone'),
     [('openvino', 'LinearPVTv2'), *(pytest.param(*file, marks=pytest.mark.slow) for file in SLOW_FILES)],
 )
 @torch.no_grad()
-def test_files(tmp_path, form, host):
+def test_files(tmp_path, form, backbone):
     for package in FORMATS[form].needs:
         pytest.importorskip(package)
-    attns, path = HALVES[host], tmp_path / 'graph.xml'
-    model = graphs.build(host, attns)
+    attns, path = HALVES[backbone], tmp_path / 'graph.xml'
+    model = graphs.build(backbone, attns)
     outputs = [f'feat{i}' for i in range(len(attns))]
     FORMATS[form].write(model, graphs.image(TRACED_AT), path, 32, dict(outputs=outputs))
     graph = FORMATS[form].load(path)
@@ -156,7 +159,7 @@ def test_files(tmp_path, form, host):
 
 
 @pytest.mark.skipif(not hasattr(Dim, 'AUTO'), reason='since torch 2.6')
-def test_torch_export_finds_the_open_sizes_by_itself_and_keeps_gradients():
+def test_torch_export_finds_the_is_dynamic_by_itself_and_keeps_gradients():
     model = graphs.build('LinearPVT', ('inline',))
     sizes = ({0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO},)
     graph = torch.export.export(model, (graphs.image(TRACED_AT),), dynamic_shapes=sizes).module()
@@ -170,28 +173,28 @@ def test_torch_export_finds_the_open_sizes_by_itself_and_keeps_gradients():
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not private_apis.CAN_BE_SIZE_OBLIVIOUS, reason='since torch 2.6')
-@pytest.mark.parametrize('host', HOSTS)
-def test_torch_export_of_all_stages_with_gradients_leaves_sizes_open(host):
-    """As on the page on deployment, without ``torch.no_grad``; the last map may have one row."""
-    depth = len(graphs.ARCHS[host]['depths'])
-    model = graphs.build(host, ('rala', 'inline', 'focused', 'softmax')[:depth])
+@pytest.mark.parametrize('backbone', BACKBONES)
+def test_torch_export_of_all_stages_with_gradients_leaves_sizes_open(backbone):
+    """Export without ``torch.no_grad``, as docs/deploy.md does; the last map may have one row."""
+    depth = len(graphs.ARCHS[backbone]['depths'])
+    model = graphs.build(backbone, ('rala', 'inline', 'focused', 'softmax')[:depth])
     sizes = ({0: Dim('batch'), 2: Dim('height', min=32), 3: Dim('width', min=32)},)
     graph = torch.export.export(model, (graphs.image((2, 224, 256)),), dynamic_shapes=sizes).module()
     graphs.check(graph, model, [(1, 70, 96), (3, 333, 65), (1, 32, 64)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('host', ['RAVLT', 'LinearSwin'])
-def test_torch_compile_makes_one_graph_for_many_sizes(host):
-    """Sizes with several windows and pixels along each axis: PyTorch compiles another graph for a size of 1."""
+@pytest.mark.parametrize('backbone', ['RAVLT', 'LinearSwin'])
+def test_torch_compile_makes_one_graph_for_many_sizes(backbone):
+    """Use several windows and pixels along each axis: PyTorch specialises a size of 1."""
     torch._dynamo.reset()
-    model, counter = graphs.build(host, HALVES[host]), CompileCounter()
+    model, counter = graphs.build(backbone, HALVES[backbone]), CompileCounter()
     compiled = torch.compile(model, dynamic=True, fullgraph=True, backend=counter)
     graphs.check(compiled, model, [(2, 150, 213), (3, 224, 320), (2, 353, 481)])
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize('host', HOSTS)
-def test_torch_jit_script_is_refused(host):
-    with pytest.raises(NotImplementedError, match=f'does not take {host}; torch.jit.trace and torch.export do'):
-        torch.jit.script(graphs.build(host, 'inline'))
+@pytest.mark.parametrize('backbone', BACKBONES)
+def test_torch_jit_script_is_refused(backbone):
+    with pytest.raises(NotImplementedError, match=f'does not take {backbone}; torch.jit.trace and torch.export do'):
+        torch.jit.script(graphs.build(backbone, 'inline'))

@@ -46,7 +46,7 @@ def test_metadata(given, said):
 
 
 def test_a_test_pipeline_that_normalises():
-    """As in configs of MMDetection 2: the metadata include it, or the export is refused."""
+    """Add the pipeline's normalisation (MMDetection 2) to the metadata, or raise."""
     step = dict(type='Normalize', mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0])
 
     def said(*steps, **given):
@@ -73,7 +73,7 @@ def test_windows_of_segmentors():
 
 
 def test_decision_rules_of_heads():
-    """mmseg's heads of one output channel, several heads in a row, and mmpretrain's of several labels."""
+    """Include mmseg's heads of one output channel, cascaded heads, and mmpretrain's multi-label heads."""
     heads = pytest.importorskip('mmpretrain.models.heads')
     several = partial(heads.MultiLabelLinearClsHead, num_classes=3, in_channels=4)
     for head, expected in (
@@ -160,7 +160,7 @@ def test_models_are_recognised_and_prepared():
 
 @pytest.mark.parametrize('align_corners', [False, True])
 def test_segmentors_give_label_maps_of_the_images_size(align_corners):
-    """Models that are tested in windows give logits as well, for the application to average."""
+    """Return logits too for models that are tested in windows, so that applications can average them."""
     model, image = Segmentor(align_corners), torch.randn(2, 3, 33, 50)
     model.eval()
     logits = F.interpolate(model(image, 'tensor'), (33, 50), mode='bilinear', align_corners=align_corners)
@@ -190,7 +190,7 @@ def test_classifiers_give_probabilities():
 
 
 def test_heads_of_several_results(fake):
-    """DAHead and EncHead of MMSegmentation predict by the first, also in a cascade; others are refused."""
+    """Predict by the first result of DAHead and EncHead, also in a cascade; others are unsupported."""
     model, image = Segmentor(), torch.randn(2, 3, 33, 50)
     model.decode_head = nn.ModuleList([nn.Identity(), type('DAHead', (nn.Module,), {})()])
     expected = ExportableModel(model)(image)
@@ -203,7 +203,7 @@ def test_heads_of_several_results(fake):
 
 
 class Fake(formats.Format):
-    """Return the model in place of the file, and record the arguments of ``write``."""
+    """Format that returns the model in place of the file, and records the arguments of ``write``."""
 
     smallest_of_pyramids = 65
 
@@ -238,7 +238,7 @@ def test_files_are_written_with_their_deviations(fake, tmp_path):
 
 
 def test_folding_that_changes_the_numbers_is_found(fake):
-    """The reference runs before folding; a backbone that refuses to fold is exported unfolded."""
+    """Run the reference before folding. A backbone that cannot be folded is exported as it is."""
     model = Toy()
     model.backbone.switch_to_deploy = lambda: model.backbone.conv.weight.data.mul_(2)
     with pytest.raises(RunError, match='deviates from the model'):
@@ -248,7 +248,7 @@ def test_folding_that_changes_the_numbers_is_found(fake):
 
 
 def test_sizes_and_parts_that_are_exported(fake):
-    """Classifiers serve sizes from 32, other models from the smallest of the format."""
+    """Accept sizes from 32 for classifiers, and from the format's smallest for other models."""
     for model, smallest in ((Toy(), 65), (Segmentor(), 65), (Classifier(), 32)):
         found = fake.export(model, Sizes(1, 96, 96, dynamic=True))
         assert fake.smallest == smallest and f'height and width >= {smallest}' in found.metadata['serves']

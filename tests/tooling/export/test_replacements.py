@@ -16,7 +16,7 @@ def test_bin_means_are_adaptive_pools(bins, size):
 
 @pytest.mark.parametrize('kind', [ConvFFN, DWConvFFN, ResidualDWConv])
 def test_depth_wise_convolutions_in_feed_forward_networks(kind):
-    """Convolutions alone give the same; altered layers stay."""
+    """Replace layers by equal convolutions, and keep changed layers."""
     torch.manual_seed(0)
     module = (kind(8) if kind is ResidualDWConv else kind(8, 24)).eval()
     x = torch.randn(2, 5, 6, 8)

@@ -66,7 +66,7 @@ def settings_of(task, model, cfg, keep=False, name='ravlt_t'):
 
 
 def test_imports_of_upstream_stay():
-    """Hooks and the runner are upstream's: the tools add those of this project."""
+    """Keep upstream's hooks and runner; the tools add those of this project."""
     cfg = dict(custom_imports=dict(imports=['mmlinattn', 'mine']), custom_hooks=[dict(type='EMAHook')])
     found, remarks = settings_of('mmdet', {}, cfg)
     assert found['custom_imports'] == dict(imports=['mine', 'mmlinattn'], allow_failed_imports=False)
@@ -121,7 +121,7 @@ def test_the_papers_recipe_for_such_a_network(task, model, rate, decay, batch):
 
 
 def test_recipes_are_merged():
-    """The paper's settings replace upstream's, except for settings of heads; either may clip gradients."""
+    """Replace upstream's settings by the paper's, except those of heads. Either may clip gradients."""
     keys = dict(norm=dict(decay_mult=0.5), query=dict(lr_mult=10.0), backbone=dict(lr_mult=0.1))
     theirs = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02), paramwise_cfg=dict(custom_keys=keys))
 

@@ -43,7 +43,7 @@ optim_wrapper = dict(type='AmpOptimWrapper', loss_scale='dynamic', optimizer=dic
 
 @pytest.mark.parametrize('name, keep, optimizer', [("it's mine.py", False, 'AdamW'), ('plain.py', True, 'SGD')])
 def test_a_config_of_ones_own(tmp_path, swap, name, keep, optimizer):
-    """A path is inherited; weights of the whole model are removed; frozen stages are reported; optimizers may stay."""
+    """Inherit a path, drop weights of the whole model, report frozen stages, and keep the optimizer if asked to."""
     path = tmp_path / name
     path.write_text(CLASSIFIER.format('frozen_stages=4', 'CrossEntropyLoss'))
     swapped, cfg = swap(str(path), 'flatten_pvt_v2_b0', keep_optimizer=keep)
@@ -93,7 +93,7 @@ mmpretrain::lenet/lenet5_mnist.py flatten_pvt_v2_b0
 
 
 def families():
-    """Yield upstream config, backbone, and settings of the written model, from pairs of lines."""
+    """Yield (upstream config, backbone, settings of the written model) from pairs of lines."""
     lines = [line for line in FAMILIES.strip().splitlines() if not line.startswith('#')]
     for names, settings in zip(lines[::2], lines[1::2]):
         yield pytest.param(*names.split(), [each.split(' = ') for each in settings.strip().split('; ')], id=names)
@@ -131,7 +131,7 @@ optim_wrapper = dict(optimizer=dict(type=SGD, lr=0.1))
 
 
 def test_a_pure_python_config(tmp_path, swap):
-    """The written config holds all of it, as no text config can inherit it."""
+    """Write the whole config, as no text config can inherit a pure Python one."""
     (tmp_path / 'pure.py').write_text(PURE)
     (tmp_path / 'scope.py').write_text(
         "default_scope = 'mmpretrain'\ndata_preprocessor = dict(mean=[127.0] * 3, std=[60.0] * 3)\nother = 5\n"

@@ -116,7 +116,7 @@ def test_encoders_of_retrievers():
 
 @MODELS.register_module()
 class Measurable(nn.Module):
-    """Backbone with feature maps of (channels, stride); inference returns only the one of index ``alone``."""
+    """Backbone with feature maps of (channels, stride); inference returns only the one at index ``alone``."""
 
     def __init__(self, maps=(), alone=None, fails=False, img_size=None):
         super().__init__()
@@ -150,7 +150,8 @@ def test_backbones_without_maps():
 
 @MODELS.register_module()
 class Timed(BaseModel):
-    """Network that skips the first feature map; its loss changes by epochs (TOOD) and iterations (BoxInst)."""
+    """Network that skips the first feature map, and changes its loss by epochs (as TOOD) and iterations (as
+    BoxInst)."""
 
     given: dict
 

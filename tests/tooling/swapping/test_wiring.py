@@ -73,7 +73,7 @@ def test_values_of_a_config(node, keep, expected):
 
 
 def test_single_numbers_deep_inside():
-    """They stay if several feature maps are read, as decoders often have the channels of one of them."""
+    """Keep single channel counts if several feature maps are read: decoders often equal one by chance."""
     node = dict(in_channels=512, decoder=dict(in_channels=512), indexed=dict(in_channels=2048, in_index=3))
     wired = Wiring(RESNET, OURS, deep=False)(node)
     assert wired == dict(in_channels=128, decoder=dict(in_channels=512), indexed=dict(in_channels=512, in_index=3))
@@ -120,7 +120,7 @@ def test_unread_maps_are_not_returned():
 
 
 def test_heads_behind_a_neck_are_followed():
-    """FPN sets the number of channels; a pooling neck keeps the backbone's."""
+    """Take the channels of an FPN from its settings, and those of a pooling neck from the backbone."""
     head = dict(type='FCNHead', in_channels=256, in_index=0)
     assert made(dict(neck=FPN, decode_head=head), RESNET, PYRAMID, 'mmseg')['decode_head'] == head
     pool = dict(type='GlobalAveragePooling')

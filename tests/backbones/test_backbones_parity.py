@@ -1,6 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The hosts against the authors' released code. Sizes, as
-printed: tests/configs."""
+"""Backbones against outputs of the authors' released code. Published parameter counts: tests/configs."""
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearNextViT, LinearPVT, LinearPVTv2, LinearSwin
 
-HOSTS = dict(
+BACKBONES = dict(
     ravlt=RAVLT,
     pvt=LinearPVT,
     pvt_v2=LinearPVTv2,
@@ -23,31 +22,33 @@ SIZES = dict(t='tiny', s='small', m='medium', l='large', b='base')
 CASES = goldens.cases()
 
 
-def host_and_arch(name):
-    """``flatten_pvt_v2_b1`` -> (LinearPVTv2, 'flatten-b1'), ``ravlt_det_s_333x500`` -> (RAVLT, 'small')."""
-    method, *host, size = [part for part in name.split('_') if 'x' not in part[1:-1] or part == 'nextvit']
+def backbone_and_arch(name):
+    """Parse the name of a case: ``flatten_pvt_v2_b1`` -> (LinearPVTv2, 'flatten-b1'), ``ravlt_det_s_333x500`` ->
+    (RAVLT, 'small')."""
+    method, *backbone, size = [part for part in name.split('_') if 'x' not in part[1:-1] or part == 'nextvit']
     if method == 'ravlt':
         return RAVLT, SIZES[size]
-    return HOSTS['_'.join(host)], f'{method}-{SIZES.get(size, size)}'
+    return BACKBONES['_'.join(backbone)], f'{method}-{SIZES.get(size, size)}'
 
 
 def released(name, tmp_path, **options):
-    """A model that has loaded a file as the authors published it, as a config does."""
+    """Return a model with weights loaded by ``init_cfg`` from a file with the released keys."""
     checkpoint = tmp_path / 'released.pth'
     torch.save({'model': goldens.state_dict(name)}, checkpoint)
-    host, arch = host_and_arch(name)
+    backbone, arch = backbone_and_arch(name)
     init_cfg = dict(type='Pretrained', checkpoint=str(checkpoint))
-    model = MODELS.build(dict(type=host.__name__, arch=arch, init_cfg=init_cfg, **options))
+    model = MODELS.build(dict(type=backbone.__name__, arch=arch, init_cfg=init_cfg, **options))
     model.init_weights()
     return model.double().eval()
 
 
 @pytest.mark.parametrize('name', CASES)
 def test_released_weights_give_the_released_outputs(name, tmp_path):
-    """Stage by stage, and the classifier's, from as many parameters. Norms that a classifier's file lacks leave the
-    features as they are."""
+    """Compare parameter counts, outputs of the stages, and logits. Norms that a classifier's file lacks are skipped."""
     stored, raw, model = goldens.outputs(name), [], released(name, tmp_path)
-    count = sum(p.numel() for p in model.parameters()) if 'det' in name else round(millions(*host_and_arch(name)) * 1e6)
+    count = (
+        sum(p.numel() for p in model.parameters()) if 'det' in name else round(millions(*backbone_and_arch(name)) * 1e6)
+    )
     assert count == goldens.info(name)['params']
     # the larger ones of RAVLT in single precision: exact and slow
     dtype, tolerance = (torch.float32, 5e-5) if 'ravlt_' in name and name != 'ravlt_t' else (torch.float64, 1e-5)
@@ -71,16 +72,17 @@ def test_released_weights_give_the_released_outputs(name, tmp_path):
         assert (logits - expected).abs().max() < 1e-5 * expected.std()
 
 
-def millions(host, arch):
-    """Backbone, last norm and a linear classifier, in millions; RAVLT's: 1x1 conv to 1024, BN, 1x1 conv to 1000."""
+def millions(backbone, arch):
+    """Return the parameters in millions of a backbone, its last norm and its classifier. The classifier is linear;
+    RAVLT's has two 1x1 convolutions and a batch norm."""
     with torch.device('meta'):
-        options = {} if host is LinearDeiT else dict(out_indices=(3,))
+        options = {} if backbone is LinearDeiT else dict(out_indices=(3,))
         if 'hmhsa' in arch:  # printed of the merged form
             options['deploy'] = True
         # InLine-PVT has no last norm; FLatten-PVT carries one that its forward pass never applies
-        has_norm = host is not RAVLT and (host is not LinearPVT or 'inline' not in arch)
-        model = host(arch, out_norm=has_norm, **options)
+        has_norm = backbone is not RAVLT and (backbone is not LinearPVT or 'inline' not in arch)
+        model = backbone(arch, out_norm=has_norm, **options)
         width = model.embed_dims[-1]
         head = nn.Sequential(nn.Linear(width, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 1000))
-        head = head if host is RAVLT else nn.Linear(width, 1000)
+        head = head if backbone is RAVLT else nn.Linear(width, 1000)
     return sum(p.numel() for module in (model, head) for p in module.parameters()) / 1e6

@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Options of single hosts: windows of Swin, outputs of the plain backbone."""
+"""Options of single backbones: windows of Swin, outputs of the plain backbone."""
 
 import pytest
 import torch
-from helpers.small_hosts import ARCHS, build, image
+from helpers.small_backbones import ARCHS, build, image
 
 
 def test_window_size():

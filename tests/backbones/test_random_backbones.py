@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Random hosts with a random attention in each block, at random sizes: every form beside the equations in float64."""
+"""Random backbones with a random attention per block, at random sizes, against reference implementations in float64."""
 
 import copy
 import random
@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import goldens
 from helpers.references import ATTENTIONS
-from helpers.small_hosts import ARCHS
+from helpers.small_backbones import ARCHS
 from mmengine.registry import MODELS
 
 from mmlinattn import ops
@@ -39,27 +39,31 @@ ARCH_VALUES = {
 
 
 def drawn(draw):
-    """Arguments of a model; some attentions may refuse them."""
-    host = draw.choice(list(ARCHS))
-    stages = len(ARCHS[host]['depths'])
+    """Draw the config of a backbone; some attentions may not support it."""
+    backbone = draw.choice(list(ARCHS))
+    stages = len(ARCHS[backbone]['depths'])
     heads = [draw.choice((1, 2, 4)) for _ in range(stages)]
     arch = dict(
-        ARCHS[host],
-        embed_dims=tuple(8 * count for count in heads) if host != 'LinearNextViT' else ARCHS[host]['embed_dims'],
+        ARCHS[backbone],
+        embed_dims=tuple(8 * count for count in heads)
+        if backbone != 'LinearNextViT'
+        else ARCHS[backbone]['embed_dims'],
         depths=tuple(draw.randint(1, 2) for _ in range(stages)),
         mlp_ratios=draw.choice((1, 2, 3.5)),
         ffn=[draw.choice(FFNS) for _ in range(stages)],
     )
-    if host != 'LinearNextViT':
-        arch['num_heads'] = tuple(max(count // draw.choice((1, 2)), 1 + (host == 'LinearCSWin')) for count in heads)
-    arch |= {key: draw.choice(values) for key, values in ARCH_VALUES[host].items()}
-    options = {key: draw.choice(values) for key, values in ARGUMENTS.get(host, {}).items()}
+    if backbone != 'LinearNextViT':
+        arch['num_heads'] = tuple(max(count // draw.choice((1, 2)), 1 + (backbone == 'LinearCSWin')) for count in heads)
+    arch |= {key: draw.choice(values) for key, values in ARCH_VALUES[backbone].items()}
+    options = {key: draw.choice(values) for key, values in ARGUMENTS.get(backbone, {}).items()}
     attns = [[copy.deepcopy(draw.choice(SPECS)) for _ in range(depth)] for depth in arch['depths']]
     outs = (
-        sorted(draw.sample(range(stages), draw.randint(1, stages))) if host != 'LinearDeiT' else [arch['depths'][0] - 1]
+        sorted(draw.sample(range(stages), draw.randint(1, stages)))
+        if backbone != 'LinearDeiT'
+        else [arch['depths'][0] - 1]
     )
     shared = dict(out_norm=draw.random() < 0.7, with_cp=draw.random() < 0.3, drop_path_rate=0.0, out_indices=outs)
-    return dict(type=host, arch=arch, stage_attns=attns, **shared, **options)
+    return dict(type=backbone, arch=arch, stage_attns=attns, **shared, **options)
 
 
 def model_of(draw):
@@ -78,7 +82,7 @@ def as_list(outs):
 
 
 def learnt(model, x):
-    """Outputs, the gradient of the image and of all parameters."""
+    """Return outputs and gradients: of the image, and of all parameters in one vector."""
     x = x.clone().requires_grad_()
     outs = as_list(model(x))
     loss = sum((out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum() for out in outs)
@@ -107,7 +111,7 @@ def channels_last(model, x):
 
 
 def cut_out(model, x):
-    """A view into a larger image."""
+    """Infer on a view into a larger image."""
     return inferred(model, torch.nn.functional.pad(x, (3, 4, 2, 1), value=9.0)[..., 2:-1, 3:-4])
 
 
@@ -121,7 +125,7 @@ def traced(model, x):
 
 
 def training(model, x):
-    """Statistics are the batch's."""
+    """Return outputs and gradients with batch statistics."""
     return learnt(copy.deepcopy(model).train(), x)
 
 
@@ -133,7 +137,8 @@ def error(found, exact):
 
 
 def check(seed, num_forms):
-    """The errors of some forms are of the size of those of the equations in the same type."""
+    """Check ``num_forms`` ways to run a random model. Errors may be as large as those of the reference in the same
+    dtype."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     config, model = model_of(draw)
@@ -156,12 +161,12 @@ def check(seed, num_forms):
 
 
 @pytest.mark.parametrize('seed', range(8))
-def test_forms_of_random_hosts(seed):
+def test_forms_of_random_backbones(seed):
     check(seed, 2)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize('first', range(100, 300, 10))
-def test_every_form_of_many_random_hosts(first):
+def test_every_form_of_many_random_backbones(first):
     for seed in range(first, first + 10):
         check(seed, len(FORMS))
