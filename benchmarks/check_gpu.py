@@ -76,7 +76,7 @@ setup = REAL
 
 
 class OnCPU:
-    """The part of ``torch.cuda`` that this script uses, for a rehearsal."""
+    """Stand-in for the used part of ``torch.cuda``, for a rehearsal on a CPU."""
 
     @staticmethod
     def get_device_properties(device):
@@ -91,7 +91,7 @@ clock = time.perf_counter
 
 
 class Skip(Exception):
-    """Reason why a part cannot run, in one line."""
+    """Raised with the reason, in one line, why a part cannot run."""
 
 
 def require(module: str, name: str) -> None:
@@ -117,7 +117,8 @@ def machine():
 
 
 def values(name: str):
-    """Yield relative errors of outputs and gradients against float64, with fused ops and reference implementations."""
+    """Yield a row for each dtype and form of a backbone: the relative error of outputs and gradients against float64,
+    and the error of the reference implementation."""
     import launches
 
     from mmlinattn import ops
@@ -156,7 +157,12 @@ def values(name: str):
 
 
 def steps(name: str, form: str):
-    """Yield times and memory of a backbone."""
+    """Yield a row for each mode and batch size of a backbone: median time, peak memory, and time of the first call.
+
+    Args:
+        name (str): Backbone.
+        form (str): One of ``FORMS``, such as ``'compiled'``.
+    """
     if name == PEER:
         require('mmdet.models', 'MMDetection')
     import launches
@@ -193,7 +199,13 @@ def guarded(step: Callable, images: int, mode: str) -> dict:
 
 
 def detectors(name: str, form: str, groups: str):
-    """Yield times of a whole Mask R-CNN step and of its optimizer."""
+    """Yield a row with the times of a Mask R-CNN training step and of its optimizer.
+
+    Args:
+        name (str): Backbone.
+        form (str): One of ``FORMS``, such as ``'compiled'``.
+        groups (str): Key of ``GROUPS``, the constructor of the parameter groups.
+    """
     require('mmdet.models', 'MMDetection')
     import count_traffic
     from mmdet.testing import demo_mm_inputs
@@ -226,7 +238,7 @@ def detectors(name: str, form: str, groups: str):
 
 
 def layouts(name: str):
-    """Yield times and memory of a backbone with convolution weights in both memory formats."""
+    """Yield a row for each memory format of the convolution weights, mode and batch size: time and memory."""
     if name == PEER:
         require('mmdet.models', 'MMDetection')
     import launches
@@ -281,7 +293,8 @@ def run_here(name: str, file: Path) -> None:
 
 
 def run_part(name: str, rehearse: bool, seconds: float) -> dict:
-    """Run a part of the check in a process of its own; return its status, result rows, and the error that ended it."""
+    """Run a part of the check in a process of its own, for at most ``seconds``; return its status, result rows, and
+    error."""
     with tempfile.TemporaryDirectory() as folder:
         file, log, error = Path(folder) / 'part.json', Path(folder) / 'log', ''
         command = [sys.executable, __file__, '--out', str(file), *['--rehearse'] * rehearse, '--part', name]

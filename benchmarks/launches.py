@@ -121,7 +121,8 @@ TENSORS, BLOCKS, BLOCK = {1: 110, 2: 64, 3: 48, 4: 36}, 320, 65536
 
 
 def multi_tensor_launches(tensors: list[Tensor], lists: int) -> int:
-    """Count the launches of a foreach or fused kernel over ``lists`` lists of tensors of these sizes."""
+    """Count the launches of a foreach or fused kernel that reads ``lists`` lists of tensors, each shaped like
+    ``tensors``."""
     blocks = sum(math.ceil(x.numel() / BLOCK) for x in tensors)
     return max(math.ceil(len(tensors) / TENSORS[lists]), math.ceil(blocks / BLOCKS))
 
@@ -215,7 +216,7 @@ def detector_step(model: nn.Module, data: dict) -> dict[str, int]:
         return tuple(leaves)
 
     def nms(boxes, scores, iou_threshold, offset):
-        """Run the path of ``mmcv_ops`` for CUDA; that for CPUs has many operators."""
+        """Replace MMCV's NMS by the CUDA path of ``mmcv_ops``, as the CPU path has many operators."""
         return torchvision.ops.nms(torch.cat((boxes[:, :2], boxes[:, 2:] + offset), dim=1), scores, iou_threshold)
 
     model.train().zero_grad()

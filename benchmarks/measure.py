@@ -76,7 +76,11 @@ def synchronise(device: str) -> None:
 
 
 def matmul_call(device: str, dtype: torch.dtype, size: Optional[int] = None):
-    """Return a large matrix product and its multiply-adds, as a reference of the machine's speed."""
+    """Return a call of a large matrix product and its multiply-adds, to measure the speed of the machine.
+
+    Args:
+        size (int, optional): Rows and columns; by default they suit the device.
+    """
     size = size or (8192 if device == 'cuda' else 1536)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return (lambda: a @ b), size**3
@@ -91,7 +95,8 @@ RETURN_MEMORY = dict(MALLOC_MMAP_THRESHOLD_=str(2**16), MALLOC_TRIM_THRESHOLD_=s
 
 @contextmanager
 def fresh_process(environment: Optional[dict] = None) -> Iterator[Callable]:
-    """Context with a new process and more environment variables; it yields a caller of functions in that process."""
+    """Context that starts a process with additional environment variables, and yields a function that calls functions
+    in it."""
     # a fork would inherit our memory, and malloc as it was configured
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn')) as pool:
 
@@ -216,7 +221,7 @@ def group_of(name: str, shapes: Optional[list]) -> str:
 
 
 def breakdown(call: Callable, device: str = 'cpu') -> dict[str, float]:
-    """Return the fraction of the time of each group of operations, largest first."""
+    """Profile a call, and return the fraction of its time in each group of operations, largest first."""
     activities = [ProfilerActivity.CPU]
     if device == 'cuda':
         activities.append(ProfilerActivity.CUDA)

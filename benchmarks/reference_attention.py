@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 
 def inline(q, k, v, scale):
-    """Compute InLine Eq. 3-5 in three passes over the queries; all tensors are (B, heads, N, d)."""
+    """Compute InLine Eq. 3-5 in three passes over the queries. All tensors are (B, heads, N, d), and ``scale``
+    multiplies the products."""
     tokens = k.shape[2]
     state = (k.transpose(-1, -2) * (scale / tokens) ** 0.5) @ (v * (scale / tokens) ** 0.5)
     rest = 1 - q @ k.mean(dim=2, keepdim=True).transpose(-1, -2) * scale
@@ -24,7 +25,7 @@ def focused_map(x, scale, power):
 
 
 def linear(q, k, v):
-    """Compute FLatten Eq. 4; all tensors are (B, heads, N, d)."""
+    """Compute FLatten Eq. 4 on mapped queries and keys. All tensors are (B, heads, N, d)."""
     tokens = k.shape[2]
     normaliser = 1 / (q @ k.mean(dim=2, keepdim=True).transpose(-1, -2) + 1e-6)
     state = (k.transpose(-1, -2) * tokens**-0.5) @ (v * tokens**-0.5)
@@ -32,7 +33,8 @@ def linear(q, k, v):
 
 
 def focused(q, k, v, scale, power, heads):
-    """FLatten's attention without its depth-wise term, (B, N, C) each; ``scale`` the parameter before softplus."""
+    """Compute FLatten's attention of (B, N, C) tokens without its depth-wise term. ``scale`` (C,) is the parameter
+    before softplus."""
     scale = F.softplus(scale)
     q, k = focused_map(q, scale, power), focused_map(k, scale, power)
     q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2).contiguous() for t in (q, k, v))

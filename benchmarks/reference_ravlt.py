@@ -56,7 +56,8 @@ def attention(x, attn, softmax, sin, cos):
 
 
 def forward(model, x):
-    """Return the stage outputs of ``model``, in the shapes of its own."""
+    """Return the stage outputs of a RAVLT ``model`` for images ``x`` (B, 3, H, W), computed from its weights in NCHW
+    layout."""
     outs = []
     for i in range(model.num_stages):
         x = model.patch_embeds[i].layers(x)

@@ -33,7 +33,15 @@ def names() -> list[str]:
 
 
 def calls(name: str, mode: str, side: int, dim: int, heads: int) -> tuple[Callable, Callable]:
-    """Return two functions. One makes inputs for each run, as mixers may overwrite them; the other runs the mixer."""
+    """Return a function that makes inputs, and one that runs an attention on them. Inputs are new for each run, as
+    mixers may overwrite them.
+
+    Args:
+        name (str): Attention.
+        mode (str): ``'train'`` adds the backward pass.
+        side (int): Height and width of the map in tokens.
+        dim, heads (int): Channels and heads.
+    """
     torch.manual_seed(0)
     grid = Grid(side, side)
     mixer = TOKEN_MIXERS.module_dict[name](dim, heads, grid=grid[:2])
@@ -56,7 +64,8 @@ def calls(name: str, mode: str, side: int, dim: int, heads: int) -> tuple[Callab
 
 
 def at_once(name: str, mode: str, sides: tuple[int, int], dim: int, heads: int) -> tuple[Callable, Callable]:
-    """Return the calls at two sizes with inputs made before, to measure memory."""
+    """Return calls without arguments at each of two ``sides``. Their inputs exist beforehand, so that they do not count
+    as memory of the call. Other arguments as in :func:`calls`."""
     runs = []
     for side in sides:
         prepare, call = calls(name, mode, side, dim, heads)
@@ -65,7 +74,8 @@ def at_once(name: str, mode: str, sides: tuple[int, int], dim: int, heads: int) 
 
 
 def run_times(args, mode: str) -> dict[tuple[str, int], float]:
-    """Measure seconds by attention and side; the attentions take turns at each side."""
+    """Return seconds by (attention, side). The attentions run in turns at each side; those predicted to exceed
+    ``args.max_seconds`` are skipped."""
     seconds: dict[tuple[str, int], float] = {}
     for i, side in enumerate(args.sides):
         pairs = {}
@@ -80,7 +90,8 @@ def run_times(args, mode: str) -> dict[tuple[str, int], float]:
 
 
 def run_memory(args, mode: str, seconds: dict) -> dict[tuple[str, int], int]:
-    """Measure the peak growth of the process in bytes at the two largest timed sizes."""
+    """Return the peak memory growth in bytes by (attention, side), at the two largest sides with a time in
+    ``seconds``."""
     found = {}
     for name in args.only:
         for side in [side for side in args.sides if (name, side) in seconds][-2:]:
@@ -90,7 +101,7 @@ def run_memory(args, mode: str, seconds: dict) -> dict[tuple[str, int], int]:
 
 
 def growth(values: dict, name: str, sides) -> Optional[float]:
-    """Return the cost of one more token between the two largest measured sizes."""
+    """Return the additional cost per token between the two largest measured ``sides`` of an attention."""
     measured = [side for side in sides if (name, side) in values][-2:]
     if len(measured) < 2:
         return None

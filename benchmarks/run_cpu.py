@@ -58,7 +58,8 @@ SIZES = dict(forward=(800, 1216), train=(640, 640), bfloat16=(800, 1216))
 
 
 def preload_counter() -> None:
-    """Restart this process with the counter if gcc can build it."""
+    """Compile the counter of parallel regions by gcc, and restart this process with it preloaded. Without gcc, do
+    nothing."""
     if 'MMLINATTN_REGIONS' in os.environ or shutil.which('gcc') is None:
         return
     folder = Path(tempfile.mkdtemp(prefix='regions'))

@@ -38,7 +38,7 @@ RUNTIMES = ('PyTorch', 'ONNX Runtime', 'OpenVINO')
 
 
 class Pyramid(nn.Module):
-    """Detector without a neck and head."""
+    """Detector that consists of a backbone only, in the form that :class:`ExportableModel` takes."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ ONE_PIXEL = (1, 3, 32, 32)  # of the last map
 
 
 class Pyramid(nn.Module):
-    """Detector without a neck and head."""
+    """Detector that consists of a backbone only, in the form that :class:`ExportableModel` takes."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Pyramid(nn.Module):
 
 
 def build(backbone: str, mix: tuple) -> ExportableModel:
-    """Build a small model with one attention of ``mix`` per stage, or per block of DeiT."""
+    """Build a small model for export, with one attention of ``mix`` per stage, or per block of DeiT."""
     arch = dict(graphs.ARCHS[backbone])
     options = dict(out_indices=(0, 1, 2, 3), stage_attns=mix)
     if backbone == 'LinearDeiT':
@@ -53,7 +53,18 @@ def build(backbone: str, mix: tuple) -> ExportableModel:
 
 @torch.no_grad()
 def measure(backbone: str, form: str, mix: tuple, folder: Path) -> dict:
-    """Return the largest deviation of one graph."""
+    """Export a model and compare the graph with it at several sizes.
+
+    Args:
+        backbone (str): Type of the backbone.
+        form (str): Key of ``FORMATS``.
+        mix (tuple): One attention per stage.
+        folder (Path): Folder for the file.
+
+    Returns:
+        dict: ``largest`` deviation, ``one_pixel`` (deviation for a last map of one pixel, or ``'refused'``), and CPU
+            ``seconds`` of the export.
+    """
     model, backend = build(backbone, mix), FORMATS[form]
     torch.manual_seed(1)
     example = torch.randn(graphs.TRACED_AT[0], 3, *graphs.TRACED_AT[1:])
@@ -69,7 +80,7 @@ def measure(backbone: str, form: str, mix: tuple, folder: Path) -> dict:
     errors = [deviation(run(image), outs) for image, outs in zip(images[:-1], expected)]
     try:
         last = deviation(run(images[-1]), expected[-1])
-    except Exception:  # each runtime has its own refusal
+    except Exception:  # each runtime has its own error
         last = 'refused'
     return dict(largest=max(errors), one_pixel=last, seconds=seconds)
 

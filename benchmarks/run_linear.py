@@ -73,7 +73,8 @@ ATTENTIONS = dict(inline=inline, focused=focused)
 
 
 def attention_calls(name, reference, train, tokens, heads):
-    """Return calls of an attention on a few tokens and on ``tokens``; q, k and v are slices of one projection."""
+    """Return a call of an attention on a few tokens, to warm up, and one on ``tokens`` tokens. Queries, keys and values
+    are slices of one projection."""
 
     def at(tokens):
         qkv = torch.randn(1, tokens, 3 * heads * HEAD_DIM, requires_grad=train)
@@ -154,7 +155,7 @@ def run_models(args, report):
 
 
 def training_step(model, x):
-    """Return a call that frees gradients, then runs forward and backward pass."""
+    """Return a call that clears gradients, then runs the forward and backward pass."""
     model.train()
 
     def call():

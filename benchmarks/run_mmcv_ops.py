@@ -39,7 +39,7 @@ def boxes(count: int, size: float, width=1216, height=800) -> torch.Tensor:
 
 
 def backward(function, *tensors):
-    """Return a call of ``function`` and its gradients."""
+    """Return a call that computes ``function(*tensors)`` and its gradients."""
     leaves = [tensor.requires_grad_() for tensor in tensors]
     return lambda: torch.autograd.grad(function(*leaves).sum(), leaves)
 

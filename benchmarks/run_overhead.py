@@ -60,7 +60,7 @@ def config_of(path: Path, data_root: Path, work_dir: Path, with_hooks: bool, bat
 
 
 def begin(cfg: Config) -> Runner:
-    """Return a runner that is ready for the first iteration."""
+    """Return a Runner with all hooks called up to the first training iteration, but no iteration run."""
     runner = Runner.from_cfg(cfg)
     loop = runner._train_loop = runner.build_train_loop(runner._train_loop)
 
@@ -75,7 +75,7 @@ def begin(cfg: Config) -> Runner:
 
 
 def stepper(runner: Runner) -> Callable[[], None]:
-    """Return a call that trains one iteration; epochs repeat."""
+    """Return a call that trains one iteration, and starts the next epoch at the end of one."""
     loop = runner.train_loop
     if isinstance(loop, IterBasedTrainLoop):
         return lambda: loop.run_iter(next(loop.dataloader_iterator))
@@ -85,7 +85,7 @@ def stepper(runner: Runner) -> Callable[[], None]:
 
 
 def clock_hooks(runner: Runner) -> list[float]:
-    """Return a list that collects the seconds of each call of our hooks around an iteration."""
+    """Time the hooks of this project around each iteration. Return a list to which each call appends its seconds."""
     spent = []
 
     def clocked(method):

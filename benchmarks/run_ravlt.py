@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 def calls(case: Case) -> tuple[Callable, Callable]:
-    """Return the functions to time for a case: on an input of the warm-up size, and of the size of the case."""
+    """Return the call that warms up a case, on a small input, and the call to measure."""
     torch.manual_seed(0)
     model = RAVLT(case.arch, stage_attns=ATTNS[case.attns], drop_path_rate=0.0)
     model.train(case.mode == 'train').to(case.device)
@@ -98,7 +98,7 @@ def memory(case: Case, threads: int) -> int:
 
 
 class Target(NamedTuple):
-    """Goal of a ratio: ``at least`` or ``at most``."""
+    """Bound of a ratio: at least ``value`` if ``least``, otherwise at most ``value``."""
 
     value: float
     least: bool
@@ -138,7 +138,8 @@ def mib(size: float) -> str:
 
 
 def compare(report, title, ours, reference, unit, target) -> None:
-    """Add a row: speed as reference / ours (more is better), memory as ours / reference."""
+    """Add a row with both values in ``unit`` and their ratio: reference / ours for speed, ours / reference for
+    memory."""
     part, whole = (reference, ours) if target.least else (ours, reference)
     ratio = part / whole if whole else math.inf  # small images fit in memory that the process had
     report.row(title, unit(ours), unit(reference), f'{ratio:.2f}', target.judge(ratio))
@@ -189,7 +190,8 @@ def run_cpu(args, report: Report) -> None:
 
 
 def work(args, report: Report, cases: list[Case]) -> None:
-    """Report the fraction of the machine's matrix-product rate, and the time of each kind of operator."""
+    """Report the fraction of the machine's matrix-product rate that each case reaches, and its time by kind of
+    operator."""
     device = cases[0].device
     product, product_work = measure.matmul_call(device, getattr(torch, cases[0].dtype))
     runs = {case.title(): calls(case)[1] for case in cases}

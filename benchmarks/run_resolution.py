@@ -88,7 +88,7 @@ class Point(NamedTuple):
 
 
 def calls(name: str, side: int):
-    """Return the calls of the model on a small image and on the measured one."""
+    """Return calls of a model on an image of the warm-up size, and on one of ``side`` x ``side`` pixels."""
     torch.manual_seed(0)
     model = MODELS[name].build().eval()
 
@@ -116,7 +116,7 @@ def seconds_of(name: str, side: int, repeats: int) -> float:
 
 
 def bytes_of(name: str, side: int) -> tuple[int, float]:
-    """Return the growth of the resident memory during a pass, and its CPU seconds."""
+    """Return the growth of the resident memory in bytes during a forward pass, and the CPU seconds of the pass."""
     spent = []
 
     def prepare(*case):
@@ -142,7 +142,8 @@ def available_gib() -> float:
 
 
 def next_cost(points: list[Point], side: int, field: str) -> Optional[float]:
-    """Predict the cost of a size from the growth so far; proportional to the pixels if a single size is known."""
+    """Extrapolate ``field`` of the measured points to ``side``. With a single point, it grows with the number of
+    pixels."""
     known = [(point.side**2, getattr(point, field)) for point in points if getattr(point, field)]
     if not known:
         return None
@@ -155,7 +156,7 @@ def next_cost(points: list[Point], side: int, field: str) -> Optional[float]:
 
 
 def too_much(points: list[Point], side: int, args) -> Optional[str]:
-    """Return the reason to skip a size, or None."""
+    """Return the reason to skip ``side`` (memory or time is predicted to exceed the limit), or None."""
     memory = next_cost(points, side, 'bytes')
     late = next_cost(points, side, 'seconds' if 'time' in args.only else 'spent')
     limit = min(args.max_gib, available_gib() - 2)

@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument('--config', required=True, help='config of the model DST is for')
     args = parser.parse_args()
     with clean_end(), one_line_errors():
-        read_config(args.config)  # refuses a faulty one in one line
+        read_config(args.config)  # raises one line for an invalid one
         fit = convert_checkpoint(args.src, args.dst, args.config)
         for key in fit.ignored:
             print(f'dropped (derived, or a part that the model lacks): {key}')

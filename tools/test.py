@@ -174,7 +174,7 @@ class DumpLabelMaps(DumpResults):
 
 
 def dump_metric(cfg, path: str):
-    """Return the metric that dumps the predictions of a task."""
+    """Return the metric that writes the predictions of the config's task to ``path``."""
     if cfg.get('default_scope') == 'mmdet':
         from mmdet.evaluation import DumpDetResults  # encodes masks
 

@@ -44,7 +44,7 @@ class ReducedAttention(ReducedKeysAttention):
 
 
 def check_order(mixer, spec) -> None:
-    """Refuse a mixer for windows and stripes if it depends on the order of all tokens.
+    """Raise if a mixer depends on the order of all tokens, which windows and stripes change.
 
     Raises:
         ValueError: For such a mixer.
@@ -180,5 +180,5 @@ class StripeAttention(BaseModule):
 
 
 def windows_of(stage: StageContext, x: Tensor) -> MapWindows:
-    """Return the windows that the blocks of the stage share, or new ones of the map ``x`` if the context has none."""
+    """Return the shared windows of the stage, or new ones of the map ``x`` if the context has none."""
     return stage.windows or MapWindows(x)

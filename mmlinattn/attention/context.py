@@ -60,5 +60,5 @@ class StageContext(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, rotary: Optional[Tensor] = None) -> 'StageContext':
-        """Return the context of a map (B, H, W, C), with windows."""
+        """Return the context of a map (B, H, W, C): its grid, its windows, and the given rotary encoding."""
         return cls(Grid(x.shape[1], x.shape[2]), rotary, MapWindows(x))

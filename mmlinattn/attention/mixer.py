@@ -35,7 +35,7 @@ class TokenMixer(BaseModule):
     - ``rotary``: uses the encoding ``rotary`` of :func:`mmlinattn.layers.rotary_table`.
     - ``bias``: adds ``bias`` to its attention map (relative position bias).
     - ``local_keys``: uses the spatial neighbours of a key, so shifted windows pass ``regions`` in the grid of the keys.
-    - ``sequential``: depends on the order of all tokens, so windows and stripes refuse it.
+    - ``sequential``: depends on the order of all tokens, so windows and stripes raise for it.
     - ``context``: uses the mean input token, passed as ``context``.
     - ``position_table``: needs ``grid`` at construction.
     """

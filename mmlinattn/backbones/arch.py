@@ -89,7 +89,7 @@ class Arch:
 
     @property
     def attn_dims(self) -> tuple[int, ...]:
-        """Width of the attentions in each stage, a multiple of ``num_heads``."""
+        """Channels of the attentions in each stage, a multiple of ``num_heads``."""
         return self.embed_dims
 
     def _check_sizes(self) -> None:
@@ -109,7 +109,7 @@ class Arch:
                 raise ValueError(f'arch: layer_scales={self.arch["layer_scales"]!r}: expected numbers or None')
 
     def _check_outputs(self, out_indices: Sequence[int], outputs: int) -> tuple[int, ...]:
-        """Return ``out_indices`` as a tuple.
+        """Check that ``out_indices`` are ascending indices below ``outputs``, and return them as a tuple.
 
         Raises:
             ValueError: An index or ``frozen_stages`` is out of range for ``outputs`` stages or blocks.

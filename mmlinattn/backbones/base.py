@@ -130,7 +130,7 @@ class Backbone(Arch, BaseModule):
             )
 
     def __prepare_scriptable__(self):
-        """Refuse ``torch.jit.script``, which calls this method before it compiles anything.
+        """Raise for ``torch.jit.script``, which calls this method before it compiles anything.
 
         Raises:
             NotImplementedError: Always. Without this method, the message would depend on the backbone.
@@ -141,7 +141,7 @@ class Backbone(Arch, BaseModule):
         )
 
     def parts(self) -> list[Part]:
-        """Return the parts of the backbone in the order of the forward pass, with those that are left out."""
+        """Return the parts of the backbone in the order of the forward pass, also those that are not built."""
         raise NotImplementedError
 
     def part_of(self, key: str) -> Optional[Part]:

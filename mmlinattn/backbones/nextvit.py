@@ -147,7 +147,8 @@ class LinearNextViT(PyramidBackbone):
         return AveragedKeysAttention(dim, heads, spec, ratio, reduction, self.out_norm_cfg, grid=grid)
 
     def _ffn(self, stage: int, dim: int, ratios: str):
-        """Build a feed-forward network; branches of a compact one get the batch norm type of the backbone."""
+        """Build the feed-forward network of a block with ``dim`` channels; ``ratios`` is the arch's key of its hidden
+        ratio. Branches of a compact network get the backbone's type of batch norm."""
         spec, norm_cfg = self.per_stage('ffn')[stage], dict(self.out_norm_cfg)
         if isinstance(spec, dict) and spec.get('type') == 'compact':
             norm_cfg['type'] = 'BN1d' if norm_cfg['type'] == 'BN' else norm_cfg['type']
@@ -164,7 +165,7 @@ class LinearNextViT(PyramidBackbone):
 
     @property
     def attn_dims(self) -> tuple[int, ...]:
-        """Width of attentions and convolution blocks: three quarters, in whole groups, in stages with attentions."""
+        """Channels of attentions and convolution blocks: three quarters, in whole groups, in stages with attentions."""
         group = self.arch['group_dim']
         return tuple(
             int(SHARE * dim / group + 0.5) * group if any(blocks) else dim

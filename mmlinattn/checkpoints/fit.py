@@ -56,7 +56,7 @@ class Fit(NamedTuple):
         )
 
     def check_values(self, allow_nonfinite: bool = False, remedy: str = '') -> None:
-        """Refuse weights that are not finite real numbers.
+        """Check that all weights are finite real numbers.
 
         Args:
             allow_nonfinite (bool): Accept NaN and infinity.
@@ -135,7 +135,7 @@ def compare(model: nn.Module, state: Mapping[str, Tensor]) -> Fit:
 
 
 def needed(model: nn.Module, fit: Fit, left_out: tuple[str, ...] = ()) -> Fit:
-    """Return a fit with only the differences that would make a trained model compute something else.
+    """Return a fit with only the differences that change the outputs of a trained model.
 
     - ``missing`` keeps parameters and running statistics. Frozen weights that ``init_cfg`` has loaded are left out.
     - ``unexpected`` keeps keys of backbones of this package: the trained backbone had layers that this backbone lacks.

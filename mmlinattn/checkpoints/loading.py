@@ -146,7 +146,7 @@ def runner_state(checkpoint: dict, model: nn.Module) -> OrderedDict:
 
 
 def check_trained(model: nn.Module, checkpoint: dict) -> None:
-    """Load a checkpoint as MMEngine's Runner would, but refuse a checkpoint that leaves weights of ``model`` untrained.
+    """Load a checkpoint as MMEngine's Runner would, but raise if it leaves weights of ``model`` untrained.
 
     Raises:
         RunError: The checkpoint holds no weights, or it has backbone weights that the model lacks. Or parameters are

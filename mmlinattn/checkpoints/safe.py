@@ -60,7 +60,7 @@ _FUNCTIONS.update((name, getattr(OneCycleParamScheduler, name)) for name in ('_a
 
 
 def _known_attribute(owner: Any, name: str) -> Any:
-    """Replace ``getattr`` inside a checkpoint: return one of six functions of MMEngine, and refuse every other name.
+    """Replace ``getattr`` inside a checkpoint: return one of six functions of MMEngine, and raise for every other name.
 
     Pickle protocol 2 stores a function of a class as ``getattr(class, name)``; MMEngine's checkpoints hold the four
     statistics of its HistoryBuffer. Allowing ``getattr`` itself would give access to every attribute of every allowed
@@ -200,7 +200,7 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Op
         if reason:
             raise CheckpointError(f'{name} {reason}')
         with warnings.catch_warnings():
-            # a pickle of another protocol loads or is refused below
+            # a pickle of another protocol loads or raises below
             warnings.filterwarnings('ignore', message='Detected pickle protocol')
             with _listed():
                 checkpoint = torch.load(path, map_location, weights_only=True)

@@ -14,8 +14,8 @@ STRIDES = (4, 8, 16, 32)
 
 
 def resample(dim: int, stride: int) -> tuple[nn.Module, int]:
-    """Return the layers from a map of stride 16 and width ``dim`` to one of ``stride``, and the width of their result.
-    The width is halved for each doubling of the size."""
+    """Return the layers from a map of stride 16 with ``dim`` channels to one of ``stride``, and the channels of their
+    result. Each doubling of the size halves the channels."""
     if stride == 4:
         layers = dict(
             up1=nn.ConvTranspose2d(dim, dim // 2, 2, 2),

@@ -55,7 +55,8 @@ def cast_together(groups: Iterable[list[Tensor]], dtype: torch.dtype) -> dict[in
 
 
 class UseCasts:
-    """Context in which leaves look up their weights in ``found``. The caller keeps the weights themselves."""
+    """Context in which leaves look up the casts of their weights in ``found``, a dict from ``id(weight)`` to the cast.
+    Leaves without an entry cast the weight themselves. The caller has to keep the weights alive."""
 
     def __init__(self, found: dict[int, Tensor]) -> None:
         self.found = found

@@ -24,7 +24,7 @@ def dynamic_depthwise_conv2d(x: Tensor, kernels: Tensor) -> Tensor:
         return sum_of_shifts(x, kernels)
     # one grouped convolution: the channels of all images become channels of a single one, in channels-last memory
     (batch, dim, height, width), size = x.shape, kernels.shape[-1]
-    if x.numel() == 0:  # PyTorch refuses a convolution without groups
+    if x.numel() == 0:  # PyTorch raises for a convolution without groups
         return x
     image = x.permute(2, 3, 0, 1).reshape(1, height, width, batch * dim).permute(0, 3, 1, 2)
     out = F.conv2d(image, kernels.reshape(-1, 1, size, size), padding=size // 2, groups=batch * dim)

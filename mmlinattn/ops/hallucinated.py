@@ -142,7 +142,7 @@ def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: i
 
 
 def _convolve_grid(k: Tensor, grid, weight: Tensor) -> Tensor:
-    if is_known(grid.height, grid.width) and 0 in (grid.height, grid.width):  # PyTorch refuses maps without a pixel
+    if is_known(grid.height, grid.width) and 0 in (grid.height, grid.width):  # PyTorch raises for maps without a pixel
         return k
     image = to_image(unflatten(k[:, grid.prefix :], 1, (grid.height, grid.width)))
     local = F.conv2d(image, weight, padding=1, groups=len(weight)).permute(0, 2, 3, 1).flatten(1, 2)

@@ -137,7 +137,8 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
 
 
 def _write(place: Tensor, grad: Tensor, shift, mapped: Tensor, kernel: str) -> None:
-    """Write the gradient of the feature map's argument; ``grad - shift`` is the gradient of its result ``mapped``."""
+    """Write the gradient of the feature map's argument to ``place``. ``grad - shift`` is the gradient of its result
+    ``mapped``."""
     if kernel == 'identity' and isinstance(shift, Tensor):
         torch.sub(grad, shift, out=place)
     elif kernel == 'identity':

@@ -95,7 +95,8 @@ def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, gelu: bool 
 
 
 def takes_onednn(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> bool:
-    """Return True if oneDNN's fused operators compute a linear layer or convolution as PyTorch does."""
+    """Return True if a linear layer or convolution may run as oneDNN's fused operator: on a CPU, outside of graphs and
+    transforms, with a type and bias that oneDNN supports."""
     if dispatch.is_traced() or not dispatch.on_cpu(x) or not dispatch.onednn_takes(product_type(x)) or not x.numel():
         return False
     # oneDNN assumes that the bias is a contiguous row of the right size

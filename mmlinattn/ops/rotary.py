@@ -55,7 +55,7 @@ def rotary_table(
 
 
 def _turns(length: int, head_dim: int, like: Tensor, dtype: torch.dtype, base: float) -> Tensor:
-    """Return cos and sin of the angles at each position of an axis, (length, head_dim / 4, 2)."""
+    """Return cos and sin of the rotation at each position along one axis, (length, head_dim / 4, 2)."""
     speed = base ** -(arange(head_dim // 4, like, dtype) / max(head_dim // 4 - 1, 1))
     angles = arange(length, like, dtype)[:, None] * speed
     return torch.stack((angles.cos(), angles.sin()), dim=-1)

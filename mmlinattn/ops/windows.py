@@ -77,9 +77,12 @@ class Windows(NamedTuple):
         return rearrange(x, 'b (rows h) (columns w) c -> (b rows columns) (h w) c', h=h, w=w)
 
     def partition_qkv(self, x: Tensor, widths: tuple[int, ...]) -> Sequence[Tensor]:
-        """Cut queries, keys and values side by side, (B, H, W, sum of ``widths``), into windows as :meth:`partition`.
+        """Cut concatenated queries, keys and values, (B, H, W, sum of ``widths``), into windows.
 
-        On CPUs without gradients, values are cut apart: a convolution of them then needs no other copy.
+        On CPUs without gradients, values are copied separately, so that a convolution of them needs no further copy.
+
+        Returns:
+            tuple[Tensor, Tensor, Tensor]: Queries, keys and values, each as from :meth:`partition`.
         """
         q, k, v = widths
         is_padded = self.padded != (self.height, self.width) and not any(self.shift)

@@ -140,7 +140,7 @@ def missing() -> str:
 
 
 def refused() -> str:
-    """Return a message if ``import mmlinattn`` would refuse the value of ``MMLINATTN_OPS``, or ''."""
+    """Return a message if ``import mmlinattn`` would raise for the value of ``MMLINATTN_OPS``, or ''."""
     value = os.environ.get('MMLINATTN_OPS', '')
     if value in ('', 'auto', 'reference'):
         return ''
@@ -180,7 +180,7 @@ def _diagnosed(module: str, error: Exception, reason: str) -> Optional[Repair]:
         return _installed(culprit)
     if is_missing and find_spec(package) is None:
         return _installed(package)
-    if module.endswith('.models') and _is_refused('transformers'):
+    if module.endswith('.models') and _is_outside_range('transformers'):
         return Repair(install=(PIP['transformers'],))
     # the desktop wheel without X libraries, or one wheel written over another
     if (
@@ -251,7 +251,7 @@ def _is_onedl() -> bool:
     return any(_version(name) for _, name in parts) and not any(_version(name) for name, _ in parts)
 
 
-def _is_refused(name: str) -> bool:
+def _is_outside_range(name: str) -> bool:
     """Return True if a distribution is installed in a version outside of its accepted range."""
 
     def numbers(text: str) -> list:
@@ -286,7 +286,7 @@ def _of_versions() -> list:
             problems.append(Problem(package, f'files of {lacking} are missing', _reinstalled(package)))
     for name in (*ACCEPTED, 'mmcv'):
         needs = {'setuptools': 'mmengine', 'transformers': 'mmpretrain'}.get(name, name)  # not the onedl ones
-        if _is_refused(name) and _version(needs):
+        if _is_outside_range(name) and _version(needs):
             reason = f'{name} {_version(name)} is installed, expected {ACCEPTED.get(name) or ACCEPTED["mmcv-lite"]}'
             module = modules.get(name, name)
             repair = Repair(install=(_pip(name),))

@@ -66,8 +66,8 @@ def build_model(cfg: Config, pretrained: bool = False) -> nn.Module:
             is read or downloaded.
 
     Raises:
-        RunError: The config has no model, or a module refuses its arguments. With ``MMLINATTN_TRACEBACK=1`` the error
-            of the module is raised unchanged.
+        RunError: The config has no model, or a module does not take its arguments. With ``MMLINATTN_TRACEBACK=1`` the
+            error of the module is raised unchanged.
     """
     name = cfg.filename or 'the config'
     if not isinstance(cfg.get('model'), dict):

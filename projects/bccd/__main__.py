@@ -42,7 +42,7 @@ BACKBONES = {
 
 
 def convert(data: Path, out: Path) -> None:
-    """Convert BCCD's XML into two COCO files."""
+    """Convert BCCD's VOC annotations in ``data`` to a COCO file for each split in ``out``."""
     mkdir_or_exist(out)
     classes = Config.fromfile(HERE / 'retinanet.py').metainfo.classes
     for split, listed in SPLITS.items():
@@ -55,7 +55,8 @@ def convert(data: Path, out: Path) -> None:
 
 
 def make_config(data: Path, out: Path, backbone: str, size: tuple, seed: int) -> Config:
-    """Return the shared recipe with a backbone."""
+    """Return the shared recipe with a backbone, image size and seed, for the data in ``data`` and the COCO files in
+    ``out``."""
     text = (HERE / 'retinanet.py').read_text().replace('size = (256, 192)', f'size = {size}')
     text = text.replace('../../', f'{HERE.parents[1]}/')
     cfg = Config.fromstring(text, '.py')
@@ -70,7 +71,8 @@ def make_config(data: Path, out: Path, backbone: str, size: tuple, seed: int) ->
 
 
 def run(tool: str, *args: str, log: Path) -> float:
-    """Run a tool in a new process and return its peak resident memory in MiB."""
+    """Run a script of ``tools/`` in a new process that writes to ``log``, and return its peak resident memory in
+    MiB."""
     with log.open('ab') as file:
         command = [sys.executable, str(HERE.parents[1] / 'tools' / tool), *args]
         process = subprocess.Popen(command, stdout=file, stderr=file)
@@ -81,7 +83,7 @@ def run(tool: str, *args: str, log: Path) -> float:
 
 
 def score(truth: Path, found: Path) -> dict:
-    """Return box AP, AP50, AP75, and AP50 of each class."""
+    """Evaluate COCO results by pycocotools: box AP, AP50, AP75, and AP50 of each class."""
     coco = COCO(str(truth))
     results = COCOeval(coco, coco.loadRes(str(found)), 'bbox')
     results.evaluate()

@@ -49,7 +49,7 @@ def changes(node: ast.AST, text) -> Iterator[tuple[ast.AST, str]]:
 
 
 def mutants(path: Path) -> list[tuple[int, str]]:
-    """Return (line, new text of the file) of every defect inside its functions."""
+    """Return (line number, text of the mutated file) of every mutation inside the functions of a file."""
     source = path.read_text(encoding='utf-8')
     lines = source.encode().splitlines(keepends=True)
     starts = [sum(map(len, lines[:i])) for i in range(len(lines))]
@@ -73,7 +73,8 @@ def mutants(path: Path) -> list[tuple[int, str]]:
 
 
 def tests_of(path: Path, copy: Path) -> str:
-    """Return the folder of tests that mirrors a file's folder, or that of all tests."""
+    """Return the folder of tests that mirrors a file's folder in the checkout ``copy``, or ``tests`` if there is
+    none."""
     folder = Path('tests', *path.parent.parts[1:])
     return str(folder if (copy / folder).is_dir() else 'tests')
 

@@ -13,7 +13,7 @@ from .variants import STUDIES, Study
 
 
 def by_variant(results: dict) -> dict[str, list[dict]]:
-    """Return the runs of each variant in ascending order of seeds, and variants in the order of the study."""
+    """Group the runs of a study by variant, in the study's order; runs of a variant are sorted by seed."""
     runs: dict[str, list[dict]] = {variant: [] for variant in STUDIES[results['study']]().variants}
     for run in sorted(results['runs'], key=lambda run: run['seed']):
         runs.setdefault(run['variant'], []).append(run)
@@ -69,8 +69,8 @@ def attention_of(run: dict) -> dict[str, float]:
 
 
 def _cell(runs: list[dict], key: str, form: str) -> str:
-    """Format a measure of :func:`attention_of`, averaged over runs; '' if a run lacks it."""
-    """Format a measure of :func:`attention_of`, averaged over runs; '' if a run lacks it."""
+    """Format a measure of :func:`attention_of`, averaged over runs, by the format string ``form``; '' if a run lacks
+    it."""
     values = [attention_of(run).get(key) for run in runs]
     if any(value is None for value in values):
         return ''

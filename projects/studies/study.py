@@ -19,11 +19,7 @@ from .variants import STUDIES
 
 
 def load_results(path: Path, name: str, settings: Settings) -> dict:
-    """Load the results so far.
-
-    Raises:
-        RunError: The file is of another study or other settings.
-    """
+    """Load the results of earlier runs, or start new ones if the file does not exist."""
     if not path.exists():
         return dict(study=name, version=__version__, settings=settings._asdict(), runs=[])
     try:

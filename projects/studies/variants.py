@@ -59,7 +59,7 @@ def _ravlt(mixer='rala', mlp_ratio: float = 2.0, **options) -> dict:
 
 
 def _pvt(mixer, **changed) -> dict:
-    """Return PVT with two stages of global attention; no other layer mixes tokens."""
+    """Return the config of a two-stage PVT with ``mixer`` in all blocks, in which only attention mixes tokens."""
     arch = dict(embed_dims=(48, 96), depths=(2, 3), num_heads=(3, 6), mlp_ratios=(2, 2), sr_ratios=1, grids=(16, 8))
     arch = {**arch, 'drop_path_rate': 0.0, **changed}
     return dict(type='LinearPVT', arch=arch, stage_attns=(mixer,) * 2, out_indices=(1,))

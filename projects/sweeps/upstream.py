@@ -30,7 +30,7 @@ USUAL = ('r50', 'resnet50', 'small', 'tiny', '_s_', 'base', 'b0', '')
 
 
 def pick(folder: Path) -> list[Path]:
-    """Return the usual config of a folder in a list; [] without configs."""
+    """Return the usual config of a folder as a list of one path; [] if the folder has no config."""
     files = sorted(path for path in folder.glob('[!_]*.py') if '_base_' not in path.parts)
     for word in USUAL:
         found = [path for path in files if word in path.stem]
@@ -51,7 +51,7 @@ def sample() -> list[str]:
 
 
 def attempt(name: str, backbone: str, send) -> None:
-    """Swap a backbone in this process, and send (outcome, reason)."""
+    """Swap a backbone in this process, and pass (outcome, reason) to ``send``."""
     sys.stdout = sys.stderr = open(os.devnull, 'w')
     from mmlinattn.tooling.swapping import NoModel, Unsupported, swap_backbone
 

@@ -95,11 +95,11 @@ def test_other_versions_are_replaced(monkeypatch, installed, module, error, comm
 
 
 @pytest.mark.parametrize(
-    ('version', 'is_refused'), [('1.25.2', True), ('1.26', False), ('1.26.0rc1', False), ('2.5.5', False), ('', False)]
+    ('version', 'is_outside'), [('1.25.2', True), ('1.26', False), ('1.26.0rc1', False), ('2.5.5', False), ('', False)]
 )
-def test_versions_are_those_of_the_requirements(monkeypatch, version, is_refused):
+def test_versions_are_those_of_the_requirements(monkeypatch, version, is_outside):
     monkeypatch.setattr(environment, '_version', lambda name: version)
-    assert environment._is_refused('numpy') is is_refused
+    assert environment._is_outside_range('numpy') is is_outside
     assert {'torch': '>=2.4', 'mmcv-lite': '>=2.1,<2.2'}.items() <= environment.ACCEPTED.items()
 
 
@@ -131,7 +131,7 @@ def test_one_cause_is_one_line(monkeypatch):
     assert line.startswith('cv2 ') and line.endswith(' && pip install opencv-python-headless')
 
 
-def test_gpu_without_operators_is_refused_before_training(monkeypatch):
+def test_gpu_without_operators_raises_before_training(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip('the GPU has them')
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)

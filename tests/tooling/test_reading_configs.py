@@ -55,7 +55,7 @@ def test_own_classes_need_no_second_setting(head, capsys):
 @pytest.mark.parametrize('dot', ['', './'])
 @pytest.mark.parametrize('slash', ['', '/'])
 def test_a_data_root_moves_the_files_of_evaluators(dot, slash):
-    """Replace the longest matching root of any data set, by whole folder names."""
+    """Paths below the root of any data set move, the longest root first; whole folder names count."""
     roots = [dict(COCO, data_root=root) for root in (f'{dot}data/coco{slash}', 'data/', None)]
     evaluator = dict(
         type='MultiDatasetsEvaluator',
@@ -152,7 +152,7 @@ def test_missing_packages_are_named_for_pip(tmp_path, monkeypatch, scope, line, 
 
 
 def test_the_task_of_a_config_without_a_scope(tmp_path):
-    """Take the scope from the model's class, as upstream's pure Python configs need it."""
+    """The scope of the model's class, as in upstream's pure Python configs."""
     pytest.importorskip('mmpretrain')
     for text, scope in (
         ('from mmpretrain.models import ImageClassifier\nmodel = dict(type=ImageClassifier)', 'mmpretrain'),
@@ -173,7 +173,7 @@ def test_a_config_by_name_without_an_installation(tmp_path, monkeypatch):
 
 
 def test_the_folder_of_a_pure_python_config(tmp_path):
-    """Keep types as names, so that the run can dump its config."""
+    """Types stay names, so that the config of the run can be dumped."""
     (tmp_path / 'base.py').write_text(
         'from mmengine.evaluator import DumpResults\nfrom mmengine.dataset import BaseDataset\n'
         "test_dataloader = dict(dataset=dict(type=BaseDataset, data_root='data/old'))\n"

@@ -60,7 +60,7 @@ def test_options(task, option, line):
 
 
 def test_options_beside_a_new_type():
-    """Check arguments against the type given on the same command line."""
+    """The arguments are those of the type on the same command line."""
     content = dict(default_scope='mmengine', optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)))
     cfg = Config(content)
     options = {'optim_wrapper.optimizer.type': 'AdamW', 'optim_wrapper.optimizer.amsgrad': True}

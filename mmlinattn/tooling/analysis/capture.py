@@ -221,7 +221,7 @@ def _by_window(inputs: dict, number: int) -> Iterator[dict]:
 
 
 def _token_layout(attention: nn.Module, x: Tensor, calls: list[dict]) -> tuple[tuple, tuple, list]:
-    """Find the positions of the tokens in each mixer call.
+    """Find the positions of the tokens in each mixer call, as in :class:`Window`.
 
     Args:
         attention: The attention module.

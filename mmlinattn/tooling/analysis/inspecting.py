@@ -212,7 +212,7 @@ def _mean(values: list, weights: Optional[list] = None):
 
 
 def _merged(entries: list[dict], merge: Callable) -> dict:
-    """Apply ``merge`` to the lists of values that several nested dicts have under their common keys."""
+    """Merge nested dicts over their common keys; ``merge`` gets the list of the values of a key."""
     found = {}
     for key in entries[0]:
         if all(key in entry for entry in entries):

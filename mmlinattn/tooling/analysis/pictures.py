@@ -19,7 +19,7 @@ TITLE_WIDTH = 7.5  # inches that titles need
 
 
 class QueryMaps(NamedTuple):
-    """Attention maps of one query token in one block."""
+    """Attention maps (heads, h, w) of one query token in one block, over the grid of the keys."""
 
     block: str  # name within the model
     mixer: str  # name of the attention

@@ -35,17 +35,22 @@ class Format:
         raise NotImplementedError
 
     def load(self, path: Path, score_thr: Optional[float] = None, precision: str = 'f32') -> Callable:
-        """Return the graph as a function of an image. ``score_thr`` replaces the threshold of a graph with boxes.
-        ``precision`` is one of :meth:`default_precision`."""
+        """Load a file, and return a function from an image to the outputs of its graph.
+
+        Args:
+            path (Path): The file.
+            score_thr (float, optional): Replaces the score threshold of a graph with boxes.
+            precision (str): ``f32``, ``bf16`` or ``f16``.
+        """
         raise NotImplementedError
 
     def default_precision(self, path: Path) -> str:
-        """Return the precision in which the runtime computes here unless told otherwise: ``f32``, ``bf16`` or
-        ``f16``."""
+        """Return the precision that the runtime uses on this machine by default: ``f32``, ``bf16`` or ``f16``."""
         return 'f32'
 
     def check_installed(self) -> None:
-        """
+        """Check that the packages of the format are installed.
+
         Raises:
             RunError: A required package is missing.
         """
@@ -57,7 +62,8 @@ class Format:
 
 
 def _open(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:
-    """Return the example with a batch of at least two (exporters take one for a constant) and ``dynamic_shapes``."""
+    """Return the example and its ``dynamic_shapes``; None for these if ``smallest`` is None (fixed size). With dynamic
+    shapes, the batch is at least two, as exporters specialise a batch of one."""
     if smallest is None:
         return example, None
     Dim = torch.export.Dim
@@ -85,7 +91,7 @@ class TorchExport(Format):
 
 
 class Checked(nn.Module):
-    """Traced graph that refuses images of another ``shape``, or with a side below ``smallest`` pixels."""
+    """Traced graph that raises for images of another ``shape``, or with a side below ``smallest`` pixels."""
 
     def __init__(self, graph: torch.jit.ScriptModule, shape: list[int], smallest: Optional[int]) -> None:
         super().__init__()
@@ -181,7 +187,7 @@ class OpenVino(Format):
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
         import openvino
 
-        # bounds are kept in the file, and images below them refused
+        # the file keeps the bounds, and raises for images below them
         shape = list(example.shape) if smallest is None else f'[1..,{example.shape[1]},{smallest}..,{smallest}..]'
         if 'boxes' in metadata['outputs']:
             with tempfile.TemporaryDirectory() as folder:

@@ -76,7 +76,8 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
 
 
 def _imports(cfg: dict) -> dict[str, Any]:
-    """Return the imports of a config beside this package, and no weights of the whole upstream model."""
+    """Return the settings ``custom_imports``, with this package added, and ``load_from=None`` if the upstream config
+    loads a whole model."""
     imports = (cfg.get('custom_imports') or {}).get('imports', [])
     imports = [name for name in ([imports] if isinstance(imports, str) else imports) if name != 'mmlinattn']
     settings: dict[str, Any] = dict(
@@ -107,7 +108,7 @@ def _optim_wrapper(upstream: dict, ours: dict) -> dict[str, Any]:
 
 
 def _schedulers(cfg: dict, factor: float) -> list[dict]:
-    """Scale the absolute rates of schedules by ``factor``; an empty list if none has to change."""
+    """Return schedules with their absolute learning rates scaled by ``factor``; [] if none changes."""
     schedulers = listed(cfg.get('param_scheduler'))
     ends = [(each, key) for each in schedulers for key in ('eta_min', 'eta_max') if each.get(key)]
     if not ends or factor == 1:

@@ -62,7 +62,7 @@ class Upstream(NamedTuple):
 
     @property
     def network(self) -> dict:
-        """Part of the model with ``backbone`` and ``neck``, as :func:`split_encoder` returns it."""
+        """Part of the model that has ``backbone`` and ``neck``, see :func:`split_encoder`."""
         return split_encoder(self.model[self.inner] if self.inner else self.model)
 
     @property

@@ -46,7 +46,8 @@ class ZooBackbone(NamedTuple):
     plain: bool
 
     def with_outputs(self, stages: Sequence[int]) -> dict:
-        """Return its config with these outputs. Several outputs of a plain backbone are those of several blocks."""
+        """Return the config of the backbone with outputs at ``stages``; for a plain backbone these stand for evenly
+        spaced blocks."""
         cfg = copy.deepcopy(self.cfg)
         if self.plain:
             cfg['out_type'] = 'featmap'
