@@ -79,7 +79,7 @@ def test_reduced_keys(name, height, width, ratio):
     assert_same(attention(x, StageContext.of(x)), expected, leaves_of(attention, x), rtol=1e-6)
 
 
-def test_refusals_of_arrangements():
+def test_errors_of_arrangements():
     """Raise for combinations that would be wrong at some positions or sizes."""
     with pytest.raises(ValueError, match=r"shift=True: 'inline' takes no bias"):
         WindowAttention(DIM, HEADS, 'inline', (4, 4), shift=True)
@@ -143,7 +143,7 @@ def test_focused_attention_in_windows_is_that_of_each_window_cropped(height, wid
         torch.testing.assert_close(out[where], part(x[where].flatten(1, 2), StageContext(grid)).unflatten(1, grid[:2]))
 
 
-def literal_softmax_window(attention, x, window, shift):
+def softmax_window_by_pairs(attention, x, window, shift):
     """Compute softmax attention over all pairs of tokens in one window and on one side of the cyclic shift's seam."""
     size, (rows, columns) = x.shape[1:3], window
     cut = Windows.fit(*size, window, shift)
@@ -167,7 +167,7 @@ def test_softmax_in_shifted_windows_equals_a_loop_over_pairs(height, width, wind
     """Include relative positions and the seam, exclude padding."""
     attention = filled(WindowAttention(DIM, HEADS, 'softmax', window, shift=shift, relative_bias=True))
     x = feature_map(height, width)
-    slow = literal_softmax_window(attention, x, window, shift)
+    slow = softmax_window_by_pairs(attention, x, window, shift)
     assert_same(attention(x, StageContext.of(x)), slow, leaves_of(attention, x), rtol=1e-6)
     torch.testing.assert_close(attention(x, StageContext(Grid(height, width))), slow)
 

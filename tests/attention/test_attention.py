@@ -258,7 +258,7 @@ def test_a_registered_attention_joins_benchmarks_models_and_the_model_index(monk
 
 GATES = ["gate='{}'", "None, 'projection', 'identity' or 'tanh'"]
 SEQUENTIAL = [spec for name, spec in ATTENTIONS.items() if build(name).mixer.sequential]
-REFUSED = [  # class, its arguments, words of the error: argument, value, allowed values
+ERRORS = [  # class, its arguments, words of the error: argument, value, allowed values
     (get_mixer, ('ralla',), ["'ralla'", "'rala'", "'softmax'"]),
     (get_mixer, (dict(kernel='elu'),), ['stage_attns', 'None', "'rala'"]),
     (get_mixer, (dict(type=nn.Linear),), ['Linear', "'rala'"]),
@@ -267,7 +267,7 @@ REFUSED = [  # class, its arguments, words of the error: argument, value, allowe
         (Attention, (DIM, HEADS, 'rala', None, size), [f'local_kernel={size!r}', 'None or an odd int >= 1'])
         for size in (4, 0, -3, 3.0, True)
     ),
-    *((Attention, (DIM, HEADS, spec), words) for spec, words in references.REFUSED),
+    *((Attention, (DIM, HEADS, spec), words) for spec, words in references.ERRORS),
     (Attention, (DIM, HEADS, dict(type='rala', output_gate='')), [GATES[0].format(''), GATES[1]]),
     (Attention, (DIM, HEADS, 'softmax', None, None, 'sigmoid'), [GATES[0].format('sigmoid'), GATES[1]]),
     (Attention, (24, 8, 'hallucinated'), ['num_heads=8', 'even']),
@@ -285,8 +285,8 @@ def case(value):
     return getattr(value, '__name__', str(value))
 
 
-@pytest.mark.parametrize(('build', 'arguments', 'words'), REFUSED, ids=case)
-def test_refusals(build, arguments, words):
+@pytest.mark.parametrize(('build', 'arguments', 'words'), ERRORS, ids=case)
+def test_errors(build, arguments, words):
     with pytest.raises(ValueError) as error:
         build(*arguments)
     assert all(word in str(error.value) for word in words) and '\n' not in str(error.value)

@@ -59,9 +59,7 @@ def error(found, exact):
     return max(((a.double() - b).norm() / b.norm().clamp(min=1e-6)).item() for a, b in zip(found, exact))
 
 
-@pytest.mark.parametrize(
-    ('backbone', 'attns'), [(backbone, attns) for backbone in ARCHS for attns in mixes(backbone)], ids=str
-)
+@pytest.mark.parametrize(('backbone', 'attns'), [(name, attns) for name in ARCHS for attns in mixes(name)], ids=str)
 def test_outputs_are_as_near_float64_as_those_of_autocast(backbone, attns, casts):
     """Compare the median error of three images, as the ratio of two rounding errors varies."""
     model, excess = build(backbone, stage_attns=attns, drop_path_rate=0.0).train(), []
@@ -94,10 +92,8 @@ def test_gradients_are_as_near_float64_as_those_of_autocast(backbone):
 
 @pytest.mark.parametrize('backbone', ARCHS)
 def test_recomputed_blocks_have_the_same_gradients(backbone, casts):
-    attns, x = mixes(backbone)[-1], image()
-    found = [
-        step(build(backbone, stage_attns=attns, drop_path_rate=0.0, with_cp=cp).train(), x) for cp in (False, True)
-    ]
+    options, x = dict(stage_attns=mixes(backbone)[-1], drop_path_rate=0.0), image()
+    found = [step(build(backbone, with_cp=cp, **options).train(), x) for cp in (False, True)]
     assert casts
     torch.testing.assert_close(*found, rtol=0, atol=0)
 

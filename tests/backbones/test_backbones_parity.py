@@ -46,9 +46,8 @@ def released(name, tmp_path, **options):
 def test_released_weights_give_the_released_outputs(name, tmp_path):
     """Compare parameter counts, outputs of the stages, and logits. Norms that a classifier's file lacks are skipped."""
     stored, raw, model = goldens.outputs(name), [], released(name, tmp_path)
-    count = (
-        sum(p.numel() for p in model.parameters()) if 'det' in name else round(millions(*backbone_and_arch(name)) * 1e6)
-    )
+    own = sum(p.numel() for p in model.parameters())
+    count = own if 'det' in name else round(millions(*backbone_and_arch(name)) * 1e6)
     assert count == goldens.info(name)['params']
     # the larger ones of RAVLT in single precision: exact and slow
     dtype, tolerance = (torch.float32, 5e-5) if 'ravlt_' in name and name != 'ravlt_t' else (torch.float64, 1e-5)
@@ -82,7 +81,7 @@ def millions(backbone, arch):
         # InLine-PVT has no last norm; FLatten-PVT carries one that its forward pass never applies
         has_norm = backbone is not RAVLT and (backbone is not LinearPVT or 'inline' not in arch)
         model = backbone(arch, out_norm=has_norm, **options)
-        width = model.embed_dims[-1]
-        head = nn.Sequential(nn.Linear(width, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 1000))
-        head = head if backbone is RAVLT else nn.Linear(width, 1000)
+        channels = model.embed_dims[-1]
+        head = nn.Sequential(nn.Linear(channels, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 1000))
+        head = head if backbone is RAVLT else nn.Linear(channels, 1000)
     return sum(p.numel() for module in (model, head) for p in module.parameters()) / 1e6

@@ -438,7 +438,7 @@ def merged_model():
     return small_backbones.build('RAVLT', arch=arch, stage_attns=attns, out_indices=(0, 1)).to(WIDE).eval()
 
 
-def check_merging(changes, is_refused):
+def check_merging(changes, may_raise):
     model, reference = changed(merged_model(), changes)
     x = image()
     with ops.use('reference'), torch.no_grad():
@@ -446,7 +446,7 @@ def check_merging(changes, is_refused):
     try:
         model.switch_to_deploy()
     except ValueError as error:
-        assert str(error).startswith('switch_to_deploy: ') and is_refused
+        assert str(error).startswith('switch_to_deploy: ') and may_raise
     assert_near(with_gradient(model, x)[:-1], wanted)
     assert_near(without_gradient(model, x), wanted)
 
@@ -634,7 +634,7 @@ METHODS = [
 
 @pytest.mark.parametrize(('kind', 'name'), METHODS)
 @torch.no_grad()
-def test_methods_that_somebody_replaced(monkeypatch, kind, name):
+def test_replaced_methods_are_called(monkeypatch, kind, name):
     """For all modules of a class, as tools that quantise or count do."""
     model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
     inherited, calls = getattr(kind, name), []
@@ -682,7 +682,7 @@ class Halved(TorchFunctionMode):
 
 @pytest.mark.parametrize('change', [Halved, lambda: mock.patch.object(nn.functional, 'linear', half_linear)])
 @torch.no_grad()
-def test_functions_that_somebody_replaced(change):
+def test_replaced_functions_are_called(change):
     """In float32, which has operators of its own."""
     model, x = filled(RAVLT(ARCHS['RAVLT'])).float().eval(), torch.rand(1, 3, 64, 64)
     before = model(x)
@@ -721,7 +721,7 @@ def test_biases_of_other_strides_and_sizes(backbone, change, is_buffer):
 
 
 def test_a_device_as_a_context_replaces_nothing():
-    """Bit by bit what the fused form gives, which rounds in another way than the modules do."""
+    """Expect the bitwise result of the fused modules, which differs in rounding from the plain ones."""
     model, x = filled(RAVLT(ARCHS['RAVLT'])).float().eval(), torch.rand(1, 3, 64, 64)
     fused = without_gradient(model, x)
     with torch.device('cpu'):

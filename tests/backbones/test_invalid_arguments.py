@@ -18,7 +18,7 @@ def arch(backbone, **changes):
     return {key: value for key, value in changed.items() if value is not ...}
 
 
-# Refusals of all backbones, tested with one: changes of its small arch, and arguments, with words of the error
+# errors of all backbones, tested with one: changes of its small arch or arguments, and words of the error
 OF_ARCHS = [
     (dict(widths=3, depths=...), ["['depths', 'embed_dims', 'num_heads']", "unknown: ['widths']", "['depths']"]),
     (dict(embed_dims='4444'), ["arch: embed_dims='4444'", 'list or tuple']),
@@ -106,7 +106,7 @@ SPECIAL = [
 ]
 
 
-def test_refusals_of_every_backbone():
+def test_errors_of_every_backbone():
     for changes, words in OF_ARCHS:
         assert_refused(SWIN, dict(arch=arch(SWIN, **changes), stage_attns=('softmax',) * 4), words)
     for options, words in OF_ARGUMENTS:
@@ -119,7 +119,7 @@ def test_refusals_of_every_backbone():
 
 
 @pytest.mark.parametrize(('backbone', 'options', 'words'), SPECIAL, ids=str)
-def test_refusals_of_a_backbone(backbone, options, words):
+def test_errors_of_one_backbone(backbone, options, words):
     assert_refused(backbone, options, words)
 
 

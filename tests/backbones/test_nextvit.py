@@ -56,9 +56,8 @@ def test_released_dense_backbones(tmp_path):
             for block in model.stages[i]:
                 x = block(x, StageContext.of(x))
             key = 'norm' if i == 3 else f'extra_norm_list.{i}'
-            mean, var, weight, bias = (
-                state[f'{key}.{role}'].double() for role in ('running_mean', 'running_var', 'weight', 'bias')
-            )
+            roles = 'running_mean', 'running_var', 'weight', 'bias'
+            mean, var, weight, bias = (state[f'{key}.{role}'].double() for role in roles)
             x = (x - mean) / (var + 1e-5).sqrt() * weight + bias
             torch.testing.assert_close(out, x.permute(0, 3, 1, 2))
 
@@ -95,10 +94,11 @@ def test_files_of_every_size_load(size, params):
 def patches(x, side):
     """Average a map over patches cropped at its border: (B, H, W, C) -> (B, h, w, C)."""
     rows, columns = (-(-length // side) for length in x.shape[1:3])
-    cells = [
-        [x[:, side * i : side * i + side, side * j : side * j + side] for j in range(columns)] for i in range(rows)
+    means = [
+        [x[:, side * i : side * (i + 1), side * j : side * (j + 1)].mean(dim=(1, 2)) for j in range(columns)]
+        for i in range(rows)
     ]
-    return torch.stack([torch.stack([cell.mean(dim=(1, 2)) for cell in row], dim=1) for row in cells], dim=1)
+    return torch.stack([torch.stack(row, dim=1) for row in means], dim=1)
 
 
 def affine(norm, x):
@@ -107,12 +107,12 @@ def affine(norm, x):
 
 
 # as in graphs for all sizes
-open_or_known = pytest.mark.parametrize('is_dynamic', [False, True], ids=['known', 'open'])
+static_or_dynamic = pytest.mark.parametrize('is_dynamic', [False, True], ids=['static', 'dynamic'])
 
 
 @pytest.mark.parametrize('size', [(8, 8), (7, 9), (5, 13), (2, 2)], ids=str)
 @pytest.mark.parametrize('reduction', ['sequence', 'grid'])
-@open_or_known
+@static_or_dynamic
 def test_keys_are_those_of_averaged_tokens(size, reduction, is_dynamic, monkeypatch):
     """Average r^2 consecutive tokens and drop the remainder, as the release does, or average patches of r x r
     tokens."""
@@ -150,7 +150,7 @@ def test_averages_of_keys():
 
 
 @pytest.mark.parametrize('size', [(4, 6), (5, 7), (1, 1), (1, 4)], ids=str)
-@open_or_known
+@static_or_dynamic
 def test_down_sampling_averages_the_pixels_that_are_there(size, is_dynamic, monkeypatch):
     monkeypatch.setattr(maps, 'is_known', lambda *sizes: not is_dynamic)
     embed = goldens.fill(PooledEmbed(3, 5, BN)).double().eval()
@@ -161,7 +161,7 @@ def test_down_sampling_averages_the_pixels_that_are_there(size, is_dynamic, monk
             torch.testing.assert_close(embed(x), expected)
 
 
-def test_widths_of_attentions_are_three_quarters_in_whole_groups():
+def test_channels_of_attentions_are_three_quarters_in_whole_groups():
     """Round to the nearest number of groups, halves up, as the release does. Stages without attentions keep their
     channels."""
     arch = dict(ARCH, group_dim=8, embed_dims=(8, 24, 48, 56), num_heads=(1, 1, 1, 1))

@@ -45,23 +45,20 @@ def drawn(draw):
     heads = [draw.choice((1, 2, 4)) for _ in range(stages)]
     arch = dict(
         ARCHS[backbone],
-        embed_dims=tuple(8 * count for count in heads)
-        if backbone != 'LinearNextViT'
-        else ARCHS[backbone]['embed_dims'],
         depths=tuple(draw.randint(1, 2) for _ in range(stages)),
         mlp_ratios=draw.choice((1, 2, 3.5)),
         ffn=[draw.choice(FFNS) for _ in range(stages)],
     )
     if backbone != 'LinearNextViT':
+        arch['embed_dims'] = tuple(8 * count for count in heads)
         arch['num_heads'] = tuple(max(count // draw.choice((1, 2)), 1 + (backbone == 'LinearCSWin')) for count in heads)
     arch |= {key: draw.choice(values) for key, values in ARCH_VALUES[backbone].items()}
     options = {key: draw.choice(values) for key, values in ARGUMENTS.get(backbone, {}).items()}
     attns = [[copy.deepcopy(draw.choice(SPECS)) for _ in range(depth)] for depth in arch['depths']]
-    outs = (
-        sorted(draw.sample(range(stages), draw.randint(1, stages)))
-        if backbone != 'LinearDeiT'
-        else [arch['depths'][0] - 1]
-    )
+    if backbone == 'LinearDeiT':
+        outs = [arch['depths'][0] - 1]
+    else:
+        outs = sorted(draw.sample(range(stages), draw.randint(1, stages)))
     shared = dict(out_norm=draw.random() < 0.7, with_cp=draw.random() < 0.3, drop_path_rate=0.0, out_indices=outs)
     return dict(type=backbone, arch=arch, stage_attns=attns, **shared, **options)
 

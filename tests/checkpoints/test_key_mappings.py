@@ -36,7 +36,7 @@ RELEASED = {
         'patch_embed1.proj.weight': 'patch_embeds.0.proj.weight',
         'block1.0.attn.q.weight': 'stages.0.0.attn.q.weight',  # to be listed as unexpected
         'block2.0.attn.kv.weight': 'stages.1.0.attn.kv.weight',
-        'block2.1.attn.q.weight': 'stages.1.1.attn.q.weight',  # its width differs from that of q
+        'block2.1.attn.q.weight': 'stages.1.1.attn.q.weight',  # q has other channels
         'block2.1.attn.kv.weight': 'stages.1.1.attn.kv.weight',
         'norm4.bias': 'out_norms.3.bias',
         'norm.weight': 'out_norms.3.weight',

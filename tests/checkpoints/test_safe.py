@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""A file is read as data, or refused in one line that names it; nothing in it runs."""
+"""Read a file as data, or raise one line with its name; run nothing in it."""
 
 import argparse
 import functools
@@ -35,7 +35,7 @@ def save(request, tmp_path):
     return save
 
 
-def refused(path) -> str:
+def error_line(path) -> str:
     with pytest.raises(CheckpointError) as caught:
         load_file(path)
     line = str(caught.value)
@@ -135,9 +135,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize('name', HOSTILE)
-def test_code_is_refused_by_name(save, tmp_path, name):
+def test_code_raises_by_name(save, tmp_path, name):
     marker = tmp_path / 'was_run'
-    line = refused(save({'state_dict': {'w': torch.ones(1)}, 'meta': {'x': HOSTILE[name](marker)}}))
+    line = error_line(save({'state_dict': {'w': torch.ones(1)}, 'meta': {'x': HOSTILE[name](marker)}}))
     assert 'was refused: it asks for' in line and name.rpartition('.')[2] in line and not marker.exists()
 
 
@@ -164,7 +164,7 @@ CONTAINERS = {
 def test_other_containers_are_not_opened(tmp_path, kind):
     make, said = CONTAINERS[kind]
     (tmp_path / 'a.pth').write_bytes(make(pickle.dumps(touch_when_loaded(tmp_path / 'was_run'), 2)))
-    assert said in refused(tmp_path / 'a.pth') and not (tmp_path / 'was_run').exists()
+    assert said in error_line(tmp_path / 'a.pth') and not (tmp_path / 'was_run').exists()
 
 
 @pytest.mark.parametrize('kept', [0.001, 0.5, 0.999])
@@ -172,17 +172,17 @@ def test_truncated_files(save, kept):
     path = save({'state_dict': {f'w{i}': torch.randn(100) for i in range(20)}})
     content = path.read_bytes()
     path.write_bytes(content[: int(kept * len(content)) + 1])
-    refused(path)
+    error_line(path)
 
 
 def test_missing_files_folders_and_pipes(tmp_path):
     missing = tmp_path / 'no.pth'
-    assert refused(missing) == f'checkpoint {missing} does not exist'
+    assert error_line(missing) == f'checkpoint {missing} does not exist'
     with pytest.raises(FileNotFoundError):  # caught by code written for MMEngine
         load_file(missing)
     os.mkfifo(tmp_path / 'pipe')
     for path in (tmp_path, tmp_path / 'pipe'):
-        assert 'is a folder or a device' in refused(path)
+        assert 'is a folder or a device' in error_line(path)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_missing_files_folders_and_pipes(tmp_path):
     ids=str,
 )
 def test_contents_that_mmengine_does_not_expect(save, thing, said):
-    assert re.search(said, refused(save(thing)))
+    assert re.search(said, error_line(save(thing)))
 
 
 def test_the_config_text_of_meta_is_dropped(save):
@@ -218,7 +218,7 @@ def test_reading_changes_no_global_state(save, tmp_path):
             warnings.filterwarnings('error', message='Detected pickle protocol')
             torch.save({'w': torch.ones(1)}, tmp_path / 'b.pth', pickle_protocol=3)
             assert load_file(tmp_path / 'b.pth')['w'] == 1
-        assert 'builtins.getattr' in refused(save({'w': Hostile(getattr, HistoryBuffer, '__init__')}))
+        assert 'builtins.getattr' in error_line(save({'w': Hostile(getattr, HistoryBuffer, '__init__')}))
         assert set(torch.serialization.get_safe_globals()) == {*theirs, getattr}
     finally:
         torch.serialization.clear_safe_globals()
@@ -246,8 +246,8 @@ def test_concurrent_threads(save, monkeypatch):
 @pytest.mark.parametrize('protocol', [2, 3, 4, 5])
 def test_code_under_any_pickle_protocol(save, tmp_path, protocol):
     marker = tmp_path / 'was_run'
-    line = refused(save(touch_when_loaded(marker), pickle_protocol=protocol))
+    line = error_line(save(touch_when_loaded(marker), pickle_protocol=protocol))
     assert f'{os.system.__module__}.system' in line or 'not a checkpoint written by torch.save' in line
     (tmp_path / 'plain.pkl').write_bytes(pickle.dumps({'model': touch_when_loaded(marker)}, protocol))
-    assert 'not a checkpoint written by torch.save' in refused(tmp_path / 'plain.pkl')
+    assert 'not a checkpoint written by torch.save' in error_line(tmp_path / 'plain.pkl')
     assert not marker.exists()

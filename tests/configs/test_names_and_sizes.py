@@ -102,7 +102,7 @@ def rounded(number: float, like: str) -> float:
 
 
 @pytest.mark.parametrize('name', CONFIGS)
-def test_parameter_count_and_widths(name):
+def test_parameter_count_and_channels(name):
     model, cfg = build(name, random_init=False)
     if '/hmhsa_' in name:  # the paper's sizes are of merged models
         model.backbone.switch_to_deploy()
@@ -115,14 +115,14 @@ def test_parameter_count_and_widths(name):
         assert round(millions, 3) == MISPRINTED[name]
         assert rounded(millions, row.params) != float(row.params)
 
-    widths = [info['channels'] for info in model.backbone.feature_info]
+    channels = [info['channels'] for info in model.backbone.feature_info]
     neck = cfg.model.get('neck') or {}
-    # A pyramid hides the maps of the backbone from the heads, a pooling does not change their width.
+    # A pyramid hides the maps of the backbone from the heads, a pooling does not change their channels.
     takers = [neck] if 'in_channels' in neck else [part for key, part in cfg.model.items() if key.endswith('head')]
     assert takers
     for part in takers:
         index = part.get('in_index')
-        expected = widths if index is None else np.array(widths)[index].tolist()
+        expected = channels if index is None else np.array(channels)[index].tolist()
         assert part.in_channels == (expected if isinstance(part.in_channels, list) else np.squeeze(expected))
 
 
@@ -135,7 +135,7 @@ def test_backbone_is_the_one_in_the_name(name):
     model = load(name).model
     backbone, arch = model.backbone, SIZES.get(size, size) + ('-384' if larger else '')
     assert (backbone.type, backbone.arch) == (BACKBONES[family], f'{method}-{arch}' if method else arch)
-    # its widths, windows and rates are those of the arch
+    # its channels, windows and rates are those of the arch
     assert set(backbone) <= {'type', 'arch', 'init_cfg', 'out_indices', 'out_norm', 'out_type', 'norm_cfg'}
     weights, init_cfg = f'{method}_{family}_{size}' if method else f'{family}_{size}', backbone.get('init_cfg')
     assert task == 'mmpretrain' or 'out_norm' not in backbone, 'a LayerNorm on each map, as the default'

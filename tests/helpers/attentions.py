@@ -31,7 +31,7 @@ def without_heads(q, k, v, num_heads, mask=None, op=None):
 
 
 def public_ops():
-    """Return the functions ``ops.*_attention`` of queries, keys, values and heads: by default, and with each flag
+    """Return the public attention functions of (q, k, v, num_heads) by name, with default flags and with each flag
     inverted."""
     found = {}
     for name, op in vars(ops).items():

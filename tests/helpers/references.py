@@ -2,7 +2,7 @@
 """Reference implementations of all attentions: the equation of the paper with its N x N map A, (B, heads, N, N),
 and ``out = A v``.
 
-A new attention adds rows to :data:`ATTENTIONS` and :data:`REFUSED`, and a function with the name of its type. Equations
+A new attention adds rows to :data:`ATTENTIONS` and :data:`ERRORS`, and a function with the name of its type. Equations
 take (B, heads, N, d) tensors; use float64.
 """
 
@@ -56,7 +56,7 @@ OWN_VALUE = {'angular', 'angular, sequence'}  # add the value of each query: key
 OVERFLOWING = {'efficient', *(name for name, spec in ATTENTIONS.items() if spec.get('kernel') == 'exp')}  # exp
 FIRST = {spec['type']: name for name, spec in reversed(ATTENTIONS.items())}  # type: its first row
 _STEPS = "steps={!r}: expected some of 'ihh' and 'chh'"
-REFUSED = [  # options of an attention, words of the error; DIM = 16, HEADS = 2
+ERRORS = [  # options of an attention, words of the error; DIM = 16, HEADS = 2
     (dict(type='focused', local_kernel=4), ['local_kernel=4', 'None or an odd int >= 1']),
     *((dict(type='focused', power=p), [f'power={p}', '[1, 32]']) for p in (0.5, 0, -1, 33, None, '3')),
     *((dict(type='rala', kernel=name), [f'kernel={name!r}', 'elu']) for name in ('gelu', '', None)),

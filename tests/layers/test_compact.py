@@ -86,11 +86,11 @@ def test_factors(t, dim, hidden, rank):
     """Compute the rank k = t m C / (m + 1). The default is the second matrix, with two branches."""
     ffn = compact(MLP(dim, hidden), t=t)
     assert type(ffn.fc1) is Linear
-    for factor, widths in ((ffn.fc2.down, (hidden, rank)), (ffn.fc2.up, (rank, dim))):
-        assert [(layer.in_features, layer.out_features) for layer in factor.linears] == [widths] * 2
+    for factor, sizes in ((ffn.fc2.down, (hidden, rank)), (ffn.fc2.up, (rank, dim))):
+        assert [(layer.in_features, layer.out_features) for layer in factor.linears] == [sizes] * 2
 
 
-REFUSED = [
+ERRORS = [
     ('compact', ["ffn='compact'", 'None', "'dwconv'", 'dict']),
     (dict(type='dwconv'), ["'dwconv'", 'None']),
     (dict(type='compact', ffn='swiglu'), ["ffn='swiglu'", 'None']),
@@ -101,8 +101,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(('spec', 'words'), REFUSED)
-def test_refusals(spec, words):
+@pytest.mark.parametrize(('spec', 'words'), ERRORS)
+def test_errors(spec, words):
     with pytest.raises(ValueError) as error:
         build_ffn(spec, MLP, 8, 32)
     assert not [word for word in words if word not in str(error.value)]
@@ -136,7 +136,7 @@ def test_branches_with_something_of_their_own_are_not_merged():
 
 
 @pytest.mark.parametrize('place', ['down', 'up.linears.0', 'up.norms.1'])
-def test_branches_that_somebody_watches_are_not_merged(place):
+def test_branches_with_hooks_are_not_merged(place):
     layer = FactorisedLinear(12, 8, 5).eval()
     layer.get_submodule(place).register_forward_hook(lambda module, inputs, out: 2 * out)
     with pytest.raises(ValueError, match='^switch_to_deploy: '):

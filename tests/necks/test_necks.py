@@ -125,7 +125,7 @@ PAIR = partial(MapAdapter, [4, 4], [6, 6])
 PROJECTION = ConvProjectionNeck(6)
 SHAPES = [(PROJECTION, 'in_channels=6', (1, 6)), (PROJECTION, 'in_channels=6', (1, 4, 2, 2))]
 SHAPES += [(pyramid(), 'in_channels=8 allows (B, 8, H, W)', shape) for shape in ((1, 4, 2, 2), (1, 8, 4))]
-REFUSED = [
+ERRORS = [
     (partial(PAIR, sources=(0, -1)), ['sources=(0, -1)', 'scales=(1.0, 1.0)', '2 out_channels', '[0, 1]']),
     (partial(PAIR, sources=(0, 2)), ['sources=(0, 2)', '[0, 1]']),
     (partial(PAIR, sources=(0,)), ['sources=(0,)', 'scales=(1.0, 1.0)', '2 out_channels']),
@@ -143,7 +143,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(('build', 'words'), REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize(('build', 'words'), ERRORS, ids=range(len(ERRORS)))
 def test_messages_name_argument_value_and_allowed_values(build, words):
     with pytest.raises(ValueError) as error:
         build()

@@ -16,7 +16,7 @@ from mmengine.registry import MODELS
 import mmlinattn
 
 torch.set_num_threads(int(sys.argv[1]))
-# widths and reductions of keys with which oneDNN's own bfloat16 convolutions are wrong on CPUs with AMX
+# channels and reductions of keys with which oneDNN's own bfloat16 convolutions are wrong on CPUs with AMX
 narrow = dict(embed_dims=(16, 24, 32, 48), depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4))
 configs = [
     dict(type='RAVLT', arch='tiny'),

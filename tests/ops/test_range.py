@@ -69,11 +69,11 @@ def test_results_have_the_type_of_the_values(name, which):
 
 
 @every_form
-@pytest.mark.parametrize('width', [16, 64, 1024])
+@pytest.mark.parametrize('channels', [16, 64, 1024])
 @pytest.mark.parametrize('power', [1, 1.5, 2, 3, 5.5, 8, 16, 32])
-def test_every_power_with_dead_and_huge_tokens(power, width, which):
+def test_every_power_with_dead_and_huge_tokens(power, channels, which):
     """Include a token of 1e4, one without a positive channel, a flat one, and one with a single positive channel."""
-    q, k, v = torch.randn(3, 1, 12, width)
+    q, k, v = torch.randn(3, 1, 12, channels)
     for t in (q, k):
         t[:, 0] *= 1e4
         t[:, 1] = -1
@@ -81,7 +81,7 @@ def test_every_power_with_dead_and_huge_tokens(power, width, which):
         t[:, 3] = -1
         t[:, 3, 5] = 3.0
         t[:, 4] *= 1e-6
-    scale = torch.linspace(-4, 8, width)
+    scale = torch.linspace(-4, 8, channels)
     leaves = [t.requires_grad_() for t in (q, k, v, scale)]
     with form(which):
         out = ops.focused_attention(*leaves[:3], 4, 1 / nn.functional.softplus(scale), power)
@@ -91,7 +91,7 @@ def test_every_power_with_dead_and_huge_tokens(power, width, which):
     q, k, v, scale = (t.detach().double() for t in leaves)
     q, k = (by_head(focused_map(t, scale, power), 4) for t in (q, k))
     exact = side_by_side(linear_map(q, k) @ by_head(v, 4))
-    # the literal powers of the reference underflow beyond; beside tokens of 1e4, 1e-15 of their largest is above 0
+    # the powers of the reference underflow beyond; beside tokens of 1e4, 1e-15 of their largest is above 0
     if power <= 16:
         torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
 
@@ -141,8 +141,8 @@ def test_elu_plus_one_keeps_the_digits_of_small_numbers(name, dtype, which):
 @pytest.mark.parametrize('eps', [dict(eps=0.5), {}], ids=['large', 'default'])
 @pytest.mark.parametrize('name', ['rala, elu', 'rala, relu', 'rala, softmax', 'rala without weights', 'linear, elu'])
 def test_the_addend_of_the_normaliser(name, eps, learns, which):
-    """Use an eps as large as the normaliser, and the default 1e-6 with equally small products. The mask excludes the
-    last two tokens."""
+    """Add ``eps`` to the normaliser: an eps as large as the normaliser, and the default 1e-6 beside equally small
+    products. A mask excludes the last two tokens."""
     options, floor = LINEAR[name].keywords, eps.get('eps', 1e-6)
     phi = options.get('kernel', 'elu')
     q, k, v = torch.randn(3, 2, 7, 8, dtype=torch.float64)

@@ -20,7 +20,7 @@ def test_every_command_is_a_tool_of_the_checkout():
 
 
 @pytest.mark.parametrize('given', [[], ['tran', 'mine.py'], ['--config']])
-def test_another_command_is_refused_with_the_known_ones(given, monkeypatch, capsys):
+def test_another_command_raises_with_the_known_ones(given, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['mmlinattn', *given])
     with pytest.raises(SystemExit) as end:
         mmlinattn_console.main()

@@ -24,7 +24,7 @@ def setup_env(*arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, env=kept, timeout=120)
 
 
-def refused(done) -> str:
+def error_line(done) -> str:
     """Return the error line of a run that must fail and print nothing to stdout."""
     assert done.returncode != 0
     assert done.stdout == ''
@@ -45,32 +45,32 @@ def bare(tmp_path):
 
 
 @pytest.mark.parametrize('version', ['3.9.25', '3.15.0'])
-def test_python_out_of_range_is_refused(version, tmp_path):
+def test_python_out_of_range_raises(version, tmp_path):
     numbers = tuple(map(int, version.split('.')))
     code = f'import sys; sys.version_info = {numbers}; exec(sys.argv[1])'
     python = program(tmp_path / 'python', f'exec {sys.executable} -c "{code}" "$2"')
-    line = refused(setup_env('--venv', tmp_path / 'venv', '--python', python))
+    line = error_line(setup_env('--venv', tmp_path / 'venv', '--python', python))
     assert 'Python 3.10 to 3.14' in line and 'uv python install' in line and not (tmp_path / 'venv').exists()
 
 
 def test_environments_of_others_are_neither_used_nor_erased(bare, tmp_path):
     answer = '[ "$1" != -V ] || { echo Python 3.10.99; exit; }'
     python = program(bare / 'python', answer, f'exec {sys.executable} "$@"')
-    assert 'not Python 3.10.99' in refused(setup_env('--venv', bare, '--python', python))
+    assert 'not Python 3.10.99' in error_line(setup_env('--venv', bare, '--python', python))
     kept = tmp_path / 'venv' / 'lib' / 'python3.8' / 'site-packages' / 'mine.py'
     kept.parent.mkdir(parents=True)
     kept.touch()
     (tmp_path / 'venv' / 'pyvenv.cfg').touch()
-    line = refused(setup_env('--venv', tmp_path / 'venv', '--python', sys.executable, CDPATH='.:/'))
+    line = error_line(setup_env('--venv', tmp_path / 'venv', '--python', sys.executable, CDPATH='.:/'))
     assert 'exists and is no environment that this script made' in line and kept.exists()
 
 
 def test_missing_compiler_and_index_are_refused_first(tmp_path):
     venv, index = tmp_path / 'venv', 'http://user:secret@127.0.0.1:9/simple'
-    line = refused(setup_env('--compiled', '--venv', venv, CXX='no-such-g++'))
+    line = error_line(setup_env('--compiled', '--venv', venv, CXX='no-such-g++'))
     assert "needs 'no-such-g++'" in line and 'build-essential' in line and not venv.exists()
     done = setup_env('--venv', venv, '--python', sys.executable, PIP_INDEX_URL=index)
-    assert 'package index http://127.0.0.1:9/simple' in refused(done) and 'secret' not in done.stderr
+    assert 'package index http://127.0.0.1:9/simple' in error_line(done) and 'secret' not in done.stderr
 
 
 def wheel(folder: Path, name: str, version: str, script: str = '') -> None:
@@ -143,7 +143,7 @@ def test_pytorch_comes_from_the_index_that_fits_the_machine(how, expected, tmp_p
     ],
 )
 def test_wrong_arguments(arguments, message):
-    assert message in refused(setup_env(*arguments.split()))
+    assert message in error_line(setup_env(*arguments.split()))
 
 
 def test_existing_environment_lists_missing_packages(bare):
@@ -152,7 +152,7 @@ def test_existing_environment_lists_missing_packages(bare):
         done = setup_env(
             *([] if how else ['--use-existing']), PATH=f'{bare}/bin{os.pathsep}{os.environ["PATH"]}', **how
         )
-        assert 'nothing was installed' in refused(done)
+        assert 'nothing was installed' in error_line(done)
         assert re.search(r'] torch does not work in \S+: No module named .* mend it with: pip install', done.stderr)
     assert before == sorted(path for path in bare.rglob('*') if '__pycache__' not in path.parts)
 

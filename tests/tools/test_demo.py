@@ -184,7 +184,7 @@ def test_detections_of_a_folder_as_coco_results_and_yolo_text(run, pictures, tmp
     lines = [line.split() for line in (texts / '12.txt').read_text().splitlines()]
     kept = [entry for entry in entries if entry['image_id'] == 3 and entry['score'] >= 0.12]
     assert len(lines) <= len(kept) < len(entries)
-    for line in lines:  # an outline of three points or more, then the score
+    for line in lines:  # a polygon of three points or more, then the score
         *numbers, score = map(float, line[1:])
         assert len(numbers) % 2 == 0 and len(numbers) >= 6 and max(numbers) <= 1 and score >= 0.12
     assert one['file_name'] == '12.jpg' and one['segmentation']['size'] == [70, 101]

@@ -58,7 +58,7 @@ def test_switches_of_a_test(configured, monkeypatch, capsys):
     for words, device, fp16, launcher in (
         ([], 'cuda', None, 'none'),
         (['--amp', '--launcher', 'mpi'], 'cuda', True, 'mpi'),
-        (['--amp'], 'cpu', None, 'none'),  # its autocast is bfloat16, and MMDetection's metrics refuse that
+        (['--amp'], 'cpu', None, 'none'),  # its autocast is bfloat16, and MMDetection's metrics do not support that
     ):
         monkeypatch.setattr('mmengine.device.get_device', lambda device=device: device)
         cfg = configured('test.py', DETECTOR, 'some.pth', *words)
@@ -81,7 +81,7 @@ def test_loaders_of_classifiers_have_the_settings_their_configs_rely_on(configur
     )
     cfg = configured('train.py', 'own.py')
     assert {key: cfg.train_dataloader[key] for key in own} == own
-    assert not cfg.test_dataloader.get('persistent_workers')  # PyTorch refuses it without workers
+    assert not cfg.test_dataloader.get('persistent_workers')  # PyTorch raises for it without workers
     for config in (DETECTOR, SEGMENTOR):  # upstream's other two leave it to PyTorch
         assert not {'collate_fn', 'pin_memory'} & set(configured('train.py', config).train_dataloader)
 

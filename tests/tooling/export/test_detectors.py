@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Detectors with their heads as graphs: MMDetection's own detections at other sizes and batches, or a refusal."""
+"""Detectors with their heads as graphs: MMDetection's own detections at other sizes and batches, or an error."""
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def test_the_neck_alone(tmp_path):
         assert export.metadata['outputs'] == [f'feat{i}' for i in range(5)]
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- unsupported ------------------------------------------------------------------------------------------------------
 
 
 def altered(family, **changes):

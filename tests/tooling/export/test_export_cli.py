@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""``tools/export.py``: files, checks and refusals. Published models, one per format, are slow."""
+"""``tools/export.py``: files, checks and errors. Published models, one per format, are slow."""
 
 import pytest
 import torch

@@ -62,12 +62,9 @@ MIXES = [(backbone, attns) for backbone in graphs.BACKBONES for attns in small_b
 FIRST = {backbone: attns for backbone, attns in reversed(MIXES)}
 CASES = [
     pytest.param(
-        backbone,
-        attns,
-        marks=getattr(pytest.mark, 'slow' if FIRST[backbone] == attns else 'exhaustive'),
-        id=f'{backbone}-{attns}',
+        name, attns, marks=getattr(pytest.mark, 'slow' if FIRST[name] == attns else 'exhaustive'), id=f'{name}-{attns}'
     )
-    for backbone, attns in MIXES
+    for name, attns in MIXES
 ]
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Each format: files reproduce the model at the sizes they name, and refuse others."""
+"""Each format: files reproduce the model at the sizes they name, and raise for others."""
 
 import pytest
 import torch

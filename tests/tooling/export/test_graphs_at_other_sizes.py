@@ -56,9 +56,8 @@ def cases():
         mixes = [*small_backbones.mixes(backbone)]
         for place, attns in enumerate(mixes):
             is_fast = place == number % len(mixes)
-            yield pytest.param(
-                backbone, attns, id=f'{backbone}-{attns}', marks=[] if is_fast else pytest.mark.exhaustive
-            )
+            marks = [] if is_fast else pytest.mark.exhaustive
+            yield pytest.param(backbone, attns, id=f'{backbone}-{attns}', marks=marks)
 
 
 @pytest.mark.parametrize(('backbone', 'attns'), [*cases()])
@@ -66,10 +65,8 @@ def test_graphs_of_a_tracer(backbone, attns, tmp_path):
     check_onnx(small_backbones.build(backbone, stage_attns=attns), tmp_path / 'model.onnx')
 
 
-FPN_HEAD, UPER_HEAD = (
-    dict(type='FPNHead', feature_strides=[4, 8, 16, 32]),
-    dict(type='UPerHead', pool_scales=(1, 2, 3, 6)),
-)
+FPN_HEAD = dict(type='FPNHead', feature_strides=[4, 8, 16, 32])
+UPER_HEAD = dict(type='UPerHead', pool_scales=(1, 2, 3, 6))
 
 
 @pytest.mark.parametrize(('backbone', 'head'), [('RAVLT', FPN_HEAD), ('LinearSwin', UPER_HEAD)])
@@ -159,7 +156,7 @@ def test_files(tmp_path, form, backbone):
 
 
 @pytest.mark.skipif(not hasattr(Dim, 'AUTO'), reason='since torch 2.6')
-def test_torch_export_finds_the_is_dynamic_by_itself_and_keeps_gradients():
+def test_torch_export_finds_dynamic_shapes_by_itself_and_keeps_gradients():
     model = graphs.build('LinearPVT', ('inline',))
     sizes = ({0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO},)
     graph = torch.export.export(model, (graphs.image(TRACED_AT),), dynamic_shapes=sizes).module()
@@ -174,7 +171,7 @@ def test_torch_export_finds_the_is_dynamic_by_itself_and_keeps_gradients():
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not private_apis.CAN_BE_SIZE_OBLIVIOUS, reason='since torch 2.6')
 @pytest.mark.parametrize('backbone', BACKBONES)
-def test_torch_export_of_all_stages_with_gradients_leaves_sizes_open(backbone):
+def test_torch_export_of_all_stages_with_gradients_keeps_dynamic_shapes(backbone):
     """Export without ``torch.no_grad``, as docs/deploy.md does; the last map may have one row."""
     depth = len(graphs.ARCHS[backbone]['depths'])
     model = graphs.build(backbone, ('rala', 'inline', 'focused', 'softmax')[:depth])
@@ -195,6 +192,6 @@ def test_torch_compile_makes_one_graph_for_many_sizes(backbone):
 
 
 @pytest.mark.parametrize('backbone', BACKBONES)
-def test_torch_jit_script_is_refused(backbone):
+def test_torch_jit_script_raises(backbone):
     with pytest.raises(NotImplementedError, match=f'does not take {backbone}; torch.jit.trace and torch.export do'):
         torch.jit.script(graphs.build(backbone, 'inline'))

@@ -83,7 +83,7 @@ mmpretrain::deit/deit-tiny_4xb256_in1k.py inline_deit_t
 # the backbone is the first entry of a list
 mmpretrain::arcface/resnet50-arcface_8xb32_inshop.py ravlt_t
     image_encoder.0.type = 'RAVLT'; image_encoder.0.out_indices = (3,); head.in_channels = 512
-# a prediction stops as upstream's; maps of fixed widths
+# a prediction stops as upstream's; maps of fixed channels
 mmdet::ssd/ssd300_coco.py ravlt_t
     neck.0.type = 'MapAdapter'
 # grey images, and a backbone that holds the classifier
