@@ -52,7 +52,7 @@ def test_pipeline(cfg: Config) -> list[dict]:
 
 
 def _split(cfg: Config) -> tuple[list[dict], list[dict]]:
-    """Split a test pipeline after the transforms that load the image."""
+    """Return the transforms of the test pipeline that load the image, and those after them."""
     steps = test_pipeline(cfg)
     loads = [i for i, step in enumerate(steps) if bare_name(step['type']).startswith('Load')]
     after = loads[-1] + 1 if loads else 0

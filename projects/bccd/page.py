@@ -56,7 +56,7 @@ def parameters(backbone: str) -> float:
 
 
 def row_of(backbone: str, size: str, runs: list[dict]) -> str:
-    """Return a line of the table."""
+    """Return the table row of a backbone and an image size, from its runs with different seeds."""
     both = ', '.join(f'{100 * run["AP"]:.1f}' for run in runs)
     each = f' ({both})' if len(runs) > 1 else ''
     scores = [mean(run['AP50'] for run in runs), *(mean(run['by_class'][name] for run in runs) for name in CLASSES)]

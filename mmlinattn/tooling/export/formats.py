@@ -22,7 +22,7 @@ THRESHOLD = 'boxes.score_thr'  # ExportableModel's buffer, and its name in ONNX 
 
 
 class Format:
-    """File format."""
+    """Base class of file formats: suffix, required packages, and functions that write and load a graph."""
 
     suffix: str  # usual suffix of the file
     needs: tuple[str, ...] = ()  # packages to write and run it with
