@@ -15,7 +15,9 @@ from pycocotools.cocoeval import COCOeval
 
 import mmlinattn
 from mmlinattn.tooling.own_data.boxes import as_coco
-from mmlinattn.tooling.own_data.voc import read_voc
+from mmlinattn.tooling.own_data.data import Data
+from mmlinattn.tooling.own_data.formats import recognise
+from mmlinattn.tooling.own_data.voc import Voc
 
 HERE = Path(__file__).resolve().parent
 SPLITS = {'train': 'trainval', 'test': 'test'}  # 292 and 72 images
@@ -44,10 +46,10 @@ BACKBONES = {
 def convert(data: Path, out: Path) -> None:
     """Convert BCCD's VOC annotations in ``data`` to a COCO file for each split in ``out``."""
     mkdir_or_exist(out)
-    classes = Config.fromfile(HERE / 'retinanet.py').metainfo.classes
+    classes, reader = Config.fromfile(HERE / 'retinanet.py').metainfo.classes, Voc('VOC XML', Data(data))
     for split, listed in SPLITS.items():
         stems = (data / 'ImageSets' / 'Main' / f'{listed}.txt').read_text().split()
-        photos = [read_voc(data / 'Annotations' / f'{stem}.xml', data / 'JPEGImages' / f'{stem}.jpg') for stem in stems]
+        photos = reader.photos([recognise(data / 'Annotations' / f'{stem}.xml') for stem in stems])
         coco, flat = as_coco(photos, list(classes), data / 'JPEGImages')
         (out / f'{split}.json').write_text(json.dumps(coco))
         boxes = len(coco['annotations'])

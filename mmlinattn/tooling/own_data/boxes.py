@@ -3,7 +3,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +11,14 @@ import cv2
 import numpy as np
 
 from ...utils.errors import RunError
-from .coco import read_coco_files
-from .csv_files import read_box_tables
+from .box_numbers import settle
 from .data import Data, Example, OwnData, folders_of
+from .formats import READERS, recognise_all, refusal
 from .images import check_whole, turned_notes
-from .kinds import Source, recognise_all, refusal
-from .labelling_tools import read_cvat, read_label_studio, read_labelme
-from .objects import IGNORED, Claim, Object, Photo, is_region, is_right_angled, settle
+from .objects import IGNORED, Object, Photo, is_region, is_right_angled
+from .reading import Claim
 from .splits import class_table, divide
-from .text_files import read_kitti, read_yolo
-from .voc import read_voc_files
 
-READERS: dict[str, Callable[[list[Source], Data], Claim]] = {
-    'COCO JSON': read_coco_files,
-    'CVAT XML': read_cvat,
-    'VOC XML': read_voc_files,
-    'LabelMe JSON': read_labelme,
-    'Label Studio JSON': read_label_studio,
-    'CSV of boxes': read_box_tables,
-    'KITTI text files': read_kitti,
-    'YOLO text files': read_yolo,
-}
-_OF_ONE_IMAGE = ('VOC XML', 'LabelMe JSON', 'KITTI text files', 'YOLO text files')
 _LEAST = 1.0  # pixels; MMDetection leaves out narrower boxes
 _MEANING = {
     'rotated': 'the upright boxes around them are learnt',
@@ -66,7 +52,7 @@ def _claims(data: Data) -> list[Claim]:
     ``--labels`` with a file of one image stands for all files of its format.
     """
     kinds = recognise_all(data)
-    chosen = next((kind for kind in _OF_ONE_IMAGE if kind in kinds), None)
+    chosen = next((kind for kind in kinds if kind in READERS and READERS[kind].has_one_image), None)
     if chosen and data.options.labels and data.options.labels.is_file():
         data.options = data.options._replace(labels=None)
         kinds = {chosen: recognise_all(data)[chosen]}
@@ -74,14 +60,14 @@ def _claims(data: Data) -> list[Claim]:
     for kind, reader in READERS.items():
         if kinds.get(kind):
             data.used.update(source.path for source in kinds[kind])
-            claims.append(reader(kinds[kind], data))
-    empty = [claim for claim in claims if not any(photo.objects for photo in claim.photos)]
-    if claims and len(empty) == len(claims):
-        why = f': {"; ".join(claims[0].notes)}' if claims[0].notes else ''
-        raise RunError(f'DATA {str(data.root)!r}: no box in its {claims[0].kind}{why}.')
+            claims.append(reader(kind, data).read(kinds[kind]))
     if not claims:
         raise refusal(data, kinds, 'detection')
-    return [claim for claim in claims if claim not in empty]
+    full = [claim for claim in claims if any(photo.objects for photo in claim.photos)]
+    if not full:
+        why = f': {"; ".join(claims[0].notes)}' if claims[0].notes else ''
+        raise RunError(f'DATA {str(data.root)!r}: no box in its {claims[0].kind}{why}.')
+    return full
 
 
 def _joined(first: Claim, second: Claim, data: Data) -> Claim:

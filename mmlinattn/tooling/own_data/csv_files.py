@@ -5,19 +5,17 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from ...utils.errors import RunError
-from .data import Data, read_text
+from .data import Data, Source, read_text
 from .images import SUFFIXES
 from .names import split_in
-from .objects import Claim, Object, Photo, checked_size, in_names, marks_of
-
-if TYPE_CHECKING:
-    from .kinds import Source
+from .objects import Object, marks_of
+from .reading import Claim, Entry, Reader
 
 # columns by their meaning, in small letters without other signs
 _IMAGE = 'filename fname file imagename imagepath image imageid path filepath img imgname id photo picture'.split()
@@ -115,8 +113,8 @@ class Table:
             raise RunError(f'{self.path}: {list(row.values())} has no box of four numbers.') from None
         return [a, b, c, d]
 
-    def split_of(self, row: dict[str, str], data: Data) -> Optional[str]:
-        """Return the split by the column of splits, or by the name of the file.
+    def split_of(self, row: dict[str, str]) -> str:
+        """Return the split by the column of splits, or ''.
 
         Raises:
             RunError: The column has a value that is no known split.
@@ -126,7 +124,7 @@ class Table:
             value = self.split[2:] if value.lower() in ('true', '1', '1.0', 'yes') else 'train'
         if value and not split_in(value):
             raise RunError(f'{self.path}: {self.split}={value!r}: expected train, val or test.')
-        return split_in(value) if value else data.splits.of(data.rel(self.path), is_file=True)
+        return split_in(value) or ''
 
 
 def split_table(path: Path) -> list[Table]:
@@ -152,55 +150,57 @@ def _plain_names(data: Data) -> Optional[list[str]]:
     return None
 
 
-def read_box_tables(sources: list['Source'], data: Data) -> Claim:
-    """Read tables with a box in each row, as written by TensorFlow, keras-retinanet, Kaggle, Open Images and others.
+class BoxTable(Reader):
+    """Tables with a box in each row, as written by TensorFlow, keras-retinanet, Kaggle, Open Images and others."""
 
-    Raises:
-        RunError: A row has no valid box, or its image does not exist, or tables differ in their columns.
-    """
-    notes, photos = list[str](), dict[tuple[Path, Optional[str]], Photo]()
-    names = _plain_names(data) if any(source.content.is_plain for source in sources) else None
-    meanings = {'corners' if source.content.is_plain and names else source.content.boxes for source in sources}
-    if sources[0].content.is_plain and not names and not data.options.boxes:
-        raise RunError(
-            f'{sources[0].path} has no header, and no classes.csv of keras-retinanet is beside it: give --boxes '
-            'corners|sides|centre.'
-        )
-    if len(meanings) > 1:
-        raise RunError(f'{sources[0].path} and {sources[1].path} have other columns of boxes: give --labels FILE.')
-    for path, _, table in sources:
+    def read(self, sources: list[Source]) -> Claim:
+        """Read all tables; refuse tables with other columns of boxes, or without header and names."""
+        tables = [source.content for source in sources]
+        names = _plain_names(self.data) if any(table.is_plain for table in tables) else None
+        if tables[0].is_plain and not names and not self.data.options.boxes:
+            raise RunError(
+                f'{tables[0].path} has no header, and no classes.csv of keras-retinanet is beside it: give --boxes '
+                'corners|sides|centre.'
+            )
+        meanings = {'corners' if table.is_plain and names else table.boxes for table in tables}
+        if len(meanings) > 1:
+            raise RunError(f'{tables[0].path} and {tables[1].path} have other columns of boxes: give --labels FILE.')
+        self.boxes = meanings.pop()
+        if names:
+            self.classes, self.lists = names, ()
+        return super().read(sources)
+
+    def entries(self, source: Source) -> Iterator[Entry]:
+        table = source.content
         unused = table.unused(table.label, *table.box, *table.size)
         unused = [name for name in unused if table.column(name) not in _MARKS]
-        notes += [f'not used of {path.name}: {", ".join(unused)}'] if unused else []
-        name = data.options.classes[0] if data.options.classes else 'object'
+        self.notes += [f'not used of {source.path.name}: {", ".join(unused)}'] if unused else []
+        name = (self.data.options.classes or ['object'])[0]
         if not table.label:
             text = next((each for each in unused if _has_several_words(table, each)), None)
-            if text and not data.options.classes:
+            if text and not self.data.options.classes:
                 raise RunError(
-                    f'{path}: no column of classes among {", ".join(table.names)}. Is it {text}? Name it class, or '
-                    'give --classes NAME for boxes of one class.'
+                    f'{source.path}: no column of classes among {", ".join(table.names)}. Is it {text}? Name it class, '
+                    'or give --classes NAME for boxes of one class.'
                 )
-            notes.append(f'{path.name} has no column of classes: all boxes are of one, {name!r}')
-        pictures = data.pictures.find(path, [row[table.image] for row in table.rows])
-        for row, picture in zip(table.rows, pictures):
-            split = table.split_of(row, data)
-            if (picture, split) not in photos:
-                size = checked_size(path, picture, *(row.get(key) for key in table.size))
-                group = row.get(table.group, '') or None
-                photos[picture, split] = Photo(picture, size, [], split, path, group)
-            numbers, label = table.numbers(row), row.get(table.label, name)
-            if not numbers:
-                continue  # an image without object
-            certain = {key for key in ('confidence', 'score') if re.fullmatch(r'1(\.0*)?', row.get(key, ''))}
-            try:
-                marks = marks_of({key: row[key] for key in _MARKS if key in row and key not in certain})
-            except ValueError as error:
-                raise RunError(f'{path}: {list(row.values())}: {error}.') from error
+            self.notes.append(f'{source.path.name} has no column of classes: all boxes are of one, {name!r}')
+        images: dict[tuple[str, str], Entry] = {}
+        for row in table.rows:
+            key = row[table.image], table.split_of(row)
+            size = tuple(row.get(column) for column in table.size)
+            entry = images.setdefault(key, Entry(key[0], [], size, key[1], row.get(table.group) or None))
+            numbers = table.numbers(row)
+            if numbers:  # none for an image without objects
+                certain = {key for key in ('confidence', 'score') if re.fullmatch(r'1(\.0*)?', row.get(key, ''))}
+                marks = {key: row[key] for key in _MARKS if key in row and key not in certain}
+                entry.content.append((row.get(table.label, name), numbers, marks, list(row.values())))
+        return iter(images.values())
+
+    def objects(self, content: Any, size: tuple[int, int]) -> Iterator[Object]:
+        for label, numbers, marks, row in content:
             if not label:
-                raise RunError(f'{path}: {list(row.values())} has no class.')
-            photos[picture, split].objects.append(Object(label, tuple(numbers), None, marks, is_raw=True))
-    photos_, classes = in_names(list(photos.values()), names or data.names('classes.txt'))
-    return Claim('CSV of boxes', photos_, classes, notes, meanings.pop())
+                raise ValueError(f'{row} has no class')
+            yield Object(label, tuple(numbers), None, marks_of(marks), is_raw=True)
 
 
 def _has_several_words(table: Table, name: str) -> bool:
@@ -222,7 +222,10 @@ class Item(NamedTuple):
         return [self.name]
 
 
-def read_class_tables(sources: list['Source'], data: Data) -> tuple[list[Item], list[str]]:
+_SEPARATORS = r'[\s,;|]+'
+
+
+def read_class_tables(tables: list[Table], data: Data) -> tuple[list[Item], list[str]]:
     """Read tables with a row for each image: a column with the class, or a 0/1 column for each class.
 
     Returns:
@@ -232,39 +235,34 @@ def read_class_tables(sources: list['Source'], data: Data) -> tuple[list[Item], 
         RunError: A row has no class or several classes, or its image does not exist.
     """
     notes, items, columns = list[str](), dict[Path, Item](), set[str]()
-    for path, _, table in sources:
-        others = table.unused(table.label)
+    for table in tables:
+        path, others = table.path, table.unused(table.label)
         label = table.label or (table.column(others[0]) if len(others) == 1 else '')
         columns.add(label)
         notes += [f'not used of {path.name}: columns {", ".join(others)}'] if table.label and others else []
+        of_file = data.splits.of(data.rel(path), is_file=True)
         pictures = data.pictures.find(path, [row[table.image] for row in table.rows])
         for row, picture in zip(table.rows, pictures):
-            flagged = [name for name in others if not label and float(row[table.column(name)])]
-            names = [row[label]] * bool(row[label]) if label else flagged
+            names = [name for name in others if not label and float(row[table.column(name)])]
+            names += [row[label]] if row.get(label) else []
             if len(names) != 1:
                 raise RunError(f'{path}: {list(row.values())} has {len(names)} classes; one an image is learnt.')
-            group = row.get(table.group, '') or None
-            item = Item(picture, names[0], table.split_of(row, data), path, group)
-            if items.setdefault(picture, item)[:4] != item[:4]:
-                first = items[picture]
+            item = Item(picture, names[0], table.split_of(row) or of_file, path, row.get(table.group) or None)
+            first = items.setdefault(picture, item)
+            if first[:4] != item[:4]:
                 raise RunError(
                     f'{picture} is labelled twice: {first.name!r} ({first.split}) in {data.name(first.file)}, and '
                     f'{item.name!r} ({item.split}) in {data.name(path)}: give --labels FILE.'
                 )
     labels = {item.name for item in items.values()}
-    words = Counter(word for name in labels for word in set(re.split(r'[\s,;|]+', name)))
+    words = Counter(word for name in labels for word in set(re.split(_SEPARATORS, name)))
     for name in labels:
-        parts = set(re.split(r'[\s,;|]+', name)) - {name}
-        listed = set(filter(None, re.split(r' *[,;|] *', name))) - {name}
-        if (
-            len(parts & labels) > 1
-            or listed & labels
-            or '|' in name
-            or columns & _SEVERAL
-            and any(words[p] > 1 for p in parts)
-        ):
+        parts = set(re.split(_SEPARATORS, name)) - {name}
+        listed = set(re.split(r' *[,;|] *', name)) - {name, ''}
+        is_joined = len(parts & labels) > 1 or listed & labels or '|' in name
+        if is_joined or columns & _SEVERAL and any(words[part] > 1 for part in parts):
             raise RunError(
-                f'{sources[0].path} has {name!r}, several classes; one an image is learnt. If it is one class, name '
+                f'{tables[0].path} has {name!r}, several classes; one an image is learnt. If it is one class, name '
                 'the column class and write its words with _.'
             )
     return list(items.values()), notes

@@ -2,13 +2,15 @@
 """Files of a data set: its images, possible label files, and the options of the command line that choose among them."""
 
 import itertools
+import operator
 import os
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 from urllib.parse import unquote
 
 import numpy as np
@@ -20,22 +22,19 @@ from .names import Splits, has_role_only, is_hidden, relative, shared_key, some
 _LABELS = ('.json', '.xml', '.csv', '.tsv', '.txt', '.yaml', '.yml', '.names', '.labels', '.data')
 _NO_IMAGES = '.gif .heic .heif .avif .ppm .pgm .pnm .jp2 .dcm .nii .npy .npz .svg .raw .dng .psd'.split()
 _CONTAINERS = {
-    '.tfrecord': 'a TFRecord',
-    '.record': 'a TFRecord',
-    '.parquet': 'a Parquet table',
-    '.arrow': 'an Arrow table',
-    '.ndjson': 'NDJSON',
-    '.jsonl': 'JSON lines',
-    '.odgt': 'ODGT of CrowdHuman',
-    '.manifest': 'a manifest of SageMaker Ground Truth',
-    '.geojson': 'GeoJSON',
-    '.mdb': 'an LMDB',
-    '.mat': 'a MATLAB file',
-    '.pkl': 'a pickle',
-    '.h5': 'an HDF5 file',
-    '.zip': 'an archive',
-    '.tar': 'an archive',
-    '.gz': 'an archive',
+    'a TFRecord': ('.tfrecord', '.record'),
+    'a Parquet table': ('.parquet',),
+    'an Arrow table': ('.arrow',),
+    'NDJSON': ('.ndjson',),
+    'JSON lines': ('.jsonl',),
+    'ODGT of CrowdHuman': ('.odgt',),
+    'a manifest of SageMaker Ground Truth': ('.manifest',),
+    'GeoJSON': ('.geojson',),
+    'an LMDB': ('.mdb',),
+    'a MATLAB file': ('.mat',),
+    'a pickle': ('.pkl',),
+    'an HDF5 file': ('.h5',),
+    'an archive': ('.zip', '.tar', '.gz'),
 }
 _ABOUT = re.compile(r'(readme|license|licence|copying|changelog|citation|attribution|requirements)', re.IGNORECASE)
 _PLACEHOLDER = re.compile(r'(sample_?)?submission', re.IGNORECASE)  # of Kaggle: labels that stand for none
@@ -54,11 +53,21 @@ class Options(NamedTuple):
     classes: Optional[list[str]] = None
 
 
+class Source(NamedTuple):
+    """Label file, its format, and its content: parsed JSON or XML, a table, or None."""
+
+    path: Path
+    kind: str
+    content: Any = None
+
+
 def container(path: Path) -> str:
     """Return the kind of a file that holds images or labels in a form that is not read, or ''."""
     name = path.name.lower()
-    ends = (kind for suffix, kind in _CONTAINERS.items() if name.endswith(suffix) or f'{suffix}-' in name)
-    return next(ends, '')
+    for kind, suffixes in _CONTAINERS.items():
+        if name.endswith(suffixes) or any(f'{suffix}-' in name for suffix in suffixes):
+            return kind
+    return ''
 
 
 class Data:
@@ -91,7 +100,6 @@ class Data:
         self.containers = [path for path in every if container(path) and _is_in(path, self.options.labels)]
         self.no_images = [path for path in every if path.suffix.lower() in _NO_IMAGES]
         self.used: set[Path] = set()
-        self._pictures: Optional[Pictures] = None
 
     def _walk(self) -> list[Path]:
         found: list[Path] = []
@@ -108,11 +116,9 @@ class Data:
             raise RunError(f'{argument}={str(path)!r}: expected a file or folder, by its path or from {self.root}.')
         return Path(os.path.normpath(found))
 
-    @property
+    @cached_property
     def pictures(self) -> 'Pictures':
-        if self._pictures is None:
-            self._pictures = Pictures(self)
-        return self._pictures
+        return Pictures(self)
 
     @property
     def labels(self) -> list[Path]:
@@ -208,6 +214,11 @@ def _key(name: str) -> str:
     return unicodedata.normalize('NFC', name).casefold()
 
 
+def _common(first: Iterable, second: Iterable) -> int:
+    """Return the number of equal elements at the start of two sequences."""
+    return len([*itertools.takewhile(bool, map(operator.eq, first, second))])
+
+
 class Pictures:
     """Images by the names and paths in label files.
 
@@ -233,25 +244,23 @@ class Pictures:
         found = next((self._by_name[_key(each)] for each in names if each and _key(each) in self._by_name), [])
         return [path for path in found if base in (path.name, path.stem)] or found
 
-    def find(self, file: Path, names: Sequence[str], is_upload: bool = False) -> list[Path]:
+    def find(self, file: Path, names: Iterable[str], is_upload: bool = False) -> list[Path]:
         """Return an image for each name, path or URL in a label file.
 
         Raises:
             RunError: No image has the name, or several have, or a folder contradicts.
         """
+        names = list(map(str, names))
         folders = {part for name in names for part in _parts(name)[:-1]}
-        return [self._find(file, str(name), folders, is_upload) for name in names]
+        return [self._find(file, name, folders, is_upload) for name in names]
 
     def _find(self, file: Path, name: str, named: set[str], is_upload: bool) -> Path:
-        found, folders = self.named(name, is_upload), _parts(name)[:-1]
-        if not found:
-            raise RunError(f'{file} names the image {name!r}, which is in no folder below {self.data.root}.')
-        exact = [path for path in found if path in (self.data.root / name, file.parent / name)]
+        found, folders = self._known(file, name, self.named(name, is_upload)), _parts(name)[:-1]
+        exact = self._exact(file, name, found)
 
         def score(path: Path) -> tuple[int, int]:
-            parents = path.parts[-2::-1]
-            pairs = [_key(ours) == _key(theirs) for ours, theirs in zip(parents, reversed(folders))]
-            return [*pairs, False].index(False), sum(part in folders for part in self.data.rel(path).parts[:-1])
+            tail = _common(map(_key, path.parts[-2::-1]), map(_key, reversed(folders)))
+            return tail, sum(part in folders for part in self.data.rel(path).parts[:-1])
 
         best = max(map(score, found))
         found = exact or [path for path in found if score(path) == best]
@@ -267,58 +276,54 @@ class Pictures:
                 )
         return picture
 
-    def of_label(self, file: Path, keys: set, name: str = '') -> Path:
+    def of_label(self, file: Path, name: str, keys: set) -> Path:
         """Return the image of a file with the labels of one image.
 
         Args:
             file: The label file.
+            name: Name or path of the image in the file; the name of the file stands for a missing or unknown one.
             keys: :func:`~.names.shared_key` of the folders of all such files.
-            name: Name of the image, if not that of the file.
-        """
-        name = name or file.stem
-        found, key = self.named(name), shared_key(self.data.rel(file).parent)
-        if not found:
-            raise RunError(f'{file} names the image {name!r}, which is in no folder below {self.data.root}.')
-        beside = [path for path in found if path.parent == file.parent]
-        same = [path for path in found if self.key(path) == key]
-        picture = self._one(file, name, beside or same or found, None)
-        if not beside and not same and is_mask(picture):
-            raise RunError(f'{file}: the only image of its name is {picture}, a mask: give --images DIR.')
-        if not beside and not same and ({key} & self._keys - {()} or {self.key(picture)} & keys - {()}):
-            raise RunError(f'{file} has no image in its folder, and {picture} is in another: give --images DIR.')
-        return picture
-
-    def owners(self, files: Sequence[Path], names: Sequence[str] = ()) -> dict[Path, Path]:
-        """Return the label file of each image that has one; ``names`` are those of the images, if not of the files.
 
         Raises:
-            RunError: A file has no image, or two files label one image.
+            RunError: No image has the name, several have, two names are of two images, or a folder contradicts.
         """
-        keys, owners = set(map(self.key, files)), dict[Path, Path]()
-        for file, name in itertools.zip_longest(files, names, fillvalue=''):
-            picture = self.of_label(Path(file), keys, str(name))
-            other = owners.setdefault(picture, Path(file))
-            if other != file:
-                raise RunError(f'{picture} is labelled twice: by {other} and by {file}: give --labels DIR.')
-        return owners
+        named, own = self.named(name) if name else [], self.named(file.stem)
+        if named and own and not set(named) & set(own):
+            raise RunError(
+                f'{file}: its name is that of {own[0].name}, and the image that it names (<filename>, imagePath) is '
+                f'another, {name!r}: correct one.'
+            )
+        found, key = self._known(file, name or file.stem, named or own), self.key(file)
+        sure = self._exact(file, name, found) or [path for path in found if path.parent == file.parent]
+        sure = sure or [path for path in found if self.key(path) == key]
+        picture = self._one(file, name or file.stem, sure or found, None)
+        if not sure and is_mask(picture):
+            raise RunError(f'{file}: the only image of its name is {picture}, a mask: give --images DIR.')
+        if not sure and ({key} & self._keys - {()} or {self.key(picture)} & keys - {()}):
+            raise RunError(f'{file} has no image in its folder, and {picture} is in another: give --images DIR.')
+        return picture
 
     def key(self, path: Path) -> tuple[str, ...]:
         return shared_key(self.data.rel(path).parent)
 
+    def _known(self, file: Path, name: str, found: list[Path]) -> list[Path]:
+        if not found:
+            raise RunError(f'{file} names the image {name!r}, which is in no folder below {self.data.root}.')
+        return found
+
+    def _exact(self, file: Path, name: str, found: list[Path]) -> list[Path]:
+        """Return the image with just this path, from DATA or from the folder of the label file."""
+        paths = [Path(os.path.normpath(top / name.replace('\\', '/'))) for top in (self.data.root, file.parent)]
+        return [path for path in found if path in paths]
+
     def _one(self, file: Path, name: str, found: list[Path], split: Optional[str]) -> Path:
         """Return the image of the same split as the label file, or nearest to it; masks are no images."""
-        ours = self.data.rel(file).parts[:-1]
 
         def near(path: Path) -> int:
-            pairs = [a == b for a, b in zip(ours, self.data.rel(path).parts[:-1])]
-            return [*pairs, False].index(False)
-
-        def is_of_split(path: Path) -> bool:
-            return self.data.splits.of(self.data.rel(path).parent) == split
+            return _common(self.data.rel(file).parts[:-1], self.data.rel(path).parts[:-1])
 
         if len(found) > 1:
-            found = [path for path in found if is_of_split(path)] or found
-        if len(found) > 1:
+            found = [path for path in found if self.data.splits.of(self.data.rel(path).parent) == split] or found
             best = max(map(near, found))
             found = [path for path in found if near(path) == best]
         if len(found) > 1:

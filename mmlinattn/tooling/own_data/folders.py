@@ -7,11 +7,11 @@ from typing import Optional
 
 from ...utils.errors import RunError
 from .csv_files import Item, Table, read_class_tables
-from .data import Data, Example, OwnData, folders_of
+from .data import Data, Example, OwnData, Source, folders_of
+from .formats import UNKNOWN, recognise_all, refusal
 from .images import check_whole
-from .kinds import UNKNOWN, Source, recognise_all, refusal
 from .names import has_role_only, some
-from .objects import name_table
+from .reading import name_table
 from .splits import class_table, divide
 
 
@@ -77,7 +77,7 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item],
         tables = named
     if tables:
         data.used.update(source.path for source in tables)
-        items, more = read_class_tables(tables, data)
+        items, more = read_class_tables([source.content for source in tables], data)
         by_path = {item.path: item for item in items}
         other = next((item for item in folders if item.name != by_path.get(item.path, item).name), None)
         if other:

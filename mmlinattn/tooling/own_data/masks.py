@@ -12,8 +12,8 @@ from PIL import Image
 
 from ...utils.errors import RunError
 from .data import Data, Example, OwnData, folders_of
+from .formats import recognise_all, refusal
 from .images import check_whole, image_size, is_mask, page_notes, turned_notes
-from .kinds import recognise_all, refusal
 from .mask_values import IGNORED, format_value, interpret, remap, scan, shortened
 from .names import some
 from .splits import class_table, divide

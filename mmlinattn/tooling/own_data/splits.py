@@ -151,7 +151,7 @@ def _lists(data: Data, labelled: set[Path], task: str) -> tuple[dict[Path, str],
     if tables:
         pictures = data.pictures.find(tables[0].path, [row[tables[0].image] for row in tables[0].rows])
         data.used.add(tables[0].path)
-        found = (tables[0].split_of(row, data) for row in tables[0].rows)
+        found = (tables[0].split_of(row) for row in tables[0].rows)
         return {path: split for path, split in zip(pictures, found) if split}, [tables[0].path]
     preferred = [folder for folder in by_folder if folder.name == _PREFERRED.get(task)]
     splits, files = dict[Path, str](), list[Path]()

@@ -1,71 +1,109 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Read YOLO and KITTI text files, one for each image."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 import yaml
 
 from ...utils.errors import RunError, described
-from .data import Data, read_lines
-from .images import image_size, is_mask
-from .kinds import Source
+from .data import Data, Source, read_lines
+from .images import is_mask
 from .names import some
-from .objects import Claim, Object, Photo, from_points, in_names, is_right_angled, marks_of
+from .objects import Object, Photo, from_points, is_right_angled, marks_of
+from .reading import Claim, Entry, Reader
 
 
-def read_yolo(sources: list[Source], data: Data) -> Claim:
-    """Read text files with their images. Images without text file beside others with one are background.
+class Yolo(Reader):
+    """Boxes or polygons, with the numbers of classes. Images without file beside others with one are background.
 
     The split comes from data.yaml or darknet's .data file, if they name lists or folders.
-
-    Raises:
-        RunError: A line is not a box or polygon of a known class, or there are no class names.
     """
-    file, content = _settings(data)
-    named, listed = _names(file, content) or [], data.names('classes.txt', 'labels.txt', '.names', '.labels') or []
-    if not data.options.classes and any(a != b for a, b in zip(named, listed)):
-        raise RunError(
-            f'{file} names the classes {some(named)}, and a list beside (classes.txt, labels.txt or .names) '
-            f'{some(listed)}: keep one, or give --classes NAME ...'
-        )
-    classes = data.options.classes or named or listed
-    if not classes:
-        raise RunError(
-            f'DATA {str(data.root)!r} has YOLO text files, and no names of their classes: write classes.txt, a name a '
-            'line, or data.yaml with names: [...], or give --classes NAME ...'
-        )
-    files = [path for path, *_ in sources]
-    owners, keys = data.pictures.owners(files), set(map(data.pictures.key, files))
-    folders = {path.parent for path in owners}
-    splits = _splits(data, file, content)
-    background = [
-        path
-        for path in data.images
-        if path not in owners and (path in splits or path.parent in folders or data.pictures.key(path) in keys)
-    ]
-    masks = [
-        path for path in background if path.with_suffix('') in {p.with_suffix('') for p in owners} and is_mask(path)
-    ]
-    background = [path for path in background if path not in masks]
-    has_points = 'kpt_shape' in content
-    rows: list[list[float]] = []
-    photos = [_photo(path, owners.get(path), classes, has_points, rows) for path in [*owners, *background]]
-    photos = [photo._replace(split=splits.get(photo.path)) for photo in photos]
-    if _have_points(rows):
-        raise RunError(
-            f'{sources[0].path} and others: the first four numbers of each line are a box with further numbers, as key '
-            'points or scores are: write kpt_shape: [number, 2 or 3] into data.yaml, or leave the scores out.'
-        )
-    notes = [f'{len(background)} of {len(photos)} images have no text file: they are background'] if background else []
-    notes += [f'{len(masks)} masks beside images of their name are left out, as {masks[0].name}'] if masks else []
-    outlines = [item.outline[0] for photo in photos for item in photo.objects if item.outline]
-    if outlines and all(map(is_right_angled, outlines)):
-        photos = [photo._replace(objects=list(map(_as_rotated, photo.objects))) for photo in photos]
-    elif outlines and all(len(outline) == 8 for outline in outlines):
-        notes.append('all polygons have four points, as rotated boxes have: they are learnt as masks')
-    return Claim('YOLO text files', photos, classes, notes, 'centre', 'shares')
+
+    boxes, units, lists, has_one_image = 'centre', 'shares', (), True
+
+    def read(self, sources: list[Source]) -> Claim:
+        """Read all files; refuse a lack of class names, and numbers that are neither boxes nor polygons."""
+        file, content = _settings(self.data)
+        self.classes, self.has_points = self._class_names(file, content), 'kpt_shape' in content
+        self.rows = list[list[float]]()  # numbers of polygons
+        photos = self.photos(sources)
+        if _have_points(self.rows):
+            raise RunError(
+                f'{sources[0].path} and others: the first four numbers of each line are a box with further numbers, as '
+                'key points or scores are: write kpt_shape: [number, 2 or 3] into data.yaml, or leave the scores out.'
+            )
+        splits = _splits(self.data, file, content)
+        photos += self._background(photos, splits)
+        photos = [photo._replace(split=splits.get(photo.path)) for photo in photos]
+        outlines = [item.outline[0] for photo in photos for item in photo.objects if item.outline]
+        if outlines and all(map(is_right_angled, outlines)):
+            photos = [photo._replace(objects=list(map(_as_rotated, photo.objects))) for photo in photos]
+        elif outlines and all(len(outline) == 8 for outline in outlines):
+            self.notes.append('all polygons have four points, as rotated boxes have: they are learnt as masks')
+        return Claim(self.kind, photos, self.classes, self.notes, self.boxes, self.units)
+
+    def _class_names(self, file: Optional[Path], content: dict) -> list[str]:
+        listed = self.data.names('classes.txt', 'labels.txt', '.names', '.labels') or []
+        named = _names(file, content)
+        if self.data.options.classes:
+            return self.data.options.classes
+        if any(a != b for a, b in zip(named, listed)):
+            raise RunError(
+                f'{file} names the classes {some(named)}, and a list beside (classes.txt, labels.txt or .names) '
+                f'{some(listed)}: keep one, or give --classes NAME ...'
+            )
+        if not named and not listed:
+            raise RunError(
+                f'DATA {str(self.data.root)!r} has YOLO text files, and no names of their classes: write classes.txt, '
+                'a name a line, or data.yaml with names: [...], or give --classes NAME ...'
+            )
+        return named or listed
+
+    def _background(self, photos: list[Photo], splits: dict[Path, str]) -> list[Photo]:
+        """Return the images without text file that are in the splits, or beside images with one; masks are none."""
+        key, owned = self.data.pictures.key, {photo.path for photo in photos}
+        folders, keys = {path.parent for path in owned}, {key(photo.file) for photo in photos}
+        stems = {path.with_suffix('') for path in owned}
+        background, masks = list[Path](), list[Path]()
+        for path in self.data.images:
+            if path not in owned and (path in splits or path.parent in folders or key(path) in keys):
+                (masks if path.with_suffix('') in stems and is_mask(path) else background).append(path)
+        if background:
+            total = len(background) + len(photos)
+            self.notes.append(f'{len(background)} of {total} images have no text file: they are background')
+        if masks:
+            self.notes.append(f'{len(masks)} masks beside images of their name are left out, as {masks[0].name}')
+        return [self.photo(path, path, Entry('', [])) for path in background]
+
+    def entries(self, source: Source) -> Iterator[Entry]:
+        yield Entry('', read_lines(source.path))
+
+    def objects(self, content: Any, size: tuple[int, int]) -> Iterator[Object]:
+        marks = frozenset({'keypoints'} if self.has_points else ())
+        for number, line in enumerate(content, 1):
+            label, *values = line.split()
+            here = f'line {number}: {line[:60]!r}'
+            try:
+                numbers = [float(value) for value in values[: 4 if self.has_points else None]]
+                name = self.classes[int(float(label))] if float(label) >= 0 and float(label) % 1 == 0 else ''
+            except (ValueError, IndexError, OverflowError):
+                raise ValueError(f'{here}; classes are 0 to {len(self.classes) - 1}') from None
+            count = len(numbers)
+            if not name or not (count == 4 or count >= 6 and count % 2 == 0):
+                score = '; the last number is the score of a prediction (--save-conf), or key points follow'
+                raise ValueError(
+                    f'{here} is no class and x y width height, or x y of a polygon{score if count % 2 else ""}'
+                )
+            if not np.isfinite(numbers).all() or count > 4 and not all(-0.01 <= each <= 1.01 for each in numbers):
+                raise ValueError(f'{here}; numbers are shares of the image, from 0 to 1')
+            if count == 4:
+                yield Object(name, tuple(numbers), None, marks, is_raw=True)
+            else:
+                self.rows.append(numbers)
+                yield from_points(name, [np.reshape(numbers, (-1, 2)) * size], marks)
 
 
 def _as_rotated(item: Object) -> Object:
@@ -118,7 +156,7 @@ def _settings(data: Data) -> tuple[Optional[Path], dict]:
     return None, {}
 
 
-def _names(file: Optional[Path], content: dict) -> Optional[list[str]]:
+def _names(file: Optional[Path], content: dict) -> list[str]:
     names = content.get('names')
     if isinstance(names, dict):
         if sorted(names) != sorted(map(str, range(len(names)))):
@@ -126,7 +164,7 @@ def _names(file: Optional[Path], content: dict) -> Optional[list[str]]:
         return [str(names[str(number)]) for number in range(len(names))]
     if names is not None and not isinstance(names, list):
         raise RunError(f'{file}: names={names!r}: expected a list, or numbers and their names.')
-    return list(map(str, names or ())) or None
+    return list(map(str, names or ()))
 
 
 def _splits(data: Data, file: Optional[Path], content: dict) -> dict[Path, str]:
@@ -159,67 +197,24 @@ def _splits(data: Data, file: Optional[Path], content: dict) -> dict[Path, str]:
     return listed if {'val', 'test'} & set(listed.values()) else {}
 
 
-def _photo(path: Path, file: Optional[Path], classes: list[str], has_points: bool, rows: list) -> Photo:
-    """Read an image and its text file, if there is one, with boxes or with polygons of three or more points.
+class Kitti(Reader):
+    """KITTI's files: type, truncated, occluded, alpha, left, top, right, bottom, then seven fields of 3D."""
 
-    Args:
-        path: The image.
-        file: The text file.
-        classes: Class names.
-        has_points: Key points follow each box, and are skipped.
-        rows: Numbers of polygons, extended in place.
-    """
-    size, objects = image_size(path), list[Object]()
-    for number, line in enumerate(read_lines(file) if file else [], 1):
-        label, *values = line.split()
-        try:
-            numbers = [float(value) for value in values]
-            name = classes[int(float(label))] if float(label) >= 0 and float(label) % 1 == 0 else ''
-        except (ValueError, IndexError, OverflowError):
-            raise RunError(f'{file}, line {number}: {line[:60]!r}; classes are 0 to {len(classes) - 1}.') from None
-        numbers = numbers[:4] if has_points else numbers
-        count = len(numbers)
-        if not name or not (count == 4 or count >= 6 and count % 2 == 0):
-            score = (
-                '; the last number is the score of a prediction (--save-conf), or key points follow'
-                if count % 2
-                else ''
-            )
-            raise RunError(
-                f'{file}, line {number}: {line[:60]!r} is no class and x y width height, or x y of a polygon{score}.'
-            )
-        if not np.isfinite(numbers).all():
-            raise RunError(f'{file}, line {number}: {line[:60]!r}; expected finite shares of the image.')
-        marks = frozenset({'keypoints'} if has_points else ())
-        if count == 4:
-            objects.append(Object(name, tuple(numbers), None, marks, is_raw=True))
-            continue
-        if not all(-0.01 <= each <= 1.01 for each in numbers):
-            raise RunError(f'{file}, line {number}: {line[:60]!r}; numbers are shares of the image, from 0 to 1.')
-        rows.append(numbers)
-        objects.append(from_points(name, [np.reshape(numbers, (-1, 2)) * size], marks))
-    return Photo(path, size, objects, None, file or path)
+    boxes, units, has_one_image = 'corners', 'pixels', True
 
+    def read(self, sources: list[Source]) -> Claim:
+        """Read all files, and say that 3D is not learnt."""
+        self.notes.append('of KITTI the boxes are learnt, nothing in 3D')
+        return super().read(sources)
 
-def read_kitti(sources: list[Source], data: Data) -> Claim:
-    """Read KITTI's label files: type, truncated, occluded, alpha, left, top, right, bottom, then seven fields of 3D.
+    def entries(self, source: Source) -> Iterator[Entry]:
+        yield Entry('', read_lines(source.path))
 
-    Raises:
-        RunError: A line does not have KITTI's fields, or a file has no image.
-    """
-    photos, owners = list[Photo](), data.pictures.owners([path for path, *_ in sources])
-    for picture, path in owners.items():
-        objects = []
-        for number, (kind, *values) in enumerate(map(str.split, read_lines(path)), 1):
+    def objects(self, content: Any, size: tuple[int, int]) -> Iterator[Object]:
+        for number, (kind, *values) in enumerate(map(str.split, content), 1):
             try:
-                truncated, occluded, _, *box = map(float, values[:7])
-                left, top, right, bottom = box
+                truncated, occluded, _, left, top, right, bottom = map(float, values[:7])
             except ValueError:
-                raise RunError(f'{path}, line {number}: {kind} is not followed by the 14 numbers of KITTI.') from None
+                raise ValueError(f'line {number}: {kind} is not followed by the 14 numbers of KITTI') from None
             marks = marks_of(dict(truncated=truncated > 0, occluded=occluded > 0, score=len(values) > 14))
-            objects.append(Object(kind, (left, top, right, bottom), None, marks, is_raw=True))
-        photos.append(Photo(picture, image_size(picture), objects, None, path))
-    photos, classes = in_names(photos, data.names('classes.txt'))
-    return Claim(
-        'KITTI text files', photos, classes, ['of KITTI the boxes are learnt, nothing in 3D'], 'corners', 'pixels'
-    )
+            yield Object(kind, (left, top, right, bottom), None, marks, is_raw=True)

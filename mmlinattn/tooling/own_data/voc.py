@@ -3,81 +3,53 @@
 
 import math
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 
-from ...utils.errors import RunError, described
-from .data import Data
-from .kinds import Source
-from .objects import Claim, Object, Photo, checked_size, corners, from_points, in_names, marks_of
+from .data import Source
+from .objects import Object, corners, from_points, marks_of
+from .reading import Entry, Reader
+
+_SHAPES = ('name', 'bndbox', 'robndbox', 'polygon', 'segmented', 'type', 'id', 'deleted')
 
 
-def read_voc_files(sources: list[Source], data: Data) -> Claim:
-    """Read every XML file with its image.
+class Voc(Reader):
+    """A file for each image. Coordinates are pixels from the upper left corner, and are not shifted by 1."""
 
-    Raises:
-        RunError: A file is damaged, or its image does not exist, or its name and its ``<filename>`` are of two images.
-    """
-    names = list[str]()
-    for path, *_ in sources:
-        name = Path((_parsed(path).findtext('filename') or '').strip().replace('\\', '/')).name
-        named, own = data.pictures.named(name) if name else [], data.pictures.named(path.stem)
-        if named and own and not set(named) & set(own):
-            raise RunError(
-                f'{path}: its name is that of {own[0].name}, its <filename> {name!r} is another image: correct one.'
-            )
-        names.append(name if named else '')
-    owners = data.pictures.owners([path for path, *_ in sources], names)
-    photos = [read_voc(path, picture) for picture, path in owners.items()]
-    photos, classes = in_names(photos, data.names('classes.txt', 'labelmap.txt'))
-    return Claim('VOC XML', photos, classes, [], 'corners', 'pixels')
+    boxes, units, lists, has_one_image = 'corners', 'pixels', ('classes.txt', 'labelmap.txt'), True
 
+    def entries(self, source: Source) -> Iterator[Entry]:
+        tree = source.content
+        name = (tree.findtext('filename') or '').strip()
+        yield Entry(name, tree, (tree.findtext('size/width'), tree.findtext('size/height')))
 
-def _parsed(path: Path) -> ElementTree.Element:
-    try:
-        return ElementTree.parse(path).getroot()
-    except (OSError, ElementTree.ParseError) as error:
-        raise RunError(f'{path} cannot be read: {described(error)}') from error
-
-
-def read_voc(path: Path, picture: Path) -> Photo:
-    """Read one file. Coordinates are pixels from the left and upper edge of the image, and are not shifted by 1.
-
-    Raises:
-        RunError: The file is not a VOC annotation, or belongs to another image.
-    """
-    tree = _parsed(path)
-    try:
-        objects = [_object(item) for item in tree.iter('object')]
-        if not all(math.isfinite(edge) for item in objects for edge in item.box):
-            raise ValueError('a box that is no number')
-    except ValueError as error:
-        raise RunError(f'{path} cannot be read: {described(error)}') from error
-    size = [tree.findtext(f'size/{side}') for side in ('width', 'height')]
-    return Photo(picture, checked_size(path, picture, *size), objects, None, path)
+    def objects(self, content: ElementTree.Element, size: tuple[int, int]) -> Iterator[Object]:
+        for item in content.iter('object'):
+            read = _object(item)
+            if not all(map(math.isfinite, read.box)):
+                raise ValueError('a box that is no number')
+            yield read
 
 
 def _object(item: ElementTree.Element) -> Object:
     """Read an object: a box, a rotated box of roLabelImg, or an outline that Roboflow writes beside the box."""
 
-    def text(*keys: str) -> str:
-        found = item.findtext('/'.join(keys))
+    def text(key: str) -> str:
+        found = item.findtext(key)
         if not found:
-            raise ValueError(f'{item.tag} without {"/".join(keys)}')
+            raise ValueError(f'{item.tag} without {key}')
         return found.strip()
 
-    shapes = ('name', 'bndbox', 'robndbox', 'polygon', 'segmented', 'type', 'id', 'deleted')
-    marks = marks_of({child.tag: child.text for child in item if child.tag not in shapes and not len(child)})
-    marks |= {f'<{child.tag}>' for child in item if len(child) and child.tag not in shapes}
-    rotated = item.find('robndbox')
-    if rotated is not None:  # centre, sides, radians clockwise
-        x, y, width, height, angle = (float(text('robndbox', key)) for key in ('cx', 'cy', 'w', 'h', 'angle'))
+    marks = marks_of({child.tag: child.text for child in item if child.tag not in _SHAPES and not len(child)})
+    marks |= {f'<{child.tag}>' for child in item if len(child) and child.tag not in _SHAPES}
+    if item.find('robndbox') is not None:  # centre, sides, radians clockwise
+        x, y, width, height, angle = (float(text(f'robndbox/{key}')) for key in ('cx', 'cy', 'w', 'h', 'angle'))
         box = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
         return from_points(text('name'), [corners(box, math.degrees(angle))], marks | {'rotated'}, is_outline=False)
     outline = item.find('polygon')
     if outline is not None and len(outline) >= 6:
         points = np.reshape([float(child.text or 'nan') for child in outline], (-1, 2))
         return from_points(text('name'), [points], marks)
-    edges = tuple(float(text('bndbox', edge)) for edge in ('xmin', 'ymin', 'xmax', 'ymax'))
+    edges = tuple(float(text(f'bndbox/{edge}')) for edge in ('xmin', 'ymin', 'xmax', 'ymax'))
     return Object(text('name'), edges, None, marks, is_raw=True)

@@ -324,7 +324,7 @@ def test_shapes_that_are_no_objects_are_named(tmp_path):
     text(file, dict(content, flags=dict(blurred=True)))
     data = read(tmp_path)
     assert 'shapes that are no boxes or outlines are left out: 1 of kind point' in data.notes
-    assert 'not used of the images: flags blurred' in data.notes
+    assert 'not used of the images in LabelMe JSON: flag blurred (1)' in data.notes
     assert ('a.jpg', 'car', 14, 14, 26, 26) in annotations_of(data)
 
 
@@ -421,9 +421,9 @@ def test_formats_that_are_not_read_are_named(tmp_path, name):
     [
         (lambda root: text(root / 'a.xml', '<annotations><meta/><track id="0"/></annotations>'), 'CVAT XML for videos'),
         (lambda root: label_studio(root, value=dict(rle=[1], format='rle')), 'has brush masks'),
-        (lambda root: label_studio(root, image_rotation=90), 'were turned in Label Studio'),
+        (lambda root: label_studio(root, image_rotation=90), 'was turned in Label Studio'),
         (lambda root: labelme(root, {'z': [CAR]}), "names the image 'z.jpg', which is in no folder"),
-        (lambda root: labelme(root, {'a': [('car', (1, 1, float('nan'), 9))]}), 'a.json cannot be read'),
+        (lambda root: labelme(root, {'a': [('car', (1, 1, float('nan'), 9))]}), 'a.json: a point that is no number'),
         (lambda root: text(root / 'b.csv', 'image,x,y,w,h,label\na.jpg,1,2,3,x,car'), 'has no box of four numbers'),
         (lambda root: text(root / 'b.csv', 'image,x,y,w,h,label\na.jpg,1,2,3,4,'), 'has no class'),
         (lambda root: text(root / 'label_2/a.txt', KITTI_LINE + '\nCar 0 0'), 'Car is not followed by the 14 numbers'),

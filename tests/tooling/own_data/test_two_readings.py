@@ -9,7 +9,7 @@ import pytest
 from helpers.own_files import HEIGHT, WIDTH, boxes_of, picture, read, text
 from PIL import Image
 
-from mmlinattn.tooling.own_data import boxes, drawing, kinds
+from mmlinattn.tooling.own_data import drawing
 from mmlinattn.tooling.own_data.names import Splits, shared_key, split_in
 from mmlinattn.utils.errors import RunError
 
@@ -17,10 +17,6 @@ SIDES = (4, 8, 20, 30)
 CORNERS = (4, 8, 24, 38)
 RIGHT = (30, 10, 28, 30)  # no corners; passes no edge as sides
 NAMES = 'abcdef'
-
-
-def test_each_format_that_is_named_as_read_has_a_reader():
-    assert boxes.READERS.keys() == kinds.READ
 
 
 def images(root, names=NAMES):
