@@ -12,12 +12,12 @@ import numpy as np
 
 from ...utils.errors import RunError
 from .box_numbers import settle
-from .data import Data, Example, OwnData, folders_of
+from .data import Data, Example, OwnData
 from .formats import READERS, recognise_all, refusal
-from .images import check_whole, turned_notes
-from .objects import IGNORED, Object, Photo, is_region, is_right_angled
+from .images import turned_notes
+from .objects import IGNORED, Object, Photo, is_right_angled
 from .reading import Claim
-from .splits import class_table, divide
+from .splits import divide
 
 _LEAST = 1.0  # pixels; MMDetection leaves out narrower boxes
 _MEANING = {
@@ -40,10 +40,49 @@ def read_boxes(data: Data) -> OwnData:
     """
     data.need_images()
     claims = [settle(claim, data) for claim in _claims(data)]
-    claim = claims[0]
-    for other in claims[1:]:
-        claim = _joined(claim, other, data)
-    return _own_data(data, claim)
+    first: dict[Path, Photo] = {}
+    for photo in (photo for claim in claims for photo in claim.photos):
+        other = first.setdefault(photo.path, photo)
+        if other is not photo:
+            files = f'by {data.name(other.file)} ({other.split}) and by {data.name(photo.file)} ({photo.split})'
+            raise RunError(f'{photo.path} is labelled twice: {files}: give --labels FILE, or remove one.')
+        _check_run_lengths(photo)
+    for other_claim in claims[1:]:
+        _check_splits(claims[0], other_claim, data)
+    classes = claims[0].classes
+    twice = [name for name, count in Counter(classes).items() if count > 1]
+    if twice:
+        raise RunError(f'DATA {str(data.root)!r}: two classes have the name {twice[0]!r}.')
+
+    photos, small = _without_small(list(first.values()))
+    objects = [item for photo in photos for item in photo.objects]
+    if objects and all(item.is_ignored for item in objects):
+        kinds = {mark for item in objects for mark in item.marks & IGNORED}
+        raise RunError(f'DATA {str(data.root)!r}: all objects are ignored ({", ".join(sorted(kinds))}).')
+    splits, notes = divide(data, photos, 'detection', classes)
+    notes[1:1] = [note for claim in claims for note in claim.notes]
+    outlined = [bool(item.outline) for item in objects if not item.is_ignored]
+    masks = bool(outlined) and all(outlined) and not all(map(_is_rectangle, objects))
+    if any(outlined) and not masks:
+        count = outlined.count(False)
+        reason = f'{count} of {len(outlined)} objects have no polygon' if count else 'all polygons are rectangles'
+        notes.append(f'{reason}: boxes alone are learnt')
+    notes += _notes_on(photos) + turned_notes(first)
+    notes += [f'{small} boxes narrower than a pixel, or outside of their image, are left out'] if small else []
+    written = {split: as_coco(chosen, classes, data.root, masks)[0] for split, chosen in splits.items()}
+    counts = [Counter(a['image_id'] for a in coco['annotations'] if not a['iscrowd']) for coco in written.values()]
+    return OwnData(
+        ' and '.join(claim.kind for claim in claims),
+        classes,
+        {split: [photo.path for photo in chosen] for split, chosen in splits.items()},
+        {split: json.dumps(coco) for split, coco in written.items()},
+        dict.fromkeys(splits, dict(data_prefix=dict(img=''))),
+        notes,
+        [Example(photo.path, photo.objects) for photo in splits['train']],
+        masks,
+        max(most for count in counts for most in count.values()),
+        any(item.is_ignored for item in objects),
+    )
 
 
 def _claims(data: Data) -> list[Claim]:
@@ -70,81 +109,18 @@ def _claims(data: Data) -> list[Claim]:
     return full
 
 
-def _joined(first: Claim, second: Claim, data: Data) -> Claim:
-    """Join claims of two formats if they label different splits.
-
-    Raises:
-        RunError: They label one image or split, or their classes differ.
-    """
-    photos = {photo.path: photo for photo in first.photos}
-    both = next((photo for photo in second.photos if photo.path in photos), None)
-    names = [f'{claim.kind} ({data.name(claim.photos[0].file)})' for claim in (first, second)]
-    if both:
-        raise RunError(f'{both.path} is labelled by {" and by ".join(names)}: give --labels FILE, one of them.')
+def _check_splits(first: Claim, second: Claim, data: Data) -> None:
+    """Raise an error if two formats label one split, or differ in their classes."""
+    names = ' and '.join(f'{claim.kind} ({data.name(claim.photos[0].file)})' for claim in (first, second))
     splits = [
         {photo.split or data.splits.of(data.rel(photo.path).parent) for photo in claim.photos}
         for claim in (first, second)
     ]
     if splits[0] & splits[1] or None in splits[0] | splits[1] or set(first.classes) != set(second.classes):
         raise RunError(
-            f'{" and ".join(names)} both have labels, of the splits {splits[0]} and {splits[1]} and the classes '
-            f'{first.classes} and {second.classes}: give --labels FILE, one of them.'
+            f'{names} both have labels, of the splits {splits[0]} and {splits[1]} and the classes {first.classes} and '
+            f'{second.classes}: give --labels FILE, one of them.'
         )
-    notes = [*first.notes, *second.notes]
-    return first._replace(kind=f'{first.kind} and {second.kind}', photos=[*first.photos, *second.photos], notes=notes)
-
-
-def _own_data(data: Data, claim: Claim) -> OwnData:
-    kind, classes, root = claim.kind, [name for name in claim.classes if not is_region(name)], data.root
-    twice = next((name for name, count in Counter(classes).items() if count > 1), None)
-    if twice is not None:
-        raise RunError(f'DATA {str(root)!r}: two classes have the name {twice!r}.')
-    photos = list(map(_with_regions, claim.photos))
-    first: dict[Path, Photo] = {}
-    for photo in photos:
-        other = first.setdefault(photo.path, photo)
-        if other is not photo:
-            files = f'by {data.name(other.file)} ({other.split}) and by {data.name(photo.file)} ({photo.split})'
-            raise RunError(f'{photo.path} is labelled twice: {files}: give --labels FILE, or remove one.')
-        check_whole(photo.path)
-        _check_run_lengths(photo)
-    photos, small = _without_small(photos)
-    splits, notes = divide(data, photos, 'detection')
-    notes += claim.notes
-    for split in [split for split, chosen in splits.items() if not any(photo.objects for photo in chosen)]:
-        if split != 'test':
-            raise RunError(f'none of the {len(splits[split])} images of {split} has a box.')
-        notes.append(f'the {len(splits.pop(split))} images of test have no boxes: val is tested on')
-    if not any(photo.classes for photo in splits['train']):
-        kinds = {mark for photo in splits['train'] for item in photo.objects for mark in item.marks & IGNORED}
-        raise RunError(f'DATA {str(root)!r}: all objects of train are ignored ({", ".join(sorted(kinds))}).')
-
-    objects = [item for photo in photos for item in photo.objects]
-    outlined = [bool(item.outline) for item in objects if not item.is_ignored]
-    masks = bool(outlined) and all(outlined) and not all(map(_is_rectangle, objects))
-    if any(outlined) and not masks:
-        count = outlined.count(False)
-        reason = f'{count} of {len(outlined)} objects have no polygon' if count else 'all polygons are rectangles'
-        notes.append(f'{reason}: boxes alone are learnt')
-    written = {split: as_coco(chosen, classes, root, masks)[0] for split, chosen in splits.items()}
-    left = [path for path in data.images if path not in first]
-    notes += [f'{len(left)} images without labels are left out: {folders_of(left, root)}'] if left else []
-    notes += _notes_on(photos) + turned_notes(first)
-    notes += [f'{small} boxes narrower than a pixel, or outside of their image, are left out'] if small else []
-    notes += class_table(classes, splits)
-    counts = [Counter(a['image_id'] for a in coco['annotations'] if not a['iscrowd']) for coco in written.values()]
-    return OwnData(
-        kind,
-        classes,
-        {split: [photo.path for photo in chosen] for split, chosen in splits.items()},
-        {split: json.dumps(coco) for split, coco in written.items()},
-        dict.fromkeys(splits, dict(data_prefix=dict(img=''))),
-        notes,
-        [Example(photo.path, photo.objects) for photo in splits['train']],
-        masks,
-        max((most for count in counts for most in count.values()), default=0),
-        any(item.is_ignored for item in objects),
-    )
 
 
 def _check_run_lengths(photo: Photo) -> None:
@@ -170,15 +146,6 @@ def _without_small(photos: list[Photo]) -> tuple[list[Photo], int]:
         objects = [item for item, b in boxes if min(b[2] - b[0], b[3] - b[1]) >= _LEAST]
         kept.append(photo._replace(objects=objects))
     return kept, sum(map(len, (p.objects for p in photos))) - sum(map(len, (p.objects for p in kept)))
-
-
-def _with_regions(photo: Photo) -> Photo:
-    """Replace objects of a class that means "ignore" by regions that are ignored for every class."""
-    objects = [
-        item._replace(name=None, marks=item.marks | {'ignore'}) if is_region(item.name) else item
-        for item in photo.objects
-    ]
-    return photo._replace(objects=objects)
 
 
 def _notes_on(photos: list[Photo]) -> list[str]:

@@ -7,12 +7,11 @@ from typing import Optional
 
 from ...utils.errors import RunError
 from .csv_files import Item, Table, read_class_tables
-from .data import Data, Example, OwnData, Source, folders_of
+from .data import Data, Example, OwnData, Source
 from .formats import UNKNOWN, recognise_all, refusal
-from .images import check_whole
 from .names import has_role_only, some
 from .reading import name_table
-from .splits import class_table, divide
+from .splits import divide
 
 
 def read_classes(data: Data) -> OwnData:
@@ -30,29 +29,24 @@ def read_classes(data: Data) -> OwnData:
     listed = data.names('classes.txt') if kind.startswith('CSV') else data.options.classes
     order, names = name_table({item.name for item in items}, listed)
     items = [item._replace(name=names[item.name]) for item in items]
-    splits, more = divide(data, items, 'classification', kind.startswith('CSV'))
+    occurring = {item.name for item in items}
+    order = [name for name in order if name in occurring]
+    splits, more = divide(data, items, 'classification', order, kind.startswith('CSV'))
     found = {item.name for item in splits['train']}
     classes = [name for name in order if name in found]
     for split, chosen in splits.items():
-        others = {item.name for item in chosen} - set(classes)
+        others = {item.name for item in chosen} - found
         if others:
             raise RunError(f'{split} has images of {min(others)!r}, and train has none ({some(classes)}).')
     if len(classes) < 2:
         raise RunError(f'DATA {str(data.root)!r} has images of {len(classes)} class(es): expected a folder a class.')
-    for item in items:
-        check_whole(item.path)
+    used = {split: [item.path for item in chosen] for split, chosen in splits.items()}
     lists = {
-        split: ''.join(f'{data.name(i.path)} {classes.index(i.name)}\n' for i in chosen)
+        split: ''.join(f'{data.name(item.path)} {classes.index(item.name)}\n' for item in chosen)
         for split, chosen in splits.items()
     }
-    used = {split: [item.path for item in chosen] for split, chosen in splits.items()}
-    labelled = {item.path for item in items}
-    left = [path for path in data.images if path not in labelled]
-    notes = more + notes
-    notes += [f'{len(left)} images without a class are left out: {folders_of(left, data.root)}'] if left else []
-    notes += class_table(classes, splits)
     examples = [Example(item.path, title=item.name) for item in splits['train']]
-    return OwnData(kind, classes, used, lists, dict.fromkeys(lists, dict(data_prefix='')), notes, examples)
+    return OwnData(kind, classes, used, lists, dict.fromkeys(lists, dict(data_prefix='')), more + notes, examples)
 
 
 def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item], list[str]]:

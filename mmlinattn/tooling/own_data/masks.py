@@ -11,12 +11,12 @@ from typing import NamedTuple, Optional
 from PIL import Image
 
 from ...utils.errors import RunError
-from .data import Data, Example, OwnData, folders_of
+from .data import Data, Example, OwnData
 from .formats import recognise_all, refusal
-from .images import check_whole, image_size, is_mask, page_notes, turned_notes
+from .images import image_size, is_mask, page_notes, turned_notes
 from .mask_values import IGNORED, format_value, interpret, remap, scan, shortened
 from .names import some
-from .splits import class_table, divide
+from .splits import divide
 
 # folders, in small letters
 _IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'jpegimages', 'leftimg8bit', 'image_2', '701_stillsraw_full')
@@ -64,16 +64,9 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
     classes, table = interpret(data, pairs[0].path, pairs[0].file, seen, notes)
     items = []
     for pair, values in zip(pairs, seen.values):
-        check_whole(pair.path)
         labels = {table.get(value, IGNORED) if table else value for value in values}
-        learnt = frozenset(classes[label] for label in labels if label < len(classes) and label != IGNORED)
-        items.append(pair._replace(classes=learnt))
-    splits, more = divide(data, items, 'segmentation')
-    for split in [split for split, chosen in splits.items() if not any(pair.classes for pair in chosen)]:
-        if split != 'test':
-            raise RunError(f'the masks of {split} have no pixel of {", ".join(classes)}.')
-        notes.append(f'the {len(splits.pop(split))} masks of test have no class: val is tested on')
-    notes += class_table(classes, splits)
+        items.append(pair._replace(classes=frozenset(classes[label] for label in labels if label < len(classes))))
+    splits, more = divide(data, items, 'segmentation', classes)
     notes += page_notes(pair.file for pair in pairs) + turned_notes(pair.path for pair in pairs)
     settings, lists = {}, {}
     for split, chosen in splits.items():
@@ -97,11 +90,6 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
         changes = shortened(f'{format_value(old)} -> {new}' for old, new in changed.items())
         notes.append(f'masks are copied to {remapped}: {changes or "one number a pixel"}')
     used = {split: [pair.path for pair in chosen] for split, chosen in splits.items()}
-    known = {path for pair in pairs for path in (pair.path, pair.file)}
-    left = [path for path in data.images if path not in known]
-    notes += (
-        [f'{len(left)} images and masks without a pair are left out: {folders_of(left, data.root)}'] if left else []
-    )
     identity = {label: label for label in range(len(classes))}
     drawn = [
         Example(pair.path, label_map=partial(remap, pair.file, table or identity, seen.coloured))

@@ -5,18 +5,22 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Optional
 
 from ...utils.errors import RunError
 from .csv_files import split_table
 from .data import Data, folders_of, read_lines
+from .images import check_whole
 from .names import some, split_in
 
 _PREFERRED = {'detection': 'Main', 'segmentation': 'Segmentation'}  # VOC's folders of lists
 
 
-def divide(data: Data, items: list, task: str, by_folder: bool = True) -> tuple[dict[str, list], list[str]]:
+def divide(
+    data: Data, items: list, task: str, classes: list[str], by_folder: bool = True
+) -> tuple[dict[str, list], list[str]]:
     """Group images by split.
 
     If there is no val, test is used as val. If both are missing, about a fifth of train is drawn as val.
@@ -26,22 +30,28 @@ def divide(data: Data, items: list, task: str, by_folder: bool = True) -> tuple[
         items: Images with the attributes ``path``, ``file`` (of the label), ``split`` (of columns and names of label
             files, or None), ``group`` and ``classes``.
         task: Task of the config.
+        classes: Class names in the order of the labels.
         by_folder: Names of folders tell the splits of items without split.
 
     Returns:
         tuple[dict[str, list], list[str]]: Images by split, and notes for the user, first the source of the splits.
 
     Raises:
-        RunError: Lists and folders differ, or there are fewer than two training images, or no validation image.
+        RunError: An image is damaged, lists and folders differ, there are fewer than two training images, or a split
+            has no labels.
     """
+    for item in items:
+        check_whole(item.path)
+    copies = _copies(items)
+    if not data.options.train:
+        _refuse_inner_copy(data, items, copies)
     found, source = _splits_of(data, items, task, by_folder)
     splits: dict[str, list] = {}
     for item, split in zip(items, found):
         splits.setdefault(split or 'none', []).append(item)
     stray, notes = splits.pop('none', []), [f'splits by {source}'] if source else []
     if len(splits) == 1 and not stray and 'train' not in splits:
-        stray = next(iter(splits.values()))
-        splits = {}
+        stray = splits.popitem()[1]
     if 'train' not in splits:
         splits['train'] = stray
     elif stray:
@@ -51,21 +61,68 @@ def divide(data: Data, items: list, task: str, by_folder: bool = True) -> tuple[
         splits['val'] = splits.pop('test')
         notes.append('no val in the data: test takes its place')
     if 'val' not in splits:
-        chosen = _draw(splits['train'])
+        groups = [_group_of(item) for item in splits['train']]
+        alike = {item.path: str(several[0].path) for several in copies for item in several}
+        groups = [group or alike.get(item.path) for group, item in zip(groups, splits['train'])]
+        chosen = _draw(splits['train'], groups)
+        whole = len({groups[i] for i in chosen} - {None})
         splits['val'] = [item for i, item in enumerate(splits['train']) if i in chosen]
         splits['train'] = [item for i, item in enumerate(splits['train']) if i not in chosen]
-        groups = len(set(map(_group_of, splits['val'])) - {None})
-        whole = f' as {groups} whole groups' if groups else ''
-        notes.append(
-            f'no val in the data, and no test takes its place: {len(chosen)} images were drawn from train for it{whole}'
-        )
+        drawn = f'{len(chosen)} images were drawn from train for it{f" as {whole} whole groups" if whole else ""}'
+        notes.append(f'no val in the data, and no test takes its place: {drawn}')
     if len(splits['train']) < 2 or not splits['val']:
         raise RunError(
             f'{len(splits["train"])} image(s) to train on and {len(splits["val"])} of val: 2 are the least. Name the '
             'splits by folders or lists train, val, test, or give --train and --val.'
         )
-    notes += _copies(splits['train'], splits['val'])
+    for split in [split for split, chosen in splits.items() if not any(item.classes for item in chosen)]:
+        if split != 'test':
+            raise RunError(f'none of the {len(splits[split])} images of {split} has a label of {some(classes)}.')
+        notes.append(f'the {len(splits.pop(split))} images of test have no labels: val is tested on')
+    of_split = {item.path: split for split, chosen in splits.items() for item in chosen}
+    shared = [several for several in copies if {'train', 'val'} <= {of_split.get(item.path) for item in several}]
+    for several in shared[:1]:
+        val, train = (next(i.path for i in several if of_split.get(i.path) == split) for split in ('val', 'train'))
+        notes.append(f'{len(shared)} images of val are copies of training images, as {val} of {train}: remove them')
+    labelled = {path for item in items for path in (item.path, item.file)}
+    left = [path for path in data.images if path not in labelled]
+    notes += [f'{len(left)} images without labels are left out: {folders_of(left, data.root)}'] if left else []
+    notes += _class_table(classes, splits)
     return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
+
+
+def _copies(items: list) -> list[list]:
+    """Return the groups of images with one name and the same bytes."""
+    alike: dict[tuple, list] = {}
+    for item in items:
+        alike.setdefault((item.path.name, item.path.stat().st_size), []).append(item)
+    found: dict[tuple, list] = {}
+    for several in alike.values():
+        for item in several if len(several) > 1 else ():
+            found.setdefault((item.path.name, sha256(item.path.read_bytes()).digest()), []).append(item)
+    return [several for several in found.values() if len(several) > 1]
+
+
+def _refuse_inner_copy(data: Data, items: list, copies: list[list]) -> None:
+    """Raise an error if all images of a folder are copies of those around it, as of a data set unpacked in itself."""
+    inside, tops = Counter[Path](), Counter[Path]()
+    for item in items:
+        inside.update(data.rel(item.path).parents)
+    for several in copies:
+        parts = [data.rel(item.path).parts for item in several]
+        for inner in parts:
+            found = set()
+            for outer in parts:
+                more = len(inner) - len(outer)
+                ends = range(len(outer)) if more > 0 else ()
+                found |= {inner[: i + more] for i in ends if inner[:i] + inner[i + more :] == outer}
+            tops.update(Path(*top) for top in found)
+    for top, count in tops.items():
+        if count == inside[top]:
+            raise RunError(
+                f'DATA {str(data.root)!r}: all {count} labelled images of {top} are copies of those around it, as of '
+                'data unpacked inside itself: remove one copy, or give one as DATA.'
+            )
 
 
 def _splits_of(data: Data, items: list, task: str, by_folder: bool) -> tuple[list[Optional[str]], str]:
@@ -128,10 +185,10 @@ def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], i
 
 
 def _lists(data: Data, labelled: set[Path], task: str) -> tuple[dict[Path, str], list[Path]]:
-    """Return the splits of images by text files that have the name of a split and name images, and these files.
+    """Return the splits of images by files that have the name of a split and list images, and these files.
 
     VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``, and val is
-    preferred to test.
+    preferred to test. A table of images and splits is preferred to lists.
 
     Raises:
         RunError: An image is listed in train and in another split.
@@ -140,36 +197,34 @@ def _lists(data: Data, labelled: set[Path], task: str) -> tuple[dict[Path, str],
     for path in texts:
         if path.name == 'train_test_split.txt' and path.with_name('images.txt') in texts:
             return _of_numbers(data, path)
+    others = [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv') and path not in data.used]
+    for table in (table for path in others for table in split_table(path)):
+        pictures = data.pictures.find(table.path, [row[table.image] for row in table.rows])
+        data.used.add(table.path)
+        named = ((path, table.split_of(row)) for path, row in zip(pictures, table.rows))
+        return {path: split for path, split in named if split}, [table.path]
     by_folder: dict[Path, dict[str, list[Path]]] = {}
     for rule in (split_in, data.splits.of_file):  # train.txt, else car_train.txt
         for path in texts if not by_folder else ():
             split = 'trainval' if rule(path.stem) and 'trainval' in path.stem.lower() else rule(path.stem)
             if split:
                 by_folder.setdefault(path.parent, {}).setdefault(split, []).append(path)
-    others = [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv') and path not in data.used]
-    tables = [table for path in others for table in split_table(path)]
-    if tables:
-        pictures = data.pictures.find(tables[0].path, [row[tables[0].image] for row in tables[0].rows])
-        data.used.add(tables[0].path)
-        found = (tables[0].split_of(row) for row in tables[0].rows)
-        return {path: split for path, split in zip(pictures, found) if split}, [tables[0].path]
     preferred = [folder for folder in by_folder if folder.name == _PREFERRED.get(task)]
     splits, files = dict[Path, str](), list[Path]()
-    for folder in preferred or by_folder:
-        lists = by_folder[folder]
-        for split in ('train', 'val', 'test', *([] if 'train' in lists else ['trainval'])):
-            for file in lists.get(split, ()):
-                images, lost = _of_list(data, file, labelled)
-                if len(images) <= lost and split != 'test':
-                    continue
-                files.append(file)
-                for image in images:
-                    known = splits.setdefault(image, 'train' if split == 'trainval' else split)
-                    if known != split and 'train' in (known, split) and split != 'trainval':
-                        raise RunError(
-                            f'{image} is of {known} and of {split} in two of {some(map(str, files))}: give --train and '
-                            '--val, each a list or a folder.'
-                        )
+    for lists in (by_folder[folder] for folder in preferred or by_folder):
+        order = ('train', 'val', 'test', *([] if 'train' in lists else ['trainval']))
+        for split, file in ((name, file) for name in order for file in lists.get(name, ())):
+            images, lost = _of_list(data, file, labelled)
+            if len(images) <= lost and split != 'test':
+                continue
+            files.append(file)
+            for image in images:
+                known = splits.setdefault(image, 'train' if split == 'trainval' else split)
+                if known != split and 'train' in (known, split) and split != 'trainval':
+                    raise RunError(
+                        f'{image} is of {known} and of {split} in two of {some(map(str, files))}: give --train and '
+                        '--val, each a list or a folder.'
+                    )
     data.used.update(files)
     return splits, files
 
@@ -184,14 +239,14 @@ def _of_numbers(data: Data, path: Path) -> tuple[dict[Path, str], list[Path]]:
     return {p: 'train' if flags[number] == '1' else 'val' for p, number in zip(pictures, known)}, [path]
 
 
-def _draw(items: Sequence) -> set[int]:
+def _draw(items: Sequence, groups: Sequence[Optional[str]]) -> set[int]:
     """Draw about a fifth of the images of each class, rare classes first; at least one image of each class is left.
 
-    Images of a group (a patient, a photograph before its augmentation) stay together.
+    Images of a group (a patient, a photograph before its augmentation, copies) stay together.
     """
     units: dict[object, list[int]] = {}
-    for i, item in enumerate(items):
-        units.setdefault(_group_of(item) or i, []).append(i)
+    for i, group in enumerate(groups):
+        units.setdefault(group or i, []).append(i)
     members: dict[Optional[str], list[object]] = {}
     classes: dict[object, set] = {}
     for unit, indices in units.items():
@@ -219,22 +274,7 @@ def _group_of(item: Any) -> Optional[str]:
     return item.group or (augmented[1] if augmented else None)
 
 
-def _copies(train: list, val: list) -> list[str]:
-    """Return a note on images of val that are copies of training images, by name and content."""
-    names = {item.path.name for item in train} & {item.path.name for item in val}
-
-    def by_size(items: list) -> list[tuple[tuple, Path]]:
-        return [
-            ((path.name, path.stat().st_size), path) for path in (item.path for item in items) if path.name in names
-        ]
-
-    known = dict(by_size(train))
-    pairs = [(known.get(key), path) for key, path in by_size(val)]
-    same = [(path, other) for path, other in pairs if path and path.read_bytes() == other.read_bytes()]
-    return [f'{len(same)} images of val are copies of training images, as {b} of {a}: remove them' for a, b in same[:1]]
-
-
-def class_table(classes: Sequence[str], splits: dict[str, list]) -> list[str]:
+def _class_table(classes: Sequence[str], splits: dict[str, list]) -> list[str]:
     """Return the numbers of images of each class in train and val, and notes on classes that are in one alone.
 
     Args:

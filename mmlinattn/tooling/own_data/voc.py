@@ -22,6 +22,7 @@ class Voc(Reader):
     def entries(self, source: Source) -> Iterator[Entry]:
         tree = source.content
         name = (tree.findtext('filename') or '').strip()
+        name = name if self.data.pictures.named(name) else ''  # files that were renamed keep their old <filename>
         yield Entry(name, tree, (tree.findtext('size/width'), tree.findtext('size/height')))
 
     def objects(self, content: ElementTree.Element, size: tuple[int, int]) -> Iterator[Object]:

@@ -285,7 +285,7 @@ def test_test_images_without_labels_of_a_class(tmp_path):
     """Cityscapes keeps back the labels of its test images."""
     splits = ('train', 'train', 'val', 'test')
     data = layout(tmp_path / 'data', 'Cityscapes', lambda number: halves(*((7, 11) if number < 3 else (0, 3))), splits)
-    assert list(data.images) == ['train', 'val'] and 'the 1 masks of test have no class' in ' '.join(data.notes)
+    assert list(data.images) == ['train', 'val'] and 'the 1 images of test have no labels' in ' '.join(data.notes)
 
 
 def test_pages_and_values_that_mean_no_data_are_named(tmp_path):
