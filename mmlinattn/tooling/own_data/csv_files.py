@@ -40,13 +40,6 @@ _HEADERS: list[tuple[str, Optional[str]]] = [
 _SIZE = ['width imagewidth imgwidth', 'height imageheight imgheight']
 _MARKS = 'confidence score difficult truncated occluded ignore iscrowd isoccluded istruncated isgroupof'.split()
 _RETINANET = ['filename', 'x1', 'y1', 'x2', 'y2', 'class']  # without header
-_UNREAD = {
-    'regionshapeattributes': 'VGG Image Annotator CSV',
-    'annotator': 'Label Studio CSV',
-    'encodedpixels': 'CSV of run lengths (EncodedPixels)',
-    'predictionstring': 'CSV of PredictionString',
-    'x3': 'CSV of quadrilaterals',
-}
 
 
 class Table:
@@ -73,19 +66,14 @@ class Table:
             if not self.box and set(header.split()) <= set(self.columns):
                 self.box, self.boxes = header.split(), meaning
         self.size = [key if key not in self.box else '' for key in (self.key(names.split()) for names in _SIZE)]
-        self.kind = self._kind(first)
 
-    def _kind(self, first: list[str]) -> str:
-        unread = next((kind for column, kind in _UNREAD.items() if column in self.columns), '')
-        if unread or split_in(first[0] if first else '') and len(first) >= 9:
-            return unread or 'Google AutoML CSV'
-        if not self.image or not self.rows:
-            return ''
-        if self.box:
-            return 'CSV of boxes'
+    @property
+    def has_classes(self) -> bool:
+        """True for a column of classes, or for a column of 0 and 1 for each class."""
         others = self.unused()
         flags = [row[self.column(name)] for row in self.rows for name in others]
-        return 'CSV of classes' if self.label or len(others) == 1 or flags and all(map(_is_flag, flags)) else ''
+        are_flags = bool(flags) and all(re.fullmatch(r'[01](\.0*)?', cell) for cell in flags)
+        return bool(self.label) or len(others) == 1 or are_flags
 
     def key(self, names: Iterable[str]) -> str:
         return next((name for name in names if name in self.columns), '')
@@ -131,13 +119,9 @@ def split_table(path: Path) -> list[Table]:
     """Return the table of a file that has the splits of images and nothing else of them, or []."""
     with suppress(RunError):
         table = Table(path)
-        if table.image and table.split and not table.kind and not table.unused():
+        if table.image and table.split and not table.box and not table.unused():
             return [table]
     return []
-
-
-def _is_flag(cell: str) -> bool:
-    return bool(re.fullmatch(r'[01](\.0*)?', cell))
 
 
 def _plain_names(data: Data) -> Optional[list[str]]:

@@ -1,26 +1,30 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Table of the formats of label files: how each is recognised by its content, its reader, or the remedy."""
 
+import itertools
 import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Union
 
 from ...utils.errors import RunError, described
 from .coco import Coco
 from .csv_files import BoxTable, Table
 from .data import Data, Source, container, read_text
 from .labelling_tools import Cvat, LabelMe, LabelStudio
-from .names import some
+from .names import some, split_in
 from .reading import Reader
 from .text_files import Kitti, Yolo
 from .voc import Voc
 
 UNKNOWN = 'of no known format'
 _AS_COCO = 'export it as COCO JSON'
+_AS_VOC, _VIA = f'{_AS_COCO} or VOC XML', f'{_AS_COCO} (Annotation, Export)'
+_DATUM = 'run datum convert -f coco_instances'
+_HEADER = 'filename,class,xmin,ymin,xmax,ymax'
 # remedy and formats by task
 _TASKS = {
     'detection': (
@@ -43,12 +47,11 @@ _LISTS = ('.yaml', '.yml', '.names', '.labels', '.data')
 
 
 class Format(NamedTuple):
-    """Format of label files."""
+    """Format of label files. It may have several rows."""
 
     name: str
-    matches: Callable[[Any], object]  # of parsed JSON (_Json), the root of XML, or a line
-    reader: Optional[type[Reader]] = None  # None if it is not read
-    remedy: str = _AS_COCO
+    matches: Callable[[Any], object]  # of parsed JSON (_Json), the root of XML, a table, or a line
+    use: Union[type[Reader], str] = _AS_COCO  # reader, or the remedy for a format that is not read
 
 
 class _Json:
@@ -60,8 +63,9 @@ class _Json:
         self.first = self._first(content)
         self.inner = self._first(self.first.get('annotations')) or self._first(self.first.get('labels'))
         self.annotation = self.one('annotations')
-        # shapes beside the image, as in Label Studio's JSON-MIN
-        self.lists = [value for value in self.first.values() if isinstance(value, list) and any(map(_is_result, value))]
+        self.has_classes_only = bool(self.annotation) and not {'bbox', 'segmentation'} & set(self.annotation)
+        lists = [value for value in self.first.values() if isinstance(value, list)]
+        self.has_results = any(map(_is_result, itertools.chain(*lists)))  # shapes beside the image
 
     @staticmethod
     def _first(value: Any) -> dict:
@@ -82,111 +86,64 @@ def _is_result(value: Any) -> bool:
     )
 
 
-# the first that matches
+# of each table the first that matches
 _JSON = [
     Format('LabelMe JSON', lambda j: j.has('shapes', list), LabelMe),
-    Format(
-        'VGG Image Annotator JSON',
-        lambda j: any(key.startswith('_via') for key in j.keys) or 'regions' in j.first,
-        remedy=f'{_AS_COCO} (Annotation, Export)',
-    ),
+    Format('VGG Image Annotator JSON', lambda j: 'regions' in j.first, _VIA),
+    Format('VGG Image Annotator JSON', lambda j: any(key.startswith('_via') for key in j.keys), _VIA),
     Format('Supervisely JSON', lambda j: 'projectType' in j.keys or 'classTitle' in j.one('objects')),
-    Format(
-        'Datumaro JSON',
-        lambda j: j.keys & {'dm_format_version', 'media_type'} or j.keys >= {'categories', 'items'},
-        remedy='convert it by datum convert -f coco_instances',
-    ),
-    Format(
-        'Darwin JSON of V7',
-        lambda j: 'schema_ref' in j.keys or {'item', 'annotations'} <= j.keys or 'bounding_box' in j.annotation,
-    ),
-    Format('Labelbox JSON', lambda j: {'data_row', 'Labeled Data'} & (set(j.first) | j.keys)),
+    Format('Datumaro JSON', lambda j: j.keys & {'dm_format_version', 'media_type'}, _DATUM),
+    Format('Datumaro JSON', lambda j: j.keys >= {'categories', 'items'}, _DATUM),
+    Format('Darwin JSON of V7', lambda j: 'schema_ref' in j.keys or j.keys >= {'item', 'annotations'}),
+    Format('Darwin JSON of V7', lambda j: 'bounding_box' in j.annotation),
+    Format('Labelbox JSON', lambda j: {'data_row', 'Labeled Data'} & {*j.first, *j.keys}),
     Format('Scale AI JSON', lambda j: 'task_id' in j.first),
-    Format(
-        'BDD100K JSON',
-        lambda j: j.is_list and {'box2d', 'poly2d'} & set(j.inner),
-        remedy='convert it by bdd100k.label.to_coco',
-    ),
-    Format('CreateML JSON', lambda j: j.is_list and 'coordinates' in j.inner, remedy=f'{_AS_COCO} or VOC XML'),
-    Format(
-        'Cityscapes polygons',
-        lambda j: {'imgHeight', 'objects'} <= j.keys,
-        remedy='take its segmentation masks: --task segmentation',
-    ),
+    Format('BDD100K JSON', lambda j: j.is_list and {'box2d', 'poly2d'} & {*j.inner}, 'run bdd100k.label.to_coco'),
+    Format('CreateML JSON', lambda j: j.is_list and 'coordinates' in j.inner, _AS_VOC),
+    Format('Cityscapes polygons', lambda j: j.keys >= {'imgHeight', 'objects'}, 'take its masks: --task segmentation'),
     Format('Segment Anything JSON (SA-1B)', lambda j: j.has('image', dict)),
-    Format('COCO panoptic JSON', lambda j: 'segments_info' in j.annotation, remedy='take the file instances_*.json'),
-    Format(
-        'Label Studio JSON',
-        lambda j: j.is_list and ('data' in j.first and {'annotations', 'completions'} & set(j.first) or j.lists),
-        LabelStudio,
-    ),
+    Format('COCO panoptic JSON', lambda j: 'segments_info' in j.annotation, 'take the file instances_*.json'),
+    Format('Label Studio JSON', lambda j: j.is_list and j.first.keys() >= {'data', 'annotations'}, LabelStudio),
+    Format('Label Studio JSON', lambda j: j.is_list and j.first.keys() >= {'data', 'completions'}, LabelStudio),
+    Format('Label Studio JSON', lambda j: j.is_list and j.has_results, LabelStudio),  # JSON-MIN
     Format('captions of COCO', lambda j: 'caption' in j.annotation),
     Format(
-        'a list of images',
-        lambda j: j.keys >= {'images', 'categories'} and j.content['images'] and not j.content.get('annotations'),
+        'a list of images', lambda j: j.keys >= {'images', 'categories'} and j.content['images'] and not j.annotation
     ),
-    Format(
-        'COCO JSON of classes',
-        lambda j: (
-            j.keys >= {'images', 'categories'} and j.annotation and not {'bbox', 'segmentation'} & {*j.annotation}
-        ),
-    ),
-    Format(
-        'COCO JSON',
-        lambda j: j.has('images', list) and (j.has('annotations', list) or j.has('categories', list)),
-        Coco,
-    ),
+    Format('COCO JSON of classes', lambda j: j.keys >= {'images', 'categories'} and j.has_classes_only),
+    Format('COCO JSON', lambda j: j.has('images', list) and j.has('annotations', list), Coco),
 ]
 _XML = [
-    Format(
-        'CVAT XML',
-        lambda x: x.tag == 'annotations' and any(x.find(tag) is not None for tag in ('image', 'meta', 'track')),
-        Cvat,
-    ),
-    Format(
-        'LabelMe XML', lambda x: x.tag == 'annotation' and x.find('.//pt') is not None, remedy=f'{_AS_COCO} or VOC XML'
-    ),
+    Format('CVAT XML', lambda x: x.tag == 'annotations' and {'image', 'meta', 'track'} & {e.tag for e in x}, Cvat),
+    Format('LabelMe XML', lambda x: x.tag == 'annotation' and x.find('.//pt') is not None, _AS_VOC),
     Format('VOC XML', lambda x: x.tag == 'annotation' and {'object', 'size', 'filename'} & {e.tag for e in x}, Voc),
-    Format('dlib XML', lambda x: x.tag == 'dataset' and x.find('.//box') is not None, remedy=f'{_AS_COCO} or VOC XML'),
+    Format('dlib XML', lambda x: x.tag == 'dataset' and x.find('.//box') is not None, _AS_VOC),
+]
+_TABLES = [
+    Format('VGG Image Annotator CSV', lambda t: 'regionshapeattributes' in t.columns, _VIA),
+    Format('Label Studio CSV', lambda t: 'annotator' in t.columns, 'export JSON'),
+    Format(
+        'CSV of run lengths (EncodedPixels)', lambda t: 'encodedpixels' in t.columns, 'write COCO JSON, or masks as PNG'
+    ),
+    Format(
+        'CSV of PredictionString', lambda t: 'predictionstring' in t.columns, f'write a row for each box: {_HEADER}'
+    ),
+    Format('CSV of quadrilaterals', lambda t: 'x3' in t.columns, f'write upright boxes: {_HEADER}'),
+    Format('Google AutoML CSV', lambda t: len(t.names) >= 9 and split_in(t.names[0]), f'write a header {_HEADER}'),
+    Format('CSV of boxes', lambda t: t.image and t.rows and t.box, BoxTable),
+    Format('CSV of classes', lambda t: t.image and t.rows and t.has_classes),
 ]
 _NUMBER = r'-?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?'
+_DOTA, _MOT = rf'({_NUMBER} ){{8}}[A-Za-z]\S*( \d)?', rf'\d+,-?\d+(,{_NUMBER}){{5,8}}'
 _LINES = [
     Format('KITTI text files', re.compile(rf'[A-Za-z_]\S*( {_NUMBER}){{14,15}}').fullmatch, Kitti),
-    Format(
-        'DOTA text files',
-        re.compile(rf'({_NUMBER} ){{8}}[A-Za-z]\S*( \d)?').fullmatch,
-        remedy='convert them by BboxToolkit, or draw upright boxes',
-    ),
-    Format(
-        'VisDrone text files',
-        re.compile(r'-?\d+,-?\d+,\d+,\d+,[01],\d+,-?\d+,-?\d+,?').fullmatch,
-        remedy='convert them to COCO JSON',
-    ),
-    Format(
-        'MOT text files',
-        re.compile(rf'\d+,-?\d+(,{_NUMBER}){{5,8}}').fullmatch,
-        remedy='convert them by MMDetection, mot2coco.py',
-    ),
+    Format('DOTA text files', re.compile(_DOTA).fullmatch, 'convert them by BboxToolkit, or draw upright boxes'),
+    Format('VisDrone text files', re.compile(r'(-?\d+,){2}(\d+,){2}[01],\d+,-?\d+,-?\d+,?').fullmatch),
+    Format('MOT text files', re.compile(_MOT).fullmatch, 'convert them by MMDetection, mot2coco.py'),
     Format('YOLO text files', re.compile(rf'\d+(\.0*)?(\s+({_NUMBER}|nan)){{4,}}').fullmatch, Yolo),
 ]
-
-
-def _table(name: str, remedy: str, reader: Optional[type[Reader]] = None) -> Format:
-    return Format(name, lambda table: table.kind == name, reader, remedy)
-
-
-_TABLES = [
-    _table('CSV of boxes', '', BoxTable),
-    _table('CSV of classes', _AS_COCO),
-    _table('VGG Image Annotator CSV', f'{_AS_COCO} (Annotation, Export)'),
-    _table('Label Studio CSV', 'export JSON'),
-    _table('Google AutoML CSV', 'write a header filename,class,xmin,ymin,xmax,ymax and the corners below it'),
-    _table('CSV of PredictionString', 'write a row for each box: filename,class,xmin,ymin,xmax,ymax'),
-    _table('CSV of run lengths (EncodedPixels)', 'write segmentation masks as PNG, or COCO JSON'),
-    _table('CSV of quadrilaterals', 'write corners of upright boxes: xmin,ymin,xmax,ymax'),
-]
-FORMATS = {each.name: each for each in (*_JSON, *_XML, *_TABLES, *_LINES)}
-READERS = {name: each.reader for name, each in FORMATS.items() if each.reader}
+FORMATS = {each.name: each.use for each in (*_JSON, *_XML, *_TABLES, *_LINES)}
+READERS = {name: use for name, use in FORMATS.items() if not isinstance(use, str)}
 
 
 def recognise(path: Path) -> Source:
@@ -266,7 +223,7 @@ def refusal(data: Data, kinds: dict[str, list[Source]], task: str) -> RunError:
         if kind == 'an archive':
             remedy = 'unpack it'
         elif task == 'detection' and kind in FORMATS:
-            remedy = FORMATS[kind].remedy
+            remedy = str(FORMATS[kind])
         return RunError(f'{root}: {data.name(path)} is {kind}{why}: {remedy}. {takes}')
     for path, _, content in (*kinds.get(UNKNOWN, ()), *kinds.get('CSV of classes', ())):
         if isinstance(content, Table):
