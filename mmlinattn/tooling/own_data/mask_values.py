@@ -12,6 +12,7 @@ from PIL import Image
 
 from ...utils.errors import RunError
 from .data import Data
+from .names import some
 
 _VALUE_LINE = re.compile(
     r'(?P<before>\d+(?:[,;\s]+\d+[,;\s]+\d+)?)[,;:\s]+(?P<name>(?=\S*[^\W\d])\w[^,;:]*)'
@@ -73,11 +74,6 @@ def format_value(value: int) -> str:
     return str(value) if colour < 0 else f'({colour >> 16}, {colour >> 8 & 255}, {colour & 255})'
 
 
-def shortened(texts: Iterable[str]) -> str:
-    texts = list(texts)
-    return ', '.join(texts[:12]) + ', ...' * (len(texts) > 12)
-
-
 def scan(masks: list[Path]) -> ValueCounts:
     """Collect the values of all masks: colours if the palettes of two files differ, and indices otherwise."""
     palettes: dict[int, bytes] = {}
@@ -118,13 +114,10 @@ def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
     return np.where(known[at] == read, labels[at], np.uint8(IGNORED)).astype(np.uint8)
 
 
-# -- meaning ----------------------------------------------------------------------------------------------------------
-
-
 def interpret(
     data: Data, image: Path, mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
-    """Return the class names, and a table from values to labels ({} if the values are the labels).
+    """Return the class names, and a table from all values to labels.
 
     Args:
         data: The data set. Its class names are in the order of the values.
@@ -145,57 +138,62 @@ def interpret(
     blurred = _blurred(seen, named)
     if seen.coloured:
         names, table = _of_colours(listed, given, mask, seen, notes)
-    elif known or blurred:
-        names, table, note = known or (named or ['background', 'foreground'], *(blurred or ({}, '')))
-        notes.append(note)
+    elif known:
+        names, table = known
+        notes.append("the values are Cityscapes' ids: its 19 classes are learnt")
+    elif blurred:
+        names, table = named or ['background', 'foreground'], blurred
+        notes.append(
+            f'the masks have {len(values)} values, as masks of {values[0]} and {values[-1]} that were enlarged with '
+            f'interpolation or saved with loss: above {(values[0] + values[-1]) / 2:g} is the second class'
+        )
     elif numbers and not given:
         unknown = [value for value in values if value not in numbers and value != IGNORED]
         if unknown:
             raise RunError(f'the masks have the value {unknown[0]}, which the list of values does not name.')
-        names = [listed[value] for value in numbers]
-        table = {} if numbers == list(range(len(numbers))) else {value: i for i, value in enumerate(numbers)}
+        names, table = [listed[value] for value in numbers], {value: label for label, value in enumerate(numbers)}
     else:
         names, table = interpret_values(values, named, seen.is_indexed)
         if names[0] == 'class_0':
             file = data.root / 'classes.txt'
             notes.append(f'the classes have no names: give --classes, or write {file}, a name a line')
-    identity = {value: value for value in values}
-    void = [label for label, name in enumerate(names) if name.strip().lower() in _VOID]
-    ignored = [format_value(value) for value in values if table.get(value, value) == IGNORED]
-    used = {value: label for value, label in (table or identity).items() if label != IGNORED}
-    meanings = shortened(f'{format_value(value)} is {names[label]}' for value, label in used.items())
+    table.setdefault(IGNORED, IGNORED)
+    ignored = [format_value(value) for value in values if table.get(value) == IGNORED]
+    meanings = some(f'{format_value(value)} is {names[label]}' for value, label in table.items() if label != IGNORED)
     notes.append(f'{"colour" if seen.coloured else "label"} {meanings}')
-    if void:
-        kept = [label for label in range(len(names)) if label not in void]
-        table = {v: kept.index(label) if label in kept else IGNORED for v, label in (table or identity).items()}
-        notes.append(f'pixels of {", ".join(names[label] for label in void)} are ignored')
+    kept = [label for label, name in enumerate(names) if name.strip().lower() not in _VOID]
+    if len(kept) < len(names):
+        table = {value: kept.index(label) if label in kept else IGNORED for value, label in table.items()}
+        notes.append(f'pixels of {", ".join(name for name in names if name.strip().lower() in _VOID)} are ignored')
         names = [names[label] for label in kept]
     elif ignored:
-        notes.append(f'pixels of value {", ".join(ignored[:20])} are ignored')
-    if not seen.is_plain:
-        table = table or identity
+        notes.append(f'pixels of value {some(ignored, 20)} are ignored')
     if len(names) > IGNORED:
         raise RunError(f'the masks have {len(names)} classes: 255 are the most.')
     return names, table
 
 
-def _known_layout(image: Path, mask: Path, values: list[int]) -> Optional[tuple[list[str], dict[int, int], str]]:
-    """Return class names, labels by value and a note for the ids of Cityscapes (and KITTI); None otherwise."""
+def _known_layout(image: Path, mask: Path, values: list[int]) -> Optional[tuple[list[str], dict[int, int]]]:
+    """Return class names and labels by value for the ids of Cityscapes (and KITTI); None otherwise."""
     is_kitti = (image.parent.name, mask.parent.name) == ('image_2', 'semantic')
     are_train_ids = 'labelTrainIds' in mask.name
-    if are_train_ids or 'labelIds' in mask.name or is_kitti:
-        from mmseg.utils import get_classes
+    if not are_train_ids and 'labelIds' not in mask.name and not is_kitti:
+        return None
+    from mmseg.utils import get_classes
 
-        train_ids = {number: label for label, number in enumerate(_CITYSCAPES_IDS)}
-        table = {} if are_train_ids else {value: train_ids.get(value, IGNORED) for value in values}
-        if not are_train_ids or max(value for value in values if value != IGNORED) < len(train_ids):
-            return get_classes('cityscapes'), table, "the values are Cityscapes' ids: its 19 classes are learnt"
-    return None
+    names = get_classes('cityscapes')
+    if are_train_ids:
+        return (names, _identity(values)) if all(value < len(names) for value in values if value != IGNORED) else None
+    train_ids = {number: label for label, number in enumerate(_CITYSCAPES_IDS)}
+    return names, {value: train_ids.get(value, IGNORED) for value in values}
 
 
-def _blurred(seen: ValueCounts, names: Optional[list[str]]) -> Optional[tuple[dict[int, int], str]]:
-    """Return labels by value and a note for two-class masks that were interpolated or saved as JPEG; None for other
-    masks.
+def _identity(values: Iterable[int]) -> dict[int, int]:
+    return {value: value for value in values}
+
+
+def _blurred(seen: ValueCounts, names: Optional[list[str]]) -> Optional[dict[int, int]]:
+    """Return labels by value for two-class masks that were interpolated or saved as JPEG; None for other masks.
 
     In such masks, values between the two change from pixel to pixel.
 
@@ -207,18 +205,14 @@ def _blurred(seen: ValueCounts, names: Optional[list[str]]) -> Optional[tuple[di
     noisy = [value for value in values if 4 * seen.flat[value] < seen.pixels[value]]
     few = sum(seen.pixels[value] for value in inner) <= sum(seen.pixels.values()) / 2
     is_noise = sum(seen.flat[v] for v in inner) < sum(seen.pixels[v] for v in inner) / 4
-    if len(names or 'ab') != 2 or len(inner) < 4 or values[-1] < 64 or not few or not is_noise:
-        if len(noisy) > max(24, len(values) / 2):
-            raise RunError(
-                f'the masks have {len(values)} values, most of them in single pixels between others, as '
-                f'{", ".join(map(format_value, noisy[:5]))}: enlarge them by nearest neighbour, and save them without '
-                'loss.'
-            )
-        return None
-    middle = (values[0] + values[-1]) / 2
-    note = f'the masks have {len(values)} values, as masks of {values[0]} and {values[-1]} that were enlarged '
-    note += f'with interpolation or saved with loss: above {middle:g} is the second class'
-    return {value: int(value > middle) for value in values}, note
+    if len(names or 'ab') == 2 and len(inner) >= 4 and values[-1] >= 64 and few and is_noise:
+        return {value: int(2 * value > values[0] + values[-1]) for value in values}
+    if len(noisy) > max(24, len(values) / 2):
+        raise RunError(
+            f'the masks have {len(values)} values, most of them in single pixels between others, as '
+            f'{", ".join(map(format_value, noisy[:5]))}: enlarge them by nearest neighbour, and save them without loss.'
+        )
+    return None
 
 
 def read_values(data: Data) -> dict[int, str]:
@@ -276,7 +270,7 @@ def _of_colours(
         return given or ['background', 'foreground'], {black: 0, colours[1]: 1}
     if not listed:
         raise RunError(
-            f'{mask} and others have the colours {shortened(map(format_value, colours))}: write label_colors.txt into '
+            f'{mask} and others have the colours {some(map(format_value, colours))}: write label_colors.txt into '
             'DATA, a line "R G B NAME" a class.'
         )
     unknown = {colour: seen.pixels[colour] for colour in colours if colour not in listed}
@@ -295,7 +289,7 @@ def _of_colours(
 def interpret_values(
     values: list[int], names: Optional[list[str]], is_indexed: bool = False
 ) -> tuple[list[str], dict[int, int]]:
-    """Return class names, and a table from values to labels ({} if the values are the labels).
+    """Return class names, and a table from values to labels.
 
     Args:
         values: Values in the masks, ascending.
@@ -306,20 +300,20 @@ def interpret_values(
         RunError: Values and names do not match.
     """
     labels = [value for value in values if value != IGNORED]
-    listed = shortened(map(str, values))
+    listed = some(map(str, values))
     if len(values) < 2:
         raise RunError(f'the masks have the value {listed} alone: there is nothing to tell apart.')
     if len(values) == 2 and values[0] == 0 and values[1] > 1 and len(names or 'ab') == 2:
         return names or ['background', 'foreground'], {0: 0, values[1]: 1}
     if names is None:
         if is_indexed or labels[-1] < 2 * len(labels):
-            return [f'class_{label}' for label in range(labels[-1] + 1)], {}
+            return [f'class_{label}' for label in range(labels[-1] + 1)], _identity(values)
         raise RunError(f'the masks have the values {listed}: give --classes NAME ..., a name a value.')
     if len(names) > 1 and labels[-1] < len(names):
-        return names, {}
+        return names, _identity(values)
     for known in (labels, values) if len(names) > 1 else ():
         if len(known) == len(names):
-            return names, {**{IGNORED: IGNORED}, **{value: label for label, value in enumerate(known)}}
+            return names, {value: label for label, value in enumerate(known)}
     raise RunError(
         f'the masks have the values {listed}, and {len(names)} classes have names ({", ".join(names)}): name '
         'every value in their order, the background too.'

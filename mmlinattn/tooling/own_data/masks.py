@@ -14,7 +14,7 @@ from ...utils.errors import RunError
 from .data import Data, Example, OwnData
 from .formats import recognise_all, refusal
 from .images import image_size, is_mask, page_notes, turned_notes
-from .mask_values import IGNORED, format_value, interpret, remap, scan, shortened
+from .mask_values import IGNORED, format_value, interpret, remap, scan
 from .names import some
 from .splits import divide
 
@@ -64,11 +64,12 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
     classes, table = interpret(data, pairs[0].path, pairs[0].file, seen, notes)
     items = []
     for pair, values in zip(pairs, seen.values):
-        labels = {table.get(value, IGNORED) if table else value for value in values}
+        labels = {table.get(value, IGNORED) for value in values}
         items.append(pair._replace(classes=frozenset(classes[label] for label in labels if label < len(classes))))
     splits, more = divide(data, items, 'segmentation', classes)
     notes += page_notes(pair.file for pair in pairs) + turned_notes(pair.path for pair in pairs)
-    settings, lists = {}, {}
+    changed = {value: label for value, label in sorted(table.items()) if value != label and value in seen.pixels}
+    is_copied, settings, lists = bool(changed) or not seen.is_plain, {}, {}
     for split, chosen in splits.items():
         first = chosen[0]
         for pair in chosen:
@@ -76,25 +77,20 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
                 raise RunError(
                     f'{pair.path} and {first.path} are both of {split}: MMSegmentation wants one folder and ending.'
                 )
-            if table:
+            if is_copied:
                 copy = remapped / split / f'{pair.stem}.png'
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(remap(pair.file, table, seen.coloured)).save(copy)
-        folder = f'{remapped / split}/' if table else f'{data.name(first.masks)}/'
-        prefix = dict(img_path=f'{data.name(first.images)}/', seg_map_path=folder)
-        endings = dict(img_suffix=first.suffixes[0], seg_map_suffix='.png' if table else first.suffixes[1])
+        folder = remapped / split if is_copied else data.name(first.masks)
+        prefix = dict(img_path=f'{data.name(first.images)}/', seg_map_path=f'{folder}/')
+        endings = dict(img_suffix=first.suffixes[0], seg_map_suffix='.png' if is_copied else first.suffixes[1])
         settings[split] = dict(data_prefix=prefix, **endings)
         lists[split] = ''.join(f'{pair.stem}\n' for pair in chosen)
-    if table:
-        changed = {old: new for old, new in sorted(table.items()) if old != new and new != IGNORED}
-        changes = shortened(f'{format_value(old)} -> {new}' for old, new in changed.items())
+    if is_copied:
+        changes = some(f'{format_value(old)} -> {new}' for old, new in changed.items() if new != IGNORED)
         notes.append(f'masks are copied to {remapped}: {changes or "one number a pixel"}')
     used = {split: [pair.path for pair in chosen] for split, chosen in splits.items()}
-    identity = {label: label for label in range(len(classes))}
-    drawn = [
-        Example(pair.path, label_map=partial(remap, pair.file, table or identity, seen.coloured))
-        for pair in splits['train']
-    ]
+    drawn = [Example(pair.path, label_map=partial(remap, pair.file, table, seen.coloured)) for pair in splits['train']]
     return OwnData('segmentation masks', classes, used, lists, settings, more + notes, drawn)
 
 

@@ -23,12 +23,12 @@ def masks(root, values, names=None, suffix='.png', dtype=np.uint8, shape=(HEIGHT
 @pytest.mark.parametrize(
     'values, names, classes, table',
     [
-        ([0, 1], None, ['class_0', 'class_1'], {}),
-        ([0, 1, 2, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {}),
+        ([0, 1], None, ['class_0', 'class_1'], {0: 0, 1: 1}),
+        ([0, 1, 2, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {0: 0, 1: 1, 2: 2, 255: 255}),
         ([0, 255], None, ['background', 'foreground'], {0: 0, 255: 1}),
         ([0, 128], ['road', 'rest'], ['road', 'rest'], {0: 0, 128: 1}),
         ([0, 128, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {0: 0, 128: 1, 255: 2}),
-        ([0, 38, 75, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {0: 0, 38: 1, 75: 2, 255: 255}),
+        ([0, 38, 75, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {0: 0, 38: 1, 75: 2}),
     ],
 )
 def test_values_of_label_images(values, names, classes, table):
