@@ -14,7 +14,6 @@ from ...utils.errors import RunError
 from .box_numbers import settle
 from .data import Data, Example, OwnData
 from .formats import READERS, recognise_all, refusal
-from .images import turned_notes
 from .objects import IGNORED, Object, Photo, is_right_angled
 from .reading import Claim
 from .splits import divide
@@ -67,7 +66,7 @@ def read_boxes(data: Data) -> OwnData:
         count = outlined.count(False)
         reason = f'{count} of {len(outlined)} objects have no polygon' if count else 'all polygons are rectangles'
         notes.append(f'{reason}: boxes alone are learnt')
-    notes += _notes_on(photos) + turned_notes(first)
+    notes += _notes_on(photos)
     notes += [f'{small} boxes narrower than a pixel, or outside of their image, are left out'] if small else []
     written = {split: as_coco(chosen, classes, data.root, masks)[0] for split, chosen in splits.items()}
     counts = [Counter(a['image_id'] for a in coco['annotations'] if not a['iscrowd']) for coco in written.values()]

@@ -13,7 +13,8 @@ from PIL import Image, ImageSequence
 from ...engine.data.files import oriented_size
 from ...utils.errors import RunError, described
 
-SUFFIXES = ('.jpg', '.jpeg', '.jfif', '.png', '.bmp', '.tif', '.tiff', '.webp')
+_JPEG = ('.jpg', '.jpeg', '.jfif')
+SUFFIXES = (*_JPEG, '.png', '.bmp', '.tif', '.tiff', '.webp')
 _SEVERAL_PAGES = ('.tif', '.tiff', '.webp')
 _NODATA, _SUBFILE, _ORIENTATION = 42113, 254, 274  # TIFF and EXIF tags
 _NUM_READ = 50  # images that are decoded to infer their format
@@ -51,7 +52,7 @@ def check_whole(path: Path) -> None:
 
 def is_mask(path: Path) -> bool:
     """Return True for an image of few values, as segmentation masks are."""
-    if path.suffix.lower() in ('.jpg', '.jpeg', '.jfif'):
+    if path.suffix.lower() in _JPEG:
         return False
     try:
         with Image.open(path) as image:
@@ -63,39 +64,30 @@ def is_mask(path: Path) -> bool:
     return len(np.unique(flat[:: max(1, len(flat) // 65536)], axis=0)) <= _MOST_VALUES
 
 
-def turned_notes(paths: Iterable[Path]) -> list[str]:
-    """Return a note with the number of images that their EXIF data rotates or mirrors; empty if there are none."""
-    turned = [path for path in paths if path.suffix.lower() in ('.jpg', '.jpeg', '.jfif') and _orientation(path) > 1]
-    meaning = 'labels are taken as drawn on the turned image, as loaders turn it'
-    return [f'{len(turned)} images are turned by EXIF, as {turned[0].name}: {meaning}'] if turned else []
+def file_notes(paths: Iterable[Path], are_drawn_on: bool = False) -> list[str]:
+    """Return notes on image files: pages that loaders do not read, the nodata value, and EXIF rotations.
 
-
-def _orientation(path: Path) -> int:
-    with suppress(Exception), Image.open(path) as image:
-        return int(image.getexif().get(_ORIENTATION, 1))
-    return 1
-
-
-def page_notes(paths: Iterable[Path]) -> list[str]:
-    """Return notes on parts of image files that loaders do not read: pages after the first, and the nodata value."""
-    pages: list[Path] = []
-    nodata: dict[str, list[Path]] = {}
+    Args:
+        paths: The files.
+        are_drawn_on: Labels have coordinates in the images.
+    """
+    found: dict[tuple[str, str], list[Path]] = {}
     for path in paths:
-        if path.suffix.lower() not in _SEVERAL_PAGES:
+        if path.suffix.lower() not in (*_JPEG, *_SEVERAL_PAGES):
             continue
         with suppress(Exception), Image.open(path) as image:
             tags = getattr(image, 'tag_v2', {})
-            value = str(tags.get(_NODATA, '')).strip(' \0')
-            count = 0
-            for page in ImageSequence.Iterator(image):
-                count += not getattr(page, 'tag_v2', {}).get(_SUBFILE, 0) & 5  # smaller copies and masks of GeoTIFF
-            pages += [path] * (count > 1)
-            if value:
-                nodata.setdefault(value, []).append(path)
-    notes = [f'{len(pages)} files have several pages, as {path.name}: the first is read' for path in pages[:1]]
-    for value, files in nodata.items():
-        notes.append(f'{len(files)} files say that {value} means no data, as {files[0].name}: it is read as a value')
-    return notes
+            nodata = str(tags.get(_NODATA, '')).strip(' \0')
+            if nodata:
+                found.setdefault((f'files say that {nodata} means no data', 'it is read as a value'), []).append(path)
+            # smaller copies and masks of GeoTIFF are no pages
+            pages = [getattr(page, 'tag_v2', {}).get(_SUBFILE, 0) & 5 for page in ImageSequence.Iterator(image)]
+            if pages.count(0) > 1 and path.suffix.lower() in _SEVERAL_PAGES:
+                found.setdefault(('files have several pages', 'the first is read'), []).append(path)
+            if are_drawn_on and image.getexif().get(_ORIENTATION, 1) > 1 and path.suffix.lower() in _JPEG:
+                meaning = 'labels are taken as drawn on the turned image, as loaders turn it'
+                found.setdefault(('images are turned by EXIF', meaning), []).append(path)
+    return [f'{len(files)} {said}, as {files[0].name}: {meaning}' for (said, meaning), files in found.items()]
 
 
 class ImageFormat(NamedTuple):

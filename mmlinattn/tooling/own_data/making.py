@@ -3,6 +3,7 @@
 
 import copy
 import io
+import itertools
 import math
 import os
 import re
@@ -29,7 +30,7 @@ from .boxes import read_boxes
 from .data import Data, Options, OwnData
 from .drawing import draw_examples
 from .folders import read_classes
-from .images import ImageFormat, image_format, page_notes
+from .images import ImageFormat, file_notes, image_format
 from .masks import read_masks
 
 TASKS = {'detection': 'mmdet', 'segmentation': 'mmseg', 'classification': 'mmpretrain'}
@@ -109,7 +110,8 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
     else:
         data = read_classes(files)
     data.notes.extend(files.unused())
-    data.notes.extend(page_notes(path for paths in data.images.values() for path in paths))
+    used = itertools.chain(*data.images.values())
+    data.notes.extend(file_notes(used, args.task != 'classification'))
     pixels = image_format(data.images['train'], args.channels)
     base = _base(args, data)
     cfg = Config.fromfile(str(project_files('configs') / f'{base}.py'))
@@ -160,17 +162,22 @@ def _file(args: ConfigArgs, split: str) -> Path:
     return args.out.with_name(f'{args.out.stem}_{split}.{"json" if args.task == "detection" else "txt"}')
 
 
-def _fitted(node: Any, num_classes: int) -> Any:
-    """Return a model config with ``num_classes`` set in all heads, and synchronised batch norms replaced by BN."""
+def _fitted(node: Any, data: OwnData) -> Any:
+    """Return a model config for the classes of the data: all heads, BN for synchronised batch norms, ignored regions.
+
+    Anchors in ignored regions are background in MMDetection's recipes, which leave ``ignore_iof_thr`` off.
+    """
     if isinstance(node, (list, tuple)):
-        return type(node)(_fitted(item, num_classes) for item in node)
+        return type(node)(_fitted(item, data) for item in node)
     if not isinstance(node, dict):
         return node
-    out = {key: _fitted(value, num_classes) for key, value in node.items()}
+    out = {key: _fitted(value, data) for key, value in node.items()}
     if 'num_classes' in out:
-        out['num_classes'] = num_classes
+        out['num_classes'] = len(data.classes)
     if out.get('type') in ('SyncBN', 'MMSyncBN'):
         out['type'] = 'BN'
+    if data.ignores and 'ignore_iof_thr' in out:
+        out['ignore_iof_thr'] = 0.5
     return out
 
 
@@ -182,7 +189,7 @@ def _values(
     notes: list[str] = []
     root = _portable(args, args.root).rstrip('/')
     values: dict[str, Any] = dict(data_root=f'{root}/', metainfo=dict(classes=tuple(data.classes)))
-    model = _fitted(whole['model'], len(data.classes))
+    model = _fitted(whole['model'], data)
     if model.get('roi_head') and not data.masks:
         model['type'] = model['type'].replace('MaskRCNN', 'FasterRCNN')
         model['roi_head'].update(mask_roi_extractor=None, mask_head=None)
@@ -269,7 +276,7 @@ def _values(
 
 
 def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
-    """Raise a detector's limits of boxes to its densest image, and let training ignore regions of ignored objects.
+    """Raise a detector's limits of boxes to its densest image.
 
     Returns:
         int: The largest number of boxes that the detector returns for an image.
@@ -282,21 +289,10 @@ def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
         proposals = [test, test.get('rpn'), (model.get('train_cfg') or {}).get('rpn_proposal')]
         for limit in filter(None, proposals):
             for key in ('nms_pre', 'max_per_img'):
-                if key in limit and limit is not limits or key == 'nms_pre' and key in limit:
+                if key in limit and (limit is not limits or key == 'nms_pre'):
                     limit[key] = max(limit[key], 4 * most)
         notes.append(f'up to {data.densest} objects an image: max_per_img = {most}, and as many are evaluated')
-    if data.ignores:
-        _ignore_regions(model)
     return most
-
-
-def _ignore_regions(node: Any) -> None:
-    """Set ``ignore_iof_thr``, so that anchors in ignored regions are not background; MMDetection's recipes leave it
-    off."""
-    for child in node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ():
-        _ignore_regions(child)
-    if isinstance(node, dict) and 'ignore_iof_thr' in node:
-        node['ignore_iof_thr'] = 0.5
 
 
 def _durations(args: ConfigArgs, values: dict, data: OwnData, trial: Optional[SmokeResult]) -> list[str]:

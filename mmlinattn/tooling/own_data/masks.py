@@ -13,7 +13,7 @@ from PIL import Image
 from ...utils.errors import RunError
 from .data import Data, Example, OwnData
 from .formats import recognise_all, refusal
-from .images import image_size, is_mask, page_notes, turned_notes
+from .images import file_notes, image_size, is_mask
 from .mask_values import IGNORED, format_value, interpret, remap, scan
 from .names import some
 from .splits import divide
@@ -67,7 +67,7 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
         labels = {table.get(value, IGNORED) for value in values}
         items.append(pair._replace(classes=frozenset(classes[label] for label in labels if label < len(classes))))
     splits, more = divide(data, items, 'segmentation', classes)
-    notes += page_notes(pair.file for pair in pairs) + turned_notes(pair.path for pair in pairs)
+    notes += file_notes(pair.file for pair in pairs)
     changed = {value: label for value, label in sorted(table.items()) if value != label and value in seen.pixels}
     is_copied, settings, lists = bool(changed) or not seen.is_plain, {}, {}
     for split, chosen in splits.items():

@@ -294,10 +294,13 @@ def test_pages_and_values_that_mean_no_data_are_named(tmp_path):
     overview = TiffImagePlugin.ImageFileDirectory_v2()
     overview[42113] = '-9999'
     first.save(tmp_path / 'plain.tif', tiffinfo=overview)
-    notes = images.page_notes(sorted(tmp_path.iterdir()))
-    assert notes == [
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture(tmp_path / 'turned.jpg', exif=exif)
+    assert images.file_notes(sorted(tmp_path.iterdir()), are_drawn_on=True) == [
         '1 files have several pages, as pages.tif: the first is read',
         '1 files say that -9999 means no data, as plain.tif: it is read as a value',
+        '1 images are turned by EXIF, as turned.jpg: labels are taken as drawn on the turned image, as loaders turn it',
     ]
 
 
