@@ -13,28 +13,31 @@ from PIL import Image, ImageOps
 from .data import Example, OwnData
 from .mask_values import IGNORED
 from .names import some
+from .objects import Object
 
 _COUNT = 6
 _LONGER_SIDE = 640
 
 
 def _chosen(data: OwnData) -> list[Example]:
-    """Return six examples: the two fullest, that of the smallest object, and others spread over the data set."""
+    """Return six examples: the two fullest, that of the smallest object, and others spread over the data set.
+
+    Of a data set with a class an image: one of each class first.
+    """
     examples = data.examples
-    if examples[0].title:  # of classes: one of each first
-        names = [example.title for example in examples]
-        order = sorted(range(len(names)), key=lambda i: (names[:i].count(names[i]), i)) if len(names) < 500 else []
-        firsts = {name: i for i, name in reversed(list(enumerate(names)))}
-        return [examples[i] for i in (order or [*firsts.values(), *range(len(names))])[:_COUNT]]
-    fullest = sorted(range(len(examples)), key=lambda i: -len(examples[i].objects))[: 2 * bool(examples[0].objects)]
-    areas = {i: min((_area(item.box) for item in e.objects), default=np.inf) for i, e in enumerate(examples)}
+    first = {example.title: i for i, example in reversed(list(enumerate(examples)))}
+    chosen = sorted(first.values()) if len(first) > 1 else []
+    if examples[0].objects:
+        areas = {i: min(map(_area, example.objects)) for i, example in enumerate(examples) if example.objects}
+        fullest = sorted(areas, key=lambda i: -len(examples[i].objects))
+        chosen = [*fullest[:2], min(areas, key=areas.__getitem__)]
     spread = np.linspace(0, len(examples) - 1, 4 * _COUNT).round().astype(int).tolist()
-    indices = [*fullest, min(areas, key=areas.__getitem__), *spread[::4], *spread]
-    return [examples[i] for i in list(dict.fromkeys(indices))[:_COUNT]]
+    return [examples[i] for i in list(dict.fromkeys([*chosen, *spread[::4], *spread]))[:_COUNT]]
 
 
-def _area(box: tuple) -> float:
-    return (box[2] - box[0]) * (box[3] - box[1])
+def _area(item: Object) -> float:
+    left, top, right, bottom = item.box
+    return (right - left) * (bottom - top)
 
 
 def draw_examples(data: OwnData, file: Path) -> None:

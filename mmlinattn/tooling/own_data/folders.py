@@ -87,18 +87,12 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item],
             'alone: give --labels FILE, or --labels DIR for the folders.'
         )
     if fault:
-        others = [source for kind in kinds if kind != 'CSV of classes' for source in kinds[kind]]
-        known = [
-            f' {data.name(path)} is {kind}, which this task does not take.'
-            for path, kind, _ in others
-            if kind != UNKNOWN
-        ]
-        known += [
-            f' {data.name(path)} has the columns {some(table.names)}: none is named class or label.'
-            for path, _, table in others
-            if isinstance(table, Table)
-        ]
-        beside = next(iter(known), '')
+        beside = ''
+        for kind, ((path, _, content), *_) in kinds.items():
+            if isinstance(content, Table) and kind != 'CSV of classes':
+                beside = f' {data.name(path)} has the columns {some(content.names)}: none is named class or label.'
+            elif kind not in (UNKNOWN, 'CSV of classes'):
+                beside = f' {data.name(path)} is {kind}, which this task does not take.'
         raise RunError(f'{fault}{beside}')
     if not folders:
         raise refusal(data, kinds, 'classification')

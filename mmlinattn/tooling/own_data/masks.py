@@ -59,7 +59,7 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
         RunError: There are no masks, they do not match their images, or the meaning of their values is unclear.
     """
     notes: list[str] = []
-    pairs = _all_pairs(data, notes)
+    pairs = _all_pairs(data)
     seen = scan([pair.file for pair in pairs])
     classes, table = interpret(data, pairs[0].path, pairs[0].file, seen, notes)
     items = []
@@ -94,7 +94,7 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
     return OwnData('segmentation masks', classes, used, lists, settings, more + notes, drawn)
 
 
-def _all_pairs(data: Data, notes: list[str]) -> list[_Pair]:
+def _all_pairs(data: Data) -> list[_Pair]:
     """Pair images with masks: of ``--images`` and ``--labels``, of neighbouring folders, or of one folder.
 
     Raises:
@@ -103,13 +103,11 @@ def _all_pairs(data: Data, notes: list[str]) -> list[_Pair]:
     given = data.options
     if given.images and given.labels and given.labels.is_dir():
         data.images = Data(data.root).images  # those of --labels too
-        return _pairs(data, given.images, given.labels, notes)
+        return _pairs(data, given.images, given.labels)
     data.need_images()
-    folders = {
-        folder for path in data.images for folder in path.parents if folder == data.root or data.root in folder.parents
-    }
-    inner: dict[Path, list[str]] = {folder: [] for folder in sorted(folders)}
-    for folder in sorted(folders - {data.root}):
+    folders = {folder for path in data.images for folder in data.rel(path).parents}
+    inner: dict[Path, list[str]] = {data.root / folder: [] for folder in sorted(folders)}
+    for folder in [folder for folder in inner if folder != data.root]:
         inner[folder.parent].append(folder.name)
     claims: list[tuple[Path, Path]] = []
     for top, names in inner.items():
@@ -127,7 +125,7 @@ def _all_pairs(data: Data, notes: list[str]) -> list[_Pair]:
     claims = [(images, masks) for images, masks in claims if given.labels in (None, masks)]
     if given.labels is None:
         _refuse_others(data, inner, claims)
-    pairs = [pair for images, masks in claims for pair in _pairs(data, images, masks, notes)]
+    pairs = [pair for images, masks in claims for pair in _pairs(data, images, masks)]
     for folder in inner if not claims else ():
         here = [path for path in data.images if path.parent == folder]
         stems = {path.stem for path in here}
@@ -136,7 +134,7 @@ def _all_pairs(data: Data, notes: list[str]) -> list[_Pair]:
         counts = Counter(end[0] for end, path in ends if end and path.name[: end.start()] in stems - {path.stem})
         plain = Counter(p.suffix for p in here if p.suffix.lower() == '.png' and p.with_suffix('.jpg') in here)
         for ending, _ in (counts or plain).most_common(1):
-            pairs += _pairs(data, folder, folder, notes, ending)
+            pairs += _pairs(data, folder, folder, ending)
     if not pairs:
         there = [folder for folder in inner if _has_masks(data, folder)]
         there = there or [path for path in data.images[:100] if is_mask(path)][:2]
@@ -170,7 +168,7 @@ def _refuse_others(data: Data, folders: dict, claims: list[tuple[Path, Path]]) -
                 )
 
 
-def _pairs(data: Data, images: Path, masks: Path, notes: list[str], ending: str = '') -> list[_Pair]:
+def _pairs(data: Data, images: Path, masks: Path, ending: str = '') -> list[_Pair]:
     """Pair images with masks ``masks/STEM`` plus the most frequent ending (``.png``, ``_mask.png``)."""
     stems: dict[str, str] = {}
     below = {folder: [path for path in data.images if folder in path.parents] for folder in (images, masks)}
@@ -186,16 +184,15 @@ def _pairs(data: Data, images: Path, masks: Path, notes: list[str], ending: str 
             stems = {stem.removesuffix(end): f'{end}{suffix}' for stem, suffix in stems.items()}
     found = {path.relative_to(masks).as_posix() for path in below[masks]}
     endings = {name[len(stem) :] for stem in list(stems)[:20] for name in found if name.startswith(stem)}
-    counts = {ending: sum(f'{stem}{ending}' in found for stem in stems) for ending in sorted(endings)}
-    if images == masks:
-        counts = {ending: sum(f'{stem}{ending}' in found for stem in stems)}
+    endings = {ending} if ending else endings
+    counts = {each: sum(f'{stem}{each}' in found for stem in stems) for each in sorted(endings)}
     if not counts:
         raise RunError(
             f'{masks} has no label image with the name of an image of {images}: give --images DIR and --labels DIR.'
         )
-    best = [ending for ending in counts if counts[ending] == max(counts.values())]
+    best = [each for each in counts if counts[each] == max(counts.values())]
     kinds = [[each for each in best if kind in each] for kind in _KINDS]
-    ending, *others = next(filter(None, kinds), best)
+    ending, *others = next((several for several in kinds if several), best)
     if others:
         raise RunError(f'{masks} has two masks of each image, *{ending} and *{others[0]}: keep one kind.')
     if ending.lower().endswith(('.jpg', '.jpeg')):
