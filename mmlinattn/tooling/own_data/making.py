@@ -5,82 +5,34 @@ import copy
 import io
 import itertools
 import math
-import os
 import re
 import textwrap
 import zlib
 from contextlib import redirect_stdout
-from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Optional
 
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 
-from ...checkpoints.released import released_checkpoints
 from ...utils.errors import RunError, described, printable
 from ...utils.files import project_files
 from ..command_line import quiet
 from ..configs import read_config
 from ..swapping.smoke import SmokeResult, smoke_test
 from ..swapping.upstream import Upstream
-from ..swapping.writing import difference, statement
-from ..swapping.zoo import find_backbone, recipes
+from ..swapping.writing import statement
+from ..swapping.zoo import recipes
 from .boxes import read_boxes
 from .data import Data, Options, OwnData
 from .drawing import draw_examples
 from .folders import read_classes
-from .images import ImageFormat, file_notes, image_format
+from .images import file_notes, image_format
 from .masks import read_masks
+from .settings import TASKS, ConfigArgs, annotation_file, config_values
 
-TASKS = {'detection': 'mmdet', 'segmentation': 'mmseg', 'classification': 'mmpretrain'}
-_BATCH = {'detection': 2, 'segmentation': 4, 'classification': 32}
 # the import makes the scope known to upstream's tools; MMEngine evaluates this line before all others
 _BASE = "_base_ = __import__('mmlinattn').__name__ + '::%s.py'\n"
-_FROM_SCRATCH = 2e-4  # learning rate of AdamW in docs/real_images.md, without released weights
-
-
-class ConfigArgs(NamedTuple):
-    """Arguments of the command line."""
-
-    data: Path
-    task: str
-    backbone: str
-    out: Path
-    batch: Optional[int] = None
-    size: Optional[int] = None
-    channels: Optional[int] = None
-    classes: Optional[list[str]] = None
-    scratch: bool = False
-    boxes: Optional[str] = None
-    units: Optional[str] = None
-    images: Optional[Path] = None
-    labels: Optional[Path] = None
-    train: Optional[Path] = None
-    val: Optional[Path] = None
-    overwrite: bool = False
-
-    @property
-    def root(self) -> Path:
-        """Folder to which paths of the data are relative."""
-        return self.data if self.data.is_dir() else self.data.parent
-
-
-class _Code(str):
-    """Text that is written to the config unquoted, as an expression."""
-
-    __repr__ = str.__str__
-
-
-def _portable(args: ConfigArgs, path: Any) -> str:
-    """Return a path relative to the config's folder if it is in or beside that folder, and an absolute path otherwise.
-
-    MMEngine replaces ``{{ fileDirname }}`` by the folder of the config.
-    """
-    path, here = Path(path), args.out.parent
-    is_near = here in [path, *path.parents] or here.parent in path.parents and here.parent != Path(here.anchor)
-    is_near = is_near and "'" not in str(here)  # would end the text in the config
-    return f'{{{{ fileDirname }}}}/{Path(os.path.relpath(path, here)).as_posix()}' if is_near else path.as_posix()
 
 
 def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
@@ -97,7 +49,7 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
     args = args._replace(data=args.data.resolve(), out=args.out.resolve())
     if args.data in args.out.parents:
         raise RunError(f'--out {str(args.out)!r} is inside of DATA: write it beside, as annotation files go with it.')
-    if args.data in (_file(args, split) for split in ('train', 'val', 'test')):
+    if args.data in (annotation_file(args, split) for split in ('train', 'val', 'test')):
         raise RunError(f'--out {str(args.out)!r}: an annotation file beside it would be written over DATA; rename it.')
     if args.out.exists() and not args.overwrite and _is_edited(args.out.read_text(encoding='utf-8', errors='replace')):
         raise RunError(f'--out {str(args.out)!r} was edited or written by hand. Set --overwrite, or name another file.')
@@ -115,9 +67,9 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
     pixels = image_format(data.images['train'], args.channels)
     base = _base(args, data)
     cfg = Config.fromfile(str(project_files('configs') / f'{base}.py'))
-    values, notes = _values(args, data, pixels, cfg, base.rpartition('/')[2])
+    values, notes = config_values(args, data, pixels, cfg, base.rpartition('/')[2])
     for split, text in data.annotations.items():
-        _file(args, split).write_text(text, encoding='utf-8')
+        annotation_file(args, split).write_text(text, encoding='utf-8')
     counts = ', '.join(f'{len(paths)} of {split}' for split, paths in data.images.items())
     found = f'{data.kind}: {counts}; {len(data.classes)} classes: {", ".join(data.classes)}'
     body = f'{_BASE % base}\n' + ''.join(statement(key, value) for key, value in values.items())
@@ -158,143 +110,6 @@ def _base(args: ConfigArgs, data: OwnData) -> str:
     return f'{scope}/{args.backbone}_{kind}'
 
 
-def _file(args: ConfigArgs, split: str) -> Path:
-    return args.out.with_name(f'{args.out.stem}_{split}.{"json" if args.task == "detection" else "txt"}')
-
-
-def _fitted(node: Any, data: OwnData) -> Any:
-    """Return a model config for the classes of the data: all heads, BN for synchronised batch norms, ignored regions.
-
-    Anchors in ignored regions are background in MMDetection's recipes, which leave ``ignore_iof_thr`` off.
-    """
-    if isinstance(node, (list, tuple)):
-        return type(node)(_fitted(item, data) for item in node)
-    if not isinstance(node, dict):
-        return node
-    out = {key: _fitted(value, data) for key, value in node.items()}
-    if 'num_classes' in out:
-        out['num_classes'] = len(data.classes)
-    if out.get('type') in ('SyncBN', 'MMSyncBN'):
-        out['type'] = 'BN'
-    if data.ignores and 'ignore_iof_thr' in out:
-        out['ignore_iof_thr'] = 0.5
-    return out
-
-
-def _values(
-    args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config, stem: str
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of the new config by name, and notes on them for the user."""
-    whole, batch = cfg.to_dict(), args.batch or _BATCH[args.task]
-    notes: list[str] = []
-    root = _portable(args, args.root).rstrip('/')
-    values: dict[str, Any] = dict(data_root=f'{root}/', metainfo=dict(classes=tuple(data.classes)))
-    model = _fitted(whole['model'], data)
-    if model.get('roi_head') and not data.masks:
-        model['type'] = model['type'].replace('MaskRCNN', 'FasterRCNN')
-        model['roi_head'].update(mask_roi_extractor=None, mask_head=None)
-
-    weights = find_backbone(args.backbone, TASKS[args.task]).checkpoint
-    is_scratch = args.scratch or pixels.mean is not None or weights is None
-    if is_scratch:
-        notes.append('it learns from scratch' + ': no weights of this backbone are released' * (weights is None))
-    is_whole = not is_scratch and stem in released_checkpoints()
-    if not is_scratch and not is_whole:
-        model['backbone']['init_cfg'] = dict(type='Pretrained', checkpoint=weights)
-    elif model['backbone'].get('init_cfg'):
-        model['backbone']['init_cfg'] = None
-    if is_whole:
-        values['load_from'] = f'mmlinattn://{stem}'
-    name = stem if is_whole else str(weights).partition('://')[2]
-    released = None if is_scratch else released_checkpoints().get(name)
-    if released and not released.path.exists():
-        notes.append(
-            f'the training downloads the weights from {released.link}; offline, put the file at {released.path}, '
-            'or set --scratch'
-        )
-    most = _widen(model, data, notes)
-
-    preprocessor: dict[str, Any] = dict(num_classes=len(data.classes)) if args.task == 'classification' else {}
-    if pixels.mean is not None and pixels.std is not None:
-        model['backbone']['in_channels'] = pixels.channels
-        mean, std = pixels.mean, pixels.std
-        if args.task == 'detection' and len(mean) not in (1, 3):  # MMEngine takes no others
-            mean, std = [sum(mean) / len(mean)], [sum(std) / len(std)]
-        flag = 'to_rgb' if args.task == 'classification' else 'bgr_to_rgb'
-        preprocessor.update({'mean': mean, 'std': std, flag: False})
-    train, test, size = _pipelines(args, data, pixels, cfg)
-    if args.task == 'segmentation':
-        preprocessor['size'] = (size, size)
-    if args.task == 'classification':
-        values['data_preprocessor'] = preprocessor
-    else:
-        model['data_preprocessor'] = {**model['data_preprocessor'], **preprocessor}
-    values.update(model=difference(whole['model'], model), train_pipeline=train, test_pipeline=test)
-
-    kind = {'segmentation': 'BaseSegDataset', 'classification': 'CustomDataset'}.get(args.task)
-    for split in data.images:
-        values[f'{split}_dataloader'] = loader = dict[str, Any](num_workers=2)
-        dataset: dict[str, Any] = dict(_delete_=True, type=kind) if kind else {}
-        ann_file, settings = _portable(args, _file(args, split)), dict(data.settings[split])
-        if isinstance(settings['data_prefix'], dict):
-            settings['data_prefix'] = {
-                key: f'{_portable(args, path)}/' if os.path.isabs(path) else path
-                for key, path in settings['data_prefix'].items()
-            }
-        dataset.update(data_root=_Code('data_root'), metainfo=_Code('metainfo'), ann_file=ann_file, **settings)
-        dataset['pipeline'] = _Code('train_pipeline' if split == 'train' else 'test_pipeline')
-        loader['dataset'] = dataset
-        if split == 'train' and args.task == 'detection':  # keep background, and images below 32 px
-            dataset['filter_cfg'] = dict(filter_empty_gt=False, min_size=1)
-        if split == 'train' or args.task == 'classification':
-            loader['batch_size'] = batch
-        if split == 'train':
-            continue
-        if args.task == 'detection':
-            metric = ['bbox', 'segm'] if data.masks else 'bbox'
-            values[f'{split}_evaluator'] = dict(ann_file=ann_file, metric=metric, classwise=True)
-            if most > 100:  # pycocotools' mAP ends at 100 boxes an image; MMDetection's own evaluation does not
-                values[f'{split}_evaluator'].update(use_mp_eval=True, proposal_nums=(100, 300, max(1000, most)))
-        elif args.task == 'classification':
-            values[f'{split}_evaluator'] = dict(topk=(1, 5) if len(data.classes) > 5 else (1,))
-        if kind:
-            dataset['test_mode'] = True
-    if 'test' not in data.images:
-        values['test_dataloader'] = _Code('val_dataloader')
-        if 'val_evaluator' in values:
-            values['test_evaluator'] = _Code('val_evaluator')
-
-    recipe_rate = cfg.optim_wrapper.optimizer.lr
-    base_batch = (cfg.get('auto_scale_lr') or {}).get('base_batch_size', 16)
-    rate = _FROM_SCRATCH if is_scratch else float(f'{recipe_rate * batch / base_batch:.2g}')
-    values['optim_wrapper'] = dict(optimizer=dict(lr=rate))
-    values['auto_scale_lr'] = dict(base_batch_size=batch)
-    values.update(_schedule(args.task, len(data.images['train']) / batch, cfg))
-    origin = '' if is_scratch else f" (the recipe's {recipe_rate:g} is for {base_batch})"
-    notes.append(f'learning rate {rate:g} for {batch} images a step{origin}')
-    return values, notes
-
-
-def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
-    """Raise a detector's limits of boxes to its densest image.
-
-    Returns:
-        int: The largest number of boxes that the detector returns for an image.
-    """
-    test = model.get('test_cfg') or {}
-    limits = test.get('rcnn', test)
-    most = limits.get('max_per_img', 0)
-    if 1.5 * data.densest > most > 0:
-        most = limits['max_per_img'] = 100 * math.ceil(1.5 * data.densest / 100)
-        proposals = [test, test.get('rpn'), (model.get('train_cfg') or {}).get('rpn_proposal')]
-        for limit in filter(None, proposals):
-            for key in ('nms_pre', 'max_per_img'):
-                if key in limit and (limit is not limits or key == 'nms_pre'):
-                    limit[key] = max(limit[key], 4 * most)
-        notes.append(f'up to {data.densest} objects an image: max_per_img = {most}, and as many are evaluated')
-    return most
-
-
 def _durations(args: ConfigArgs, values: dict, data: OwnData, trial: Optional[SmokeResult]) -> list[str]:
     """Return a line with the measured time of a step and an estimate for the whole training; empty without
     measurement."""
@@ -309,75 +124,6 @@ def _durations(args: ConfigArgs, values: dict, data: OwnData, trial: Optional[Sm
     length = f'{epochs} epochs' if epochs else f'{values["max_iters"]} steps of {batch}'
     step = f'a step of 2 images of {width}x{height} took {trial.seconds:.1f} s on the CPU'
     return [f'{step}; the whole, {length}, takes about {duration} on it, validation aside']
-
-
-def _pipelines(args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config) -> tuple[Any, Any, int]:
-    """Return the transforms of training and test, and the longer side of training images in pixels."""
-    loading: dict[str, Any] = dict(type='LoadImageFromFile')
-    if pixels.mean is not None:
-        loading.update(color_type='unchanged', to_float32=True)
-    flip: dict[str, Any] = dict(type='RandomFlip', prob=0.5)
-    long, short = max(pixels.width, pixels.height), min(pixels.width, pixels.height)
-    if args.task == 'detection':
-        ratio = args.size / long if args.size else min(1, 1333 / long, 800 / short)
-        scale = (round(long * ratio), round(short * ratio))
-        resize = dict(type='Resize', scale=scale, keep_ratio=True)
-        labels = dict(type='LoadAnnotations', with_bbox=True, **(dict(with_mask=True) if data.masks else {}))
-        keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')
-        train = [loading, labels, resize, flip, dict(type='PackDetInputs')]
-        return train, [loading, resize, labels, dict(type='PackDetInputs', meta_keys=keys)], max(scale)
-    if args.task == 'segmentation':
-        side = args.size or max(32, min(512, short // 32 * 32))
-        labels, pack = dict(type='LoadAnnotations'), dict(type='PackSegInputs')
-        scale = (2048, 1024) if long > 2048 else (long, short)
-        shrink = [dict(type='Resize', scale=scale, keep_ratio=True)] if long > 2048 else []
-        zoom = dict(type='RandomResize', scale=scale, ratio_range=(0.5, 2.0), keep_ratio=True)
-        crop = dict(type='RandomCrop', crop_size=(side, side), cat_max_ratio=0.75)
-        colours = [dict(type='PhotoMetricDistortion')] if pixels.mean is None else []
-        return [loading, labels, zoom, crop, flip, *colours, pack], [loading, *shrink, labels, pack], side
-    recipe_side = next(step for step in cfg.train_pipeline if step.type == 'RandomResizedCrop').scale
-    side = args.size or recipe_side
-    if pixels.mean is None and side == recipe_side:
-        return _Code('_base_.train_pipeline'), _Code('_base_.test_pipeline'), side
-    cut, pack = dict(type='RandomResizedCrop', scale=side), dict(type='PackInputs')
-    flip['direction'] = 'horizontal'
-    return [loading, cut, flip, pack], [loading, dict(type='Resize', scale=(side, side)), pack], side
-
-
-def _schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
-    """Return loops, learning rate schedule and checkpoint settings for ``steps`` iterations per epoch.
-
-    Iteration-based recipes are shortened for small data sets.
-    """
-    if task == 'segmentation':
-        total = min(cfg.train_cfg.max_iters, max(4000, round(50 * steps)))
-        every, warm = max(1, total // 10), min(1500, total // 10)
-        return dict(
-            max_iters=total,
-            train_cfg=dict(max_iters=_Code('max_iters'), val_interval=every),
-            param_scheduler=[
-                dict(type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=warm),
-                dict(type='PolyLR', power=0.9, eta_min=0.0, by_epoch=False, begin=warm, end=_Code('max_iters')),
-            ],
-            default_hooks=dict(checkpoint=dict(interval=every, save_best='mIoU', max_keep_ckpts=2)),
-        )
-    steps, least = math.ceil(steps), 12 if task == 'detection' else 30
-    epochs = max(least, min(100, math.ceil(2000 / steps)))
-    every, warm = max(1, epochs // 12), max(1, min(500, epochs * steps // 10))
-    warming = dict(type='LinearLR', start_factor=0.001, by_epoch=False, begin=0, end=warm)
-    if task == 'detection':
-        marks = [epochs * 2 // 3, epochs * 11 // 12]
-        falling = dict(type='MultiStepLR', by_epoch=True, begin=0, end=_Code('max_epochs'), milestones=marks, gamma=0.1)
-    else:
-        falling = dict(type='CosineAnnealingLR', by_epoch=True, begin=0, end=_Code('max_epochs'), eta_min_ratio=0.01)
-        falling.update(T_max=_Code('max_epochs'), convert_to_iter_based=True)
-    best = 'coco/bbox_mAP' if task == 'detection' else 'accuracy/top1'
-    return dict(
-        max_epochs=epochs,
-        train_cfg=dict(max_epochs=_Code('max_epochs'), val_interval=every),
-        param_scheduler=[warming, falling],
-        default_hooks=dict(checkpoint=dict(interval=every, save_best=best, max_keep_ckpts=2)),
-    )
 
 
 def _try(args: ConfigArgs) -> SmokeResult:

@@ -11,7 +11,7 @@ import pytest
 from helpers.own_files import picture, text
 from mmengine.config import Config
 
-from mmlinattn.tooling.own_data import making
+from mmlinattn.tooling.own_data import making, settings
 from mmlinattn.utils.errors import RunError
 
 
@@ -37,7 +37,7 @@ def boxes(root, outline=(), shape=(480, 640, 3), dtype=np.uint8):
 
 
 def made(root, task, backbone, **more):
-    args = making.ConfigArgs(root, task, backbone, root.parent / 'mine.py', **more)
+    args = settings.ConfigArgs(root, task, backbone, root.parent / 'mine.py', **more)
     lines, _ = making.make_config(args)
     return Config.fromfile(str(args.out)), lines
 
@@ -156,7 +156,7 @@ def test_classification(tmp_path, untried):
     ],
 )
 def test_the_length_of_a_training_follows_the_data(task, steps, length, warm, every):
-    schedule = making._schedule(task, steps, Config(dict(train_cfg=dict(max_iters=160000))))
+    schedule = settings.schedule(task, steps, Config(dict(train_cfg=dict(max_iters=160000))))
     assert schedule['max_iters' if task == 'segmentation' else 'max_epochs'] == length
     assert schedule['param_scheduler'][0]['end'] == warm
     assert schedule['train_cfg']['val_interval'] == schedule['default_hooks']['checkpoint']['interval'] == every
@@ -167,19 +167,19 @@ def test_refused_arguments(tmp_path, untried):
     with pytest.raises(RunError, match="'flatten_swin_b' has no config for detection; these have: .*ravlt_t"):
         made(root, 'detection', 'flatten_swin_b')
     with pytest.raises(RunError, match='is inside of DATA'):
-        making.make_config(making.ConfigArgs(root, 'detection', 'ravlt_t', root / 'mine.py'))
+        making.make_config(settings.ConfigArgs(root, 'detection', 'ravlt_t', root / 'mine.py'))
     with pytest.raises(RunError, match='would be written over DATA'):
         made(text(tmp_path / 'mine_train.json', '{}'), 'detection', 'ravlt_t')
 
 
 def test_data_that_does_not_load_is_one_line(tmp_path, monkeypatch):
-    root, values = boxes(tmp_path / 'data'), making._values
+    root, values = boxes(tmp_path / 'data'), making.config_values
 
     def lose(args, data, *more):  # after the images were inspected
         for path in data.images['train']:
             path.write_bytes(b'')
         return values(args, data, *more)
 
-    monkeypatch.setattr(making, '_values', lose)
+    monkeypatch.setattr(making, 'config_values', lose)
     with pytest.raises(RunError, match='mine.py: the data cannot be read: '):
         made(root, 'detection', 'ravlt_t')

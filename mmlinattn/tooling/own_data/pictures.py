@@ -1,0 +1,149 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Find the images that label files name."""
+
+import itertools
+import operator
+import os
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Optional
+from urllib.parse import unquote
+
+from ...utils.errors import RunError
+from .images import is_mask
+from .names import Splits, has_role_only, shared_key
+
+_UPLOAD = re.compile(r'[0-9a-f]{8}-')  # before names of files, by Label Studio
+
+
+def _key(name: str) -> str:
+    return unicodedata.normalize('NFC', name).casefold()
+
+
+def _common(first: Iterable, second: Iterable) -> int:
+    """Return the number of equal elements at the start of two sequences."""
+    return len([*itertools.takewhile(bool, map(operator.eq, first, second))])
+
+
+class Pictures:
+    """Images by the names and paths in label files.
+
+    An image belongs to a label by its path: by all folders that the label names, else by most of them, else by its
+    base name if that is the only one and no folder contradicts.
+    """
+
+    def __init__(self, root: Path, images: Sequence[Path], splits: Splits):
+        self.root, self.splits, self._by_name = root, splits, dict[str, list[Path]]()
+        for path in images:
+            for name in {_key(path.name), _key(path.stem)}:
+                self._by_name.setdefault(name, []).append(path)
+        folders = {self.rel(path).parent for path in images}
+        self._folders = {part for folder in folders for part in folder.parts if not has_role_only(part)}
+        self._keys = {shared_key(folder) for folder in folders}
+
+    def named(self, name: str, is_upload: bool = False) -> list[Path]:
+        """Return the images with the base name of a name, path or URL; ``is_upload`` allows Label Studio's prefix."""
+        base = _parts(name)[-1]
+        plain = unquote(base)
+        names = [base, plain, plain.partition('?')[0], _parts(unquote(name).partition('?d=')[2])[-1]]
+        names += [_UPLOAD.sub('', each, count=1) for each in names[1:] if is_upload and _UPLOAD.match(each)]
+        found = next((self._by_name[_key(each)] for each in names if each and _key(each) in self._by_name), [])
+        return [path for path in found if base in (path.name, path.stem)] or found
+
+    def find(self, file: Path, names: Iterable[str], is_upload: bool = False) -> list[Path]:
+        """Return an image for each name, path or URL in a label file.
+
+        Raises:
+            RunError: No image has the name, or several have, or a folder contradicts.
+        """
+        names = list(map(str, names))
+        folders = {part for name in names for part in _parts(name)[:-1]}
+        return [self._find(file, name, folders, is_upload) for name in names]
+
+    def _find(self, file: Path, name: str, named: set[str], is_upload: bool) -> Path:
+        found, folders = self._known(file, name, self.named(name, is_upload)), _parts(name)[:-1]
+        exact = self._exact(file, name, found)
+
+        def score(path: Path) -> tuple[int, int]:
+            tail = _common(map(_key, path.parts[-2::-1]), map(_key, reversed(folders)))
+            return tail, sum(part in folders for part in self.rel(path).parts[:-1])
+
+        best = max(map(score, found))
+        found = exact or [path for path in found if score(path) == best]
+        picture = self._one(file, name, found, self.splits.of(self.rel(file), is_file=True))
+        ours = self.rel(picture).parts[:-1]
+        if not exact and best[0] < len(folders):
+            lacking = [part for part in folders if part in self._folders and part not in ours]
+            foreign = [part for part in ours if part in named and part not in folders and not has_role_only(part)]
+            if lacking or foreign:
+                raise RunError(
+                    f'{file} names the image {name!r}, and its name is in another folder alone: {picture}. Correct '
+                    'the path, or give --images DIR.'
+                )
+        return picture
+
+    def of_label(self, file: Path, name: str, keys: set) -> Path:
+        """Return the image of a file with the labels of one image.
+
+        Args:
+            file: The label file.
+            name: Name or path of the image in the file; the name of the file stands for a missing or unknown one.
+            keys: :func:`~.names.shared_key` of the folders of all such files.
+
+        Raises:
+            RunError: No image has the name, several have, two names are of two images, or a folder contradicts.
+        """
+        named, own = self.named(name) if name else [], self.named(file.stem)
+        if named and own and not set(named) & set(own):
+            raise RunError(
+                f'{file}: its name is that of {own[0].name}, and the image that it names (<filename>, imagePath) is '
+                f'another, {name!r}: correct one.'
+            )
+        found, key = self._known(file, name or file.stem, named or own), self.key(file)
+        sure = self._exact(file, name, found) or [path for path in found if path.parent == file.parent]
+        sure = sure or [path for path in found if self.key(path) == key]
+        picture = self._one(file, name or file.stem, sure or found, None)
+        if not sure and is_mask(picture):
+            raise RunError(f'{file}: the only image of its name is {picture}, a mask: give --images DIR.')
+        if not sure and ({key} & self._keys - {()} or {self.key(picture)} & keys - {()}):
+            raise RunError(f'{file} has no image in its folder, and {picture} is in another: give --images DIR.')
+        return picture
+
+    def rel(self, path: Path) -> Path:
+        return path.relative_to(self.root)
+
+    def key(self, path: Path) -> tuple[str, ...]:
+        return shared_key(self.rel(path).parent)
+
+    def _known(self, file: Path, name: str, found: list[Path]) -> list[Path]:
+        if not found:
+            raise RunError(f'{file} names the image {name!r}, which is in no folder below {self.root}.')
+        return found
+
+    def _exact(self, file: Path, name: str, found: list[Path]) -> list[Path]:
+        """Return the image with just this path, from DATA or from the folder of the label file."""
+        paths = [Path(os.path.normpath(top / name.replace('\\', '/'))) for top in (self.root, file.parent)]
+        return [path for path in found if path in paths]
+
+    def _one(self, file: Path, name: str, found: list[Path], split: Optional[str]) -> Path:
+        """Return the image of the same split as the label file, or nearest to it; masks are no images."""
+
+        def near(path: Path) -> int:
+            return _common(self.rel(file).parts[:-1], self.rel(path).parts[:-1])
+
+        if len(found) > 1:
+            found = [path for path in found if self.splits.of(self.rel(path).parent) == split] or found
+            best = max(map(near, found))
+            found = [path for path in found if near(path) == best]
+        if len(found) > 1:
+            found = [path for path in found if not is_mask(path)] or found
+        if len(found) > 1:
+            raise RunError(f'{file}: {name!r} may be {found[0]} or {found[1]}: give --images DIR, or keep one.')
+        return found[0]
+
+
+def _parts(name: str) -> list[str]:
+    parts = [part for part in str(name).replace('\\', '/').split('/') if part not in ('', '.', '..')]
+    return parts or ['']
