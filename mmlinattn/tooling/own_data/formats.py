@@ -170,7 +170,9 @@ def recognise(path: Path) -> Source:
         try:
             content = ElementTree.parse(path).getroot()
         except (OSError, ElementTree.ParseError) as error:
-            raise RunError(f'{path} cannot be read: {described(error)}') from error
+            if b'<annotation' in path.read_bytes():
+                raise RunError(f'{path} cannot be read: {described(error)}') from error
+            return Source(path, UNKNOWN)
         found = _kind(_XML, content)
     else:
         with path.open(encoding='utf-8-sig', errors='replace') as file:

@@ -104,6 +104,7 @@ class Pictures:
         found, key = self._known(file, name or file.stem, named or own), self.key(file)
         sure = self._exact(file, name, found) or [path for path in found if path.parent == file.parent]
         sure = sure or [path for path in found if self.key(path) == key]
+        sure = sure or [path for path in found if [_key(path.parent.name)] == list(map(_key, _parts(name)[-2:-1]))]
         picture = self._one(file, name or file.stem, sure or found, None)
         if not sure and is_mask(picture):
             raise RunError(f'{file}: the only image of its name is {picture}, a mask: give --images DIR.')

@@ -42,9 +42,6 @@ def divide(
     """
     for item in items:
         check_whole(item.path)
-    copies = _copies(items)
-    if not data.options.train:
-        _refuse_inner_copy(data, items, copies)
     found, source = _splits_of(data, items, task, by_folder)
     splits: dict[str, list] = {}
     for item, split in zip(items, found):
@@ -57,6 +54,8 @@ def divide(
     elif stray:
         where = folders_of((item.path for item in stray), data.root)
         notes.append(f'{len(stray)} images outside of train and val are left out: {where}')
+    copies = _copies([item for chosen in splits.values() for item in chosen])
+    _refuse_inner_copy(data, splits, copies)
     if 'val' not in splits and 'test' in splits:
         splits['val'] = splits.pop('test')
         notes.append('no val in the data: test takes its place')
@@ -103,11 +102,11 @@ def _copies(items: list) -> list[list]:
     return [several for several in found.values() if len(several) > 1]
 
 
-def _refuse_inner_copy(data: Data, items: list, copies: list[list]) -> None:
+def _refuse_inner_copy(data: Data, splits: dict[str, list], copies: list[list]) -> None:
     """Raise an error if all images of a folder are copies of those around it, as of a data set unpacked in itself."""
     inside, tops = Counter[Path](), Counter[Path]()
-    for item in items:
-        inside.update(data.rel(item.path).parents)
+    for chosen in splits.values():
+        inside.update(folder for item in chosen for folder in data.rel(item.path).parents)
     for several in copies:
         parts = [data.rel(item.path).parts for item in several]
         for inner in parts:

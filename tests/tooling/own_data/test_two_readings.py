@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.own_files import HEIGHT, WIDTH, boxes_of, picture, read, text
+from helpers.own_files import HEIGHT, WIDTH, assert_refused, boxes_of, picture, read, text
 from PIL import Image
 
 from mmlinattn.tooling.own_data import drawing
@@ -17,6 +17,7 @@ SIDES = (4, 8, 20, 30)
 CORNERS = (4, 8, 24, 38)
 RIGHT = (30, 10, 28, 30)  # no corners; passes no edge as sides
 NAMES = 'abcdef'
+BOX = '<bndbox><xmin>4</xmin><ymin>8</ymin><xmax>24</xmax><ymax>38</ymax></bndbox>'
 
 
 def images(root, names=NAMES):
@@ -254,6 +255,38 @@ def test_folders_with_two_readings(tmp_path, task, folders, options, expected):
     else:
         with pytest.raises(RunError, match=expected):
             read(tmp_path / 'data', task, **options)
+
+
+def test_data_unpacked_inside_itself(tmp_path):
+    for folder in ('data', 'data/data'):
+        voc(tmp_path / folder)
+    assert_refused('all 6 labelled images of data/data are copies of those around it', read, tmp_path)
+    (tmp_path / 'data/data').rename(tmp_path / 'data/more')  # the same, as the copy is told by its content
+    assert_refused('remove one copy, or give one as DATA', read, tmp_path)
+    assert len(boxes_of(read(tmp_path / 'data/more'))) == 6
+
+
+def test_copies_in_folders_of_splits_are_read_once(tmp_path):
+    """A script copied the images to train and val; those around are of no split."""
+    voc(tmp_path)
+    voc(tmp_path / 'train', names='abcd')
+    voc(tmp_path / 'val', names='ef')
+    data = read(tmp_path)
+    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=4, val=2)
+    assert '6 images outside of train and val are left out: ./ (6)' in data.notes
+
+
+def test_copies_stay_in_one_split(tmp_path):
+    for folder in 'pqrst':
+        for name in ('cat', 'dog'):
+            picture(
+                tmp_path / folder / name / 'a.png', np.full((HEIGHT, WIDTH), ord(name[0]) + ord(folder) % 2, np.uint8)
+            )
+            voc_file = f'<annotation><object><name>{name}</name>{BOX}</object></annotation>'
+            text(tmp_path / folder / name / 'a.xml', voc_file)
+    data = read(tmp_path)
+    shown = {split: {path.read_bytes() for path in paths} for split, paths in data.images.items()}
+    assert not shown['train'] & shown['val']
 
 
 def test_dropped_files_are_named(tmp_path):
