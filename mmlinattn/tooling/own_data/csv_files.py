@@ -75,6 +75,10 @@ class Table:
         are_flags = bool(flags) and all(re.fullmatch(r'[01](\.0*)?', cell) for cell in flags)
         return bool(self.label) or len(others) == 1 or are_flags
 
+    @property
+    def has_one_row_an_image(self) -> bool:
+        return len({row[self.image] for row in self.rows}) == len(self.rows)
+
     def key(self, names: Iterable[str]) -> str:
         return next((name for name in names if name in self.columns), '')
 

@@ -55,7 +55,9 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item],
     Raises:
         RunError: Tables and folders give an image other classes, or neither labels images.
     """
-    tables = [*kinds.get('CSV of classes', []), *filter(_has_class_an_image, kinds.get('CSV of boxes', []))]
+    found = [source.content for source in (*kinds.get('CSV of classes', ()), *kinds.get('CSV of boxes', ()))]
+    # a table of boxes that names each image once gives it one class
+    tables = [table for table in found if not table.box or table.label and table.has_one_row_an_image]
     chosen = data.options.labels
     fault: Optional[RunError] = None
     folders, notes = list[Item](), list[str]()
@@ -66,26 +68,26 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item],
             fault = error
     if len({item.name for item in folders}) == 1 and len(kinds) > 0:
         folders = []
-    named = [table for table in tables if _names_an_image(table, data)]
+    named = [table for table in tables if any(data.pictures.named(row[table.image]) for row in table.rows)]
     if folders or fault or named:  # a table of numbers and class names names no image
         tables = named
     if tables:
-        data.used.update(source.path for source in tables)
-        items, more = read_class_tables([source.content for source in tables], data)
-        by_path = {item.path: item for item in items}
-        other = next((item for item in folders if item.name != by_path.get(item.path, item).name), None)
-        if other:
+        data.used.update(table.path for table in tables)
+        items, more = read_class_tables(tables, data)
+        by_path, table = {item.path: item for item in items}, data.name(tables[0].path)
+        for item in folders:
+            if item.path in by_path and item.name != by_path[item.path].name:
+                raise RunError(
+                    f'{item.path} is of the class {by_path[item.path].name!r} in {table}, and in a folder of '
+                    f'{item.name!r}: give --labels FILE, or --labels {item.path.parent.parent} for the folders.'
+                )
+        rest = {item.path for item in folders} - by_path.keys()
+        if rest:
             raise RunError(
-                f'{other.path} is of the class {by_path[other.path].name!r} in {data.name(tables[0].path)}, and in a '
-                f'folder of {other.name!r}: give --labels FILE, or --labels {other.path.parent.parent} for the folders.'
+                f'{table} and folders of classes both have labels, and {len(rest)} images are in folders alone: give '
+                '--labels FILE, or --labels DIR for the folders.'
             )
-        if {item.path for item in folders} <= set(by_path):
-            return 'CSV of classes', items, more
-        rest = len({item.path for item in folders} - set(by_path))
-        raise RunError(
-            f'{data.name(tables[0].path)} and folders of classes both have labels, and {rest} images are in folders '
-            'alone: give --labels FILE, or --labels DIR for the folders.'
-        )
+        return 'CSV of classes', items, more
     if fault:
         beside = ''
         for kind, ((path, _, content), *_) in kinds.items():
@@ -97,17 +99,6 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item],
     if not folders:
         raise refusal(data, kinds, 'classification')
     return 'folders of images', folders, notes
-
-
-def _has_class_an_image(source: Source) -> bool:
-    """Return True for a table of boxes that names each image once: it gives an image one class."""
-    table = source.content
-    images = [row[table.image] for row in table.rows]
-    return bool(table.label) and len(set(images)) == len(images)
-
-
-def _names_an_image(source: Source, data: Data) -> bool:
-    return any(data.pictures.named(row[source.content.image]) for row in source.content.rows)
 
 
 class _Folders:

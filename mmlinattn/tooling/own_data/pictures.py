@@ -112,6 +112,11 @@ class Pictures:
             raise RunError(f'{file} has no image in its folder, and {picture} is in another: give --images DIR.')
         return picture
 
+    def nearest(self, file: Path, images: list[Path]) -> list[Path]:
+        """Return the images that share most upper folders with a file."""
+        common = {path: _common(self.rel(file).parts[:-1], self.rel(path).parts[:-1]) for path in images}
+        return [path for path in images if common[path] == max(common.values())]
+
     def rel(self, path: Path) -> Path:
         return path.relative_to(self.root)
 
@@ -130,14 +135,9 @@ class Pictures:
 
     def _one(self, file: Path, name: str, found: list[Path], split: Optional[str]) -> Path:
         """Return the image of the same split as the label file, or nearest to it; masks are no images."""
-
-        def near(path: Path) -> int:
-            return _common(self.rel(file).parts[:-1], self.rel(path).parts[:-1])
-
         if len(found) > 1:
             found = [path for path in found if self.splits.of(self.rel(path).parent) == split] or found
-            best = max(map(near, found))
-            found = [path for path in found if near(path) == best]
+            found = self.nearest(file, found)
         if len(found) > 1:
             found = [path for path in found if not is_mask(path)] or found
         if len(found) > 1:

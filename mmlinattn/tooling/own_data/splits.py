@@ -173,11 +173,7 @@ def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], i
         if len(images) > 1:
             parts = Path(name.replace('\\', '/')).with_suffix('').parts
             exact = [image for image in images if image.with_suffix('').parts[-len(parts) :] == parts]
-            near = [image for image in exact or images if path.parent in image.parents]
-            near = near or [
-                image for image in exact or images if path.parents[min(2, len(path.parents) - 1)] in image.parents
-            ]
-            images = near or exact or images
+            images = data.pictures.nearest(path, exact or images)
         found += images
         lost += not any(images for _, images in known)
     return found, lost
