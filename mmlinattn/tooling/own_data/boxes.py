@@ -14,7 +14,7 @@ from ...utils.errors import RunError
 from .box_numbers import settle
 from .data import Data, Example, OwnData
 from .formats import READERS, recognise_all, refusal
-from .objects import IGNORED, Object, Photo, is_right_angled
+from .objects import IGNORED, Object, Photo, is_region, is_right_angled
 from .reading import Claim
 from .splits import divide
 
@@ -40,7 +40,7 @@ def read_boxes(data: Data) -> OwnData:
     data.need_images()
     claims = [settle(claim, data) for claim in _claims(data)]
     first: dict[Path, Photo] = {}
-    for photo in (photo for claim in claims for photo in claim.photos):
+    for photo in (_with_regions(photo) for claim in claims for photo in claim.photos):
         other = first.setdefault(photo.path, photo)
         if other is not photo:
             files = f'by {data.name(other.file)} ({other.split}) and by {data.name(photo.file)} ({photo.split})'
@@ -48,7 +48,7 @@ def read_boxes(data: Data) -> OwnData:
         _check_run_lengths(photo)
     for other_claim in claims[1:]:
         _check_splits(claims[0], other_claim, data)
-    classes = claims[0].classes
+    classes = [name for name in claims[0].classes if not is_region(name)]
     twice = [name for name, count in Counter(classes).items() if count > 1]
     if twice:
         raise RunError(f'DATA {str(data.root)!r}: two classes have the name {twice[0]!r}.')
@@ -145,6 +145,15 @@ def _without_small(photos: list[Photo]) -> tuple[list[Photo], int]:
         objects = [item for item, b in boxes if min(b[2] - b[0], b[3] - b[1]) >= _LEAST]
         kept.append(photo._replace(objects=objects))
     return kept, sum(map(len, (p.objects for p in photos))) - sum(map(len, (p.objects for p in kept)))
+
+
+def _with_regions(photo: Photo) -> Photo:
+    """Replace objects of a class that means "ignore" by regions that are ignored for every class."""
+    objects = [
+        item._replace(name=None, marks=item.marks | {'ignore'}) if is_region(item.name) else item
+        for item in photo.objects
+    ]
+    return photo._replace(objects=objects)
 
 
 def _notes_on(photos: list[Photo]) -> list[str]:

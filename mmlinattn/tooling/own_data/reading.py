@@ -75,13 +75,13 @@ class Reader:
             RunError: A file is damaged, or its images do not exist or have another size.
         """
         photos = self.photos(sources)
-        found = {item.name for photo in photos for item in photo.objects if item.name is not None}
+        found = {str(item.name) for photo in photos for item in photo.objects if not is_region(item.name)}
         listed = self.data.names(*self.lists)
         if listed is None and self.classes:
             listed = [*self.classes, *in_order(found - set(self.classes))]
-        # without LabelMe's __ignore__ and _background_
-        listed = [name for name in listed or () if name in found or not name.startswith('_') and not is_region(name)]
-        classes, names = name_table(found, listed)
+        order, names = name_table(found, listed)
+        # without LabelMe's _background_
+        classes = [name for name in order if name in names.values() or not name.startswith('_')]
         if any(name != label for label, name in names.items()):
             photos = [_renamed(photo, names) for photo in photos]
         notes = [*self.notes]
@@ -112,13 +112,7 @@ class Reader:
     def photo(self, path: Path, picture: Path, entry: Entry) -> Photo:
         size = checked_size(path, picture, *entry.size)
         with guarded(str(path) if self.has_one_image else f'{path}, image {entry.name!r}'):
-            objects = list(map(_with_region, self.objects(entry.content, size)))
-        return Photo(picture, size, objects, None, path, entry.group)
-
-
-def _with_region(item: Object) -> Object:
-    """Return an object of a class that means "ignore" as a region that is ignored for every class."""
-    return item._replace(name=None, marks=item.marks | {'ignore'}) if is_region(item.name) else item
+            return Photo(picture, size, list(self.objects(entry.content, size)), None, path, entry.group)
 
 
 @contextmanager
@@ -182,4 +176,5 @@ def name_table(found: set[str], listed: Optional[list[str]]) -> tuple[list[str],
 
 
 def _renamed(photo: Photo, names: dict[str, str]) -> Photo:
-    return photo._replace(objects=[item._replace(name=item.name and names[item.name]) for item in photo.objects])
+    objects = [item._replace(name=names.get(str(item.name), item.name)) for item in photo.objects]
+    return photo._replace(objects=objects)

@@ -337,6 +337,24 @@ def test_regions_without_class_are_ignored_for_every_class(tmp_path):
     assert data.classes == ['bus', 'car'] and data.ignores
 
 
+@pytest.mark.parametrize('kind', ['numbers in CSV', 'YOLO'])
+def test_names_that_are_no_classes_keep_their_numbers(tmp_path, kind):
+    """Classes that stand for the background or for regions to ignore count in the order of the names."""
+    images(tmp_path)
+    if kind == 'YOLO':
+        lines = '0 0.2 0.2 0.1 0.1\n2 0.5 0.5 0.2 0.2'
+        for name in OBJECTS:
+            text(tmp_path / 'labels' / f'{name}.txt', lines)
+    else:
+        rows = [f'{name}.jpg,{label},4,8,24,38' for name in OBJECTS for label in (0, 2)]
+        text(tmp_path / 'labels.csv', '\n'.join(['filename,class,xmin,ymin,xmax,ymax', *rows]))
+    text(tmp_path / 'classes.txt', 'ignored regions\n_background_\ncar')
+    data = read(tmp_path)
+    classes = data.classes if kind == 'YOLO' else ['_background_', *data.classes]
+    assert classes == ['_background_', 'car'] and data.ignores
+    assert {key[1] for key, entry in annotations_of(data).items() if not entry['iscrowd']} == {'car'}
+
+
 def test_splits_that_files_name(tmp_path):
     images(tmp_path)
     cvat(tmp_path)
