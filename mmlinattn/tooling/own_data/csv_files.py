@@ -154,9 +154,11 @@ class BoxTable(Reader):
         if len(meanings) > 1:
             raise RunError(f'{tables[0].path} and {tables[1].path} have other columns of boxes: give --labels FILE.')
         self.boxes = meanings.pop()
-        if names:
-            self.classes, self.lists = names, ()
+        self.classes = names or []
         return super().read(sources)
+
+    def listed(self, found: set[str]) -> Optional[list[str]]:
+        return self.classes or super().listed(found)
 
     def entries(self, source: Source) -> Iterator[Entry]:
         table = source.content

@@ -27,8 +27,8 @@ def _chosen(data: OwnData) -> list[Example]:
     examples = data.examples
     first = {example.title: i for i, example in reversed(list(enumerate(examples)))}
     chosen = sorted(first.values()) if len(first) > 1 else []
-    if examples[0].objects:
-        areas = {i: min(map(_area, example.objects)) for i, example in enumerate(examples) if example.objects}
+    areas = {i: min(map(_area, example.objects)) for i, example in enumerate(examples) if example.objects}
+    if areas:
         fullest = sorted(areas, key=lambda i: -len(examples[i].objects))
         chosen = [*fullest[:2], min(areas, key=areas.__getitem__)]
     spread = np.linspace(0, len(examples) - 1, 4 * _COUNT).round().astype(int).tolist()

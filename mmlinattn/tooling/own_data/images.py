@@ -73,7 +73,8 @@ def file_notes(paths: Iterable[Path], are_drawn_on: bool = False) -> list[str]:
     """
     found: dict[tuple[str, str], list[Path]] = {}
     for path in paths:
-        if path.suffix.lower() not in (*_JPEG, *_SEVERAL_PAGES):
+        has_pages = path.suffix.lower() in _SEVERAL_PAGES
+        if not has_pages and not (are_drawn_on and path.suffix.lower() in _JPEG):
             continue
         with suppress(Exception), Image.open(path) as image:
             tags = getattr(image, 'tag_v2', {})
@@ -81,10 +82,10 @@ def file_notes(paths: Iterable[Path], are_drawn_on: bool = False) -> list[str]:
             if nodata:
                 found.setdefault((f'files say that {nodata} means no data', 'it is read as a value'), []).append(path)
             # smaller copies and masks of GeoTIFF are no pages
-            pages = [getattr(page, 'tag_v2', {}).get(_SUBFILE, 0) & 5 for page in ImageSequence.Iterator(image)]
-            if pages.count(0) > 1 and path.suffix.lower() in _SEVERAL_PAGES:
+            pages = ImageSequence.Iterator(image) if has_pages else ()
+            if [getattr(page, 'tag_v2', {}).get(_SUBFILE, 0) & 5 for page in pages].count(0) > 1:
                 found.setdefault(('files have several pages', 'the first is read'), []).append(path)
-            if are_drawn_on and image.getexif().get(_ORIENTATION, 1) > 1 and path.suffix.lower() in _JPEG:
+            if not has_pages and image.getexif().get(_ORIENTATION, 1) > 1:
                 meaning = 'labels are taken as drawn on the turned image, as loaders turn it'
                 found.setdefault(('images are turned by EXIF', meaning), []).append(path)
     return [f'{len(files)} {said}, as {files[0].name}: {meaning}' for (said, meaning), files in found.items()]

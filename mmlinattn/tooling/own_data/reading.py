@@ -68,6 +68,13 @@ class Reader:
         """Yield the objects of an entry; ``size`` is that of the image."""
         raise NotImplementedError
 
+    def listed(self, found: set[str]) -> Optional[list[str]]:
+        """Return the class names in the order of a list file, or of the label files with others that occur."""
+        listed = self.data.names(*self.lists)
+        if listed is None and self.classes:
+            listed = [*self.classes, *in_order(found - set(self.classes))]
+        return listed
+
     def read(self, sources: list[Source]) -> Claim:
         """Read all files of a format.
 
@@ -76,10 +83,7 @@ class Reader:
         """
         photos = self.photos(sources)
         found = {str(item.name) for photo in photos for item in photo.objects if not is_region(item.name)}
-        listed = self.data.names(*self.lists)
-        if listed is None and self.classes:
-            listed = [*self.classes, *in_order(found - set(self.classes))]
-        order, names = name_table(found, listed)
+        order, names = name_table(found, self.listed(found))
         # without LabelMe's _background_
         classes = [name for name in order if name in names.values() or not name.startswith('_')]
         if any(name != label for label, name in names.items()):
