@@ -65,10 +65,10 @@ def run_study(
         raise RunError(f'--variants={unknown}: expected some of {list(study.variants)}')
     path, lock = out / 'results.json', FileLock(out / 'results.json.lock')
     try:
-        lock.acquire(timeout=0)
+        held = lock.acquire(timeout=0)
     except Timeout:
         raise RunError(f'--out={str(out)!r}: another process runs a study there') from None
-    with lock:
+    with held:
         results = load_results(path, name, settings)
         done = {(run['variant'], run['seed']) for run in results['runs']}
         wanted = [(variant, seed) for seed in range(seeds) for variant in variants or study.variants]

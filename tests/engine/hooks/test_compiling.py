@@ -8,7 +8,7 @@ import count_traffic
 import pytest
 import torch
 import torch.multiprocessing
-from helpers import small_hosts
+from helpers import small_backbones
 from helpers.engine_toys import make_runner
 from mmcv.cnn.bricks import DropPath
 from mmengine.registry import MODELS
@@ -43,7 +43,7 @@ def nothing_compiled():
 
 def ravlt(drop_path_rate=0.0, depths=(3, 2, 1, 1), **options):
     """Two stages: RALA, softmax."""
-    arch = dict(small_hosts.ARCHS['RAVLT'], depths=depths, stage_attns=('rala', 'softmax') * 2)
+    arch = dict(small_backbones.ARCHS['RAVLT'], depths=depths, stage_attns=('rala', 'softmax') * 2)
     return RAVLT(arch, **{'out_indices': (0, 1), 'drop_path_rate': drop_path_rate, **options})
 
 
@@ -71,11 +71,11 @@ def test_one_graph_a_kind_at_fifteen_sizes(host, attns, kinds):
     """Single images among pairs and windows with and without padding compile nothing. In float64: on CPUs, PyTorch
     compares the batch of a float32 convolution with 16."""
     if host == 'LinearDeiT':
-        options = dict(arch=dict(small_hosts.ARCHS[host], depths=(3,)), stage_attns=attns)
+        options = dict(arch=dict(small_backbones.ARCHS[host], depths=(3,)), stage_attns=attns)
     else:
-        arch = dict(small_hosts.ARCHS[host], depths=(3, 2, 1, 1))
+        arch = dict(small_backbones.ARCHS[host], depths=(3, 2, 1, 1))
         options = dict(arch=arch, stage_attns=(*attns, 'softmax', 'softmax'), out_indices=(0, 1))
-    model = small_hosts.build(host, drop_path_rate=0.3, **options).double().train()
+    model = small_backbones.build(host, drop_path_rate=0.3, **options).double().train()
     compile_blocks(model, backend='eager')
     draw = random.Random(0)
     for i in range(15):
