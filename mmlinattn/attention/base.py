@@ -11,7 +11,7 @@ from mmengine.model import BaseModule
 from torch import Tensor
 
 from ..ops.grid import Grid, on_grid
-from ..ops.leaves import Conv2d, Linear
+from ..ops.leaves import Conv2d, Linear, split_linear
 from ..ops.padding import token_mean
 from .context import StageContext
 from .mixer import check_local_kernel, get_mixer
@@ -121,7 +121,7 @@ class Attention(LePEMixer):
         Returns:
             Tensor: (B, N, C).
         """
-        q, k, v, *gate = self.qkv(x).split(self.widths, dim=-1)
+        q, k, v, *gate = split_linear(x, self.qkv, self.widths)
         context = mean_token(source_tokens(x, stage)) if self.mixer.context else None
         out = self.mix(q, k, v, stage.grid, rotary=stage.rotary, context=context)
         return self.proj(self.apply_gate(out, x, gate))

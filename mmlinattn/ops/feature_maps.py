@@ -38,8 +38,6 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _elu_plus_one_(x: Tensor) -> Tensor:
-    if dispatch.on_cpu(x):
-        return _write_elu_plus_one(x, x)
     # the gradient of ELU multiplies by exp(x) below 0, and by 1 above
     return private_apis.ELU_BACKWARD(x.clamp(min=0).add_(1), 1, 1, 1, False, x, grad_input=x)
 
@@ -71,7 +69,7 @@ IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor],
 
 def write_map(kernel: str, out: Tensor, x: Tensor) -> Tensor:
     """Write the feature map of ``x`` (..., B, heads, N, d) to ``out`` of the same shape, computed in the type of
-    ``out``."""
+    ``out``. Both may be one tensor."""
     if kernel == 'elu' and dispatch.on_cpu(x):  # one pass over memory instead of a copy and a change in place
         return _write_elu_plus_one(out, x)
     return IN_PLACE[kernel][0](out.copy_(x))

@@ -7,7 +7,7 @@ from torch import Tensor
 from . import dispatch
 from .blocks import blocks
 from .dtypes import accumulation_dtype, product_dtype
-from .feature_maps import FEATURE_MAPS, IN_PLACE, check_kernel
+from .feature_maps import FEATURE_MAPS, IN_PLACE, check_kernel, write_map
 from .gradients import AnalyticGradient
 from .heads import copy_heads, merge_heads_5d, needs_equation, split_heads, split_heads_5d, subtract
 from .padding import count_tokens, root_weights, token_mean
@@ -70,7 +70,8 @@ def _map_features(x: Tensor, num_heads: int, kernel: str, dtype: torch.dtype) ->
     """Split heads and apply the feature map: (B, N, heads * d) -> (B, heads, N, d). For ``'identity'`` it is a view."""
     if kernel == 'identity':
         return split_heads(x, num_heads).to(dtype)
-    return IN_PLACE[kernel][0](copy_heads(x, num_heads, torch.promote_types(dtype, torch.float32))).to(dtype)
+    wide = copy_heads(x, num_heads, torch.promote_types(dtype, torch.float32))
+    return write_map(kernel, wide, wide).to(dtype)
 
 
 def _forward(q, k, v, mask, num_heads, scale, kernel):

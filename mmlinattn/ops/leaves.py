@@ -6,7 +6,7 @@ Under autocast, they look up weights that were cast together (:mod:`.casting`). 
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -105,6 +105,19 @@ def takes_onednn(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> bool:
     if F.linear is not _LINEAR or private_apis.has_function_modes():
         return False
     return not dispatch.needs_reference(x, weight, bias)
+
+
+def split_linear(x: Tensor, layer: nn.Module, widths: Sequence[int]) -> Sequence[Tensor]:
+    """Apply a linear layer and split its channels: (..., C) -> (..., width) for each of ``widths``.
+
+    On CPUs without gradients, each part is a product of its own, contiguous in memory.
+    """
+    fuses = not torch.is_grad_enabled() and fused.may_fuse(x) and fused.is_plain(layer)
+    if fuses and takes_onednn(x, layer.weight, layer.bias):
+        weight, bias = halves(layer.weight, layer.bias, x)
+        biases = [None] * len(widths) if bias is None else bias.split(widths)
+        return [linear(x, *part) for part in zip(weight.split(widths), biases)]
+    return layer(x).split(widths, dim=-1)
 
 
 class Linear(Leaf, nn.Linear, metaclass=EqualClass):

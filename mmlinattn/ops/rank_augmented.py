@@ -75,29 +75,29 @@ def rala(
 
 
 def _mix(both: Tensor, v: Tensor, products: torch.dtype, rotary, mask, weight_scale, eps):
-    """Compute :func:`rala` of queries and keys ``both`` after their feature map. They are overwritten.
+    """Compute :func:`rala` of queries and keys after their feature map.
 
     Args:
+        both (Tensor): Queries and keys, in float32 or better; overwritten.
         products (torch.dtype): Type of the matmuls with values and state; other tensors have the type of ``both``.
 
     Returns:
         tuple: Output (B, N, heads * e), g, 1 / normaliser, w, z, S.
     """
     q, k = both
-    dtype, wide = q.dtype, accumulation_dtype(q)
-    mean_query = token_mean(q, mask).to(dtype)
-    logits = (k @ mean_query.transpose(-1, -2)).to(wide).mul_(weight_scale)
-    scales = q.new_empty(2, *q.shape[:-1], 1, dtype=wide)
+    mean_query = token_mean(q, mask)
+    logits = (k @ mean_query.transpose(-1, -2)).mul_(weight_scale)
+    scales = q.new_empty(2, *q.shape[:-1], 1)
     inverse, weight = scales
     if mask is None and not dispatch.on_cpu(q):  # GPUs compute with denormal numbers as fast as with others
         torch.softmax(logits, dim=-2, out=weight)
     else:
         weight.copy_(_token_weights(logits, mask))
-    key_mean = weight.to(dtype).transpose(-1, -2) @ k
-    torch.reciprocal((q @ key_mean.transpose(-1, -2)).to(wide).add_(padded_eps(eps, mask, wide)), out=inverse)
-    both.mul_(scales.to(dtype))
+    key_mean = weight.transpose(-1, -2) @ k
+    torch.reciprocal((q @ key_mean.transpose(-1, -2)).add_(padded_eps(eps, mask, q.dtype)), out=inverse)
+    both.mul_(scales)
     if rotary is not None:
-        both = rotate(both, rotary.to(wide), inplace=True)
+        both = rotate(both, rotary.to(q.dtype), inplace=True)
     q, k = both.to(products)
     state = k.transpose(-1, -2) @ v.to(products)
     return (q @ state).transpose(1, 2).flatten(2), mean_query, inverse, weight, key_mean, state
