@@ -107,7 +107,7 @@ def takes_onednn(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> bool:
     return not dispatch.needs_reference(x, weight, bias)
 
 
-def split_linear(x: Tensor, layer: nn.Module, widths: Sequence[int]) -> Sequence[Tensor]:
+def split_linear(x: Tensor, layer: Any, widths: Sequence[int]) -> Sequence[Tensor]:
     """Apply a linear layer and split its channels: (..., C) -> (..., width) for each of ``widths``.
 
     On CPUs without gradients, each part is a product of its own, contiguous in memory.
