@@ -14,7 +14,7 @@ from ...utils.registering import bare_name
 from ..hooks.checkpointing import SafeCheckpointHook
 from ..hooks.exact_resume import ResumedEpochLoop
 from ..hooks.schedule_check import all_schedulers
-from .start import agree_on_start, fit_iterations
+from .start import agree_on_start, check_same_start, fit_iterations
 
 
 def _is_own_best(path: Any, folders: list[str]) -> bool:
@@ -74,7 +74,7 @@ class SafeRunner(Runner):
     - It builds ``CheckpointHook`` as :class:`SafeCheckpointHook`, ``EpochBasedTrainLoop`` as :class:`ResumedEpochLoop`.
     - From a loaded checkpoint it removes names of files outside this run. Otherwise MMEngine's CheckpointHook would
       delete the files named by ``best_ckpt`` and ``keep_ckpt_ids``.
-    - All processes start from the checkpoint of the first one.
+    - All processes start from the checkpoint of the first one, with equal weights.
     - A run resumed with another batch size goes on at the same epoch.
 
     The tools use this class for all configs without ``runner_type``.
@@ -115,11 +115,12 @@ class SafeRunner(Runner):
         return checkpoint
 
     def load_or_resume(self) -> None:
-        """Load the checkpoint that the main process chose."""
+        """Load the checkpoint that the main process chose, and compare the start of all processes."""
         if self._has_loaded:
             return
         self._load_from, self._resume = agree_on_start(self.work_dir, self._load_from, self._resume)
         super().load_or_resume()
+        check_same_start(self)
 
     def resume(self, filename: str, *args, **kwargs) -> None:
         fresh = [dict(vars(scheduler)) for scheduler in all_schedulers(self.param_schedulers)]

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""One start for all processes of a run: the checkpoint and the position."""
+"""One start for all processes of a run: the checkpoint, the position and the weights."""
 
 import os
 import os.path as osp
@@ -7,9 +7,12 @@ import socket
 import zlib
 from typing import Any, Optional
 
+import torch
 from mmengine.dist import all_gather_object, broadcast_object_list, get_world_size, is_main_process
 from mmengine.runner import EpochBasedTrainLoop
+from torch.nn.parallel import DistributedDataParallel
 
+from ...utils.building import unwrapped
 from ...utils.errors import CheckpointError, RunError
 from ..hooks.schedule_check import all_schedulers
 from ..optimizers.saved_groups import PER_GROUP
@@ -59,17 +62,6 @@ def _restarted_from(work_dir: str, launches: list[Optional[str]]) -> Optional[st
     return find_latest_checkpoint(work_dir)
 
 
-def _checksum(path: str) -> Optional[int]:
-    """Return a checksum of a file; None if it is missing or a folder."""
-    if not osp.isfile(path):
-        return None
-    total = 0
-    with open(path, 'rb') as file:
-        while part := file.read(1 << 24):
-            total = zlib.crc32(part, total)
-    return total
-
-
 def agree_on_start(work_dir: str, load_from: Optional[str], resume: bool) -> tuple[Optional[str], bool]:
     """Return ``load_from`` and ``resume`` of the main process, in all processes.
 
@@ -87,14 +79,43 @@ def agree_on_start(work_dir: str, load_from: Optional[str], resume: bool) -> tup
     load_from, resume = start[0]
     if load_from is None or '://' in load_from or get_world_size() == 1:
         return load_from, resume
-    found = all_gather_object((_checksum(load_from), socket.gethostname()))
-    others = sorted({f'{host} (rank {i})' for i, (each, host) in enumerate(found) if each != found[0][0]})
+    size = osp.getsize(load_from) if osp.isfile(load_from) else None
+    sizes = all_gather_object((size, socket.gethostname()))
+    others = sorted({f'{host} (rank {i})' for i, (each, host) in enumerate(sizes) if each != sizes[0][0]})
     if others:
         raise RunError(
             f'the checkpoint {load_from!r} of the first process is missing or another file on {", ".join(others)}. Set '
             '--work-dir to a folder that all machines share, or copy the checkpoint to each.'
         )
     return load_from, resume
+
+
+def _fingerprint(model: Any) -> int:
+    """Return a checksum of the parameters of a data-parallel model; 0 for models whose processes hold parts."""
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    total = 0
+    for parameter in unwrapped(model).parameters():
+        values = parameter.detach().cpu().reshape(-1).view(torch.uint8)
+        total = zlib.crc32(values.numpy().data, total)
+    return total
+
+
+def check_same_start(runner: Any) -> None:
+    """Compare position and weights of all processes before the first step.
+
+    Raises:
+        RunError: They differ.
+    """
+    if get_world_size() == 1:
+        return
+    here = (runner.epoch, runner.iter, _fingerprint(runner.model))
+    for rank, there in enumerate(all_gather_object(here)):
+        if there != here:
+            raise RunError(
+                f'processes start differently: (epoch, iteration, checksum of the weights) is {here} here and {there} '
+                f'in process {rank}. Set --work-dir to a folder that all machines share.'
+            )
 
 
 def fit_iterations(runner: Any, meta: dict, fresh: list[dict]) -> None:

@@ -2,14 +2,15 @@
 """One start for all processes."""
 
 import os
-import zlib
+import re
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from mmlinattn.engine.runner import start
 from mmlinattn.utils.errors import RunError
-
-SAME = zlib.crc32(b'weights')
 
 
 @pytest.fixture
@@ -47,23 +48,38 @@ def work(tmp_path, monkeypatch):
 def test_a_restart_on_any_machine_resumes(work, monkeypatch, processes, launched, other, resumes):
     if launched:
         monkeypatch.setenv('MMLINATTN_LAUNCHED', launched)
-    processes(other, (SAME, 'b'))
+    processes(other, (7, 'b'))
     expected = (str(work / 'epoch_2.pth'), True) if resumes else (None, False)
     assert start.agree_on_start(str(work), None, False) == expected
 
 
 def test_the_first_process_chooses(work, processes):
     path = str(work / 'epoch_2.pth')
-    processes(None, (SAME, 'a'), rank=1, chosen=(path, True))
+    processes(None, (7, 'a'), rank=1, chosen=(path, True))
     assert start.agree_on_start('elsewhere', None, False) == (path, True)
 
 
-@pytest.mark.parametrize('checksum', [None, SAME + 1])
-def test_a_checkpoint_that_another_machine_lacks(work, processes, checksum):
-    processes(None, (checksum, 'node2'))
+@pytest.mark.parametrize('size', [None, 8])
+def test_a_checkpoint_that_another_machine_lacks(work, processes, size):
+    processes(None, (size, 'node2'))
     line = r"epoch_2.pth' of the first process is missing or another file on node2 \(rank 1\). Set --work-dir"
     with pytest.raises(RunError, match=line):
         start.agree_on_start(str(work), str(work / 'epoch_2.pth'), True)
+
+
+def test_position_and_weights_are_compared(processes, one_process):
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    runner = SimpleNamespace(epoch=3, iter=36, model=model)
+    here = (3, 36, start._fingerprint(model))
+    processes(here)
+    start.check_same_start(runner)
+    with torch.no_grad():
+        model.module.weight[0, 0] += 1e-6
+    changed = start._fingerprint(model)
+    for other in (here, (0, 0, changed)):
+        processes(other)
+        with pytest.raises(RunError, match=re.escape(f'is {(3, 36, changed)} here and {other} in process 1.')):
+            start.check_same_start(runner)
 
 
 def test_the_newer_of_two_checkpoints_of_a_name(tmp_path):
