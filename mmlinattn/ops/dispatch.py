@@ -2,7 +2,7 @@
 """Choice of the implementation of each op: the reference implementation (``'reference'``) or one with an analytic
 gradient.
 
-Ops and ``inference`` ask this module about device, grad mode, autocast and tracing; mixers and backbones do not.
+Ops and ``forward_pass`` ask this module about device, grad mode, autocast and tracing; mixers and backbones do not.
 
 Every op has its equation in plain PyTorch. It also has an analytic gradient, for every device, if autograd would keep
 or copy many intermediate results. CPU-specific steps inside an op ask :func:`on_cpu`.

@@ -56,7 +56,7 @@ def _softmax_(x: Tensor) -> Tensor:
 
 
 # For each name: the feature map of (..., B, heads, N, d), in place, and its backward function (y, d_y) -> d_x. The
-# latter takes the output y and overwrites its gradient d_y.
+# latter takes the output y and overwrites its gradient d_y. Ops call write_map, which has another 'elu' for CPUs.
 IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     'identity': (lambda x: x, lambda y, d_y: d_y),
     'relu': (F.relu_, lambda y, d_y: private_apis.RELU_BACKWARD(d_y, y, 0, grad_input=d_y)),

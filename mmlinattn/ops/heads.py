@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .sizes import clone_if_open
+from .sizes import clone_if_open, is_known
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -39,7 +39,7 @@ def split_heads_5d(x: Tensor, num_heads: int) -> Tensor:
 def merge_heads_5d(x: Tensor) -> Tensor:
     """Invert :func:`split_heads_5d`: (1, B, heads, N, d) -> (B, N, heads * d)."""
     _, batch, heads, tokens, width = x.shape
-    if type(heads) is int and heads == 1:
+    if is_known(heads) and heads == 1:
         return x.reshape(batch, tokens, width)
     return clone_if_open(x.transpose(2, 3)).reshape(batch, tokens, heads * width)
 

@@ -268,12 +268,6 @@ ADVICE = [
         'it to their number in each head, or name all classes',
     ),
     Advice(
-        KeyError,
-        'pycocotools',
-        'iscrowd',
-        'An annotation of the file has no iscrowd: write 0',
-    ),
-    Advice(
         TypeError,
         'mmengine.optim',
         'None is not a callable object',

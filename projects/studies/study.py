@@ -19,7 +19,11 @@ from .variants import STUDIES
 
 
 def load_results(path: Path, name: str, settings: Settings) -> dict:
-    """Load the results of earlier runs, or start new ones if the file does not exist."""
+    """Load the results of earlier runs, or start new ones if the file does not exist.
+
+    Raises:
+        RunError: The file is of another study or other settings, or no results file.
+    """
     if not path.exists():
         return dict(study=name, version=__version__, settings=settings._asdict(), runs=[])
     try:

@@ -66,17 +66,6 @@ def label_without_category():
     metric.results2json([found], 'unused')
 
 
-def object_without_iscrowd():
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
-
-    api = COCO()
-    box = dict(id=1, image_id=1, category_id=1, bbox=[0, 0, 9, 9], area=81, score=1)
-    api.dataset = dict(images=[dict(id=1)], categories=[dict(id=1)], annotations=[box])
-    api.createIndex()
-    COCOeval(api, api, 'bbox').evaluate()
-
-
 def unknown_optimizer():
     build_optim_wrapper(nn.Linear(1, 1), dict(optimizer=dict(type='Nothing', lr=0.1)))
 
@@ -135,7 +124,6 @@ ERRORS = {
     five_best_of_three: 'accuracy is unavailable since the number of categories',
     recalls_of_several_numbers_of_boxes: 'inhomogeneous shape',
     label_without_category: 'list index out of range',
-    object_without_iscrowd: 'iscrowd',
     unknown_optimizer: 'None is not a callable object',
     scale_in_a_list: 'Scale must be a number or tuple of int',
     factor_of_no_weight_decay: 'base_wd should not be None',

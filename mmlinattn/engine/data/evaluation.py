@@ -94,6 +94,9 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
                 f'{name}: classwise=True gives the results of one class the name of another where category ids do not '
                 f'ascend, as {ids[:10]} in {file}. Sort the categories by id, or set it to False.'
             )
+        crowds = [entry for entry in content.get('annotations', ()) if 'iscrowd' not in entry]
+        if crowds and {'bbox', 'segm', 'proposal'} & set(getattr(metric, 'metrics', ())):
+            yield Finding(f'{name}: annotation {crowds[0].get("id")} of {file} has no iscrowd; write 0.')
         zero = [entry for entry in content.get('annotations', ()) if entry.get('id') == 0 and 'bbox' in entry]
         if zero and {'bbox', 'segm'} & set(getattr(metric, 'metrics', ())):
             yield Finding(

@@ -22,7 +22,8 @@ from .checkpointing import ATOMIC_BACKEND, write_checkpoint
 from .exact_resume import ExactResumeHook, resume_state
 
 CHECKPOINT_NAME = 'stopped.pth'  # overwritten by the next stop; not counted by max_keep_ckpts
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# Windows has SIGTERM alone
+SIGNALS = [getattr(signal, name) for name in ('SIGTERM', 'SIGHUP', 'SIGUSR1') if hasattr(signal, name)]
 STOP, SAVING, SAVED = (f'mmlinattn/stop/{name}' for name in ('asked', 'saving', 'saved'))  # keys of the store
 
 
@@ -39,7 +40,7 @@ class _Shielded:
         atexit.register(self.main_ends.fill_, True)  # runs before multiprocessing terminates the workers
 
     def __call__(self, worker_id: int) -> None:
-        for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        for ignored in (signal.SIGINT, *SIGNALS):
             signal.signal(ignored, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         if sys.platform == 'linux':
@@ -209,7 +210,9 @@ class StopHook(Hook):
 
     def _on_signal(self, signum, frame) -> None:
         self.is_signalled, self._signal = True, signal.Signals(signum)
-        for file in self._terminals if signum == signal.SIGHUP else ():  # writing to a closed terminal is an error
+        for file in (
+            self._terminals if self._signal.name == 'SIGHUP' else ()
+        ):  # writing to a closed terminal is an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), file)
 
     def _save_and_end(self, runner, iteration: int, store: Any = None) -> None:

@@ -160,7 +160,7 @@ def _notes_on(photos: list[Photo]) -> list[str]:
     """Return notes on attributes of objects, and on boxes that extend beyond the image."""
     boxes = [(photo.size, item) for photo in photos for item in photo.objects]
     beyond = sum(_reaches_beyond(size, item.box) for size, item in boxes)
-    notes = [f'{beyond} of {len(boxes)} boxes reach beyond their images and are cut'] * bool(beyond)
+    notes = [f'{beyond} of {len(boxes)} boxes reach beyond their images and are cut'] if beyond else []
     ignored = Counter(mark for _, item in boxes for mark in sorted(item.marks & IGNORED)[:1])
     if ignored:
         listed = ', '.join(f'{count} {mark}' for mark, count in sorted(ignored.items()))
@@ -168,7 +168,8 @@ def _notes_on(photos: list[Photo]) -> list[str]:
     counts = Counter(mark for _, item in boxes for mark in item.marks - IGNORED)
     notes += [f'{counts[mark]} objects: {mark}, {meaning}' for mark, meaning in _MEANING.items() if counts[mark]]
     rest = [f'{mark} ({count})' for mark, count in sorted(counts.items()) if mark not in _MEANING]
-    return notes + [f'not used of the annotations: {", ".join(rest)}'] * bool(rest)
+    notes += [f'not used of the annotations: {", ".join(rest)}'] if rest else []
+    return notes
 
 
 def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = False) -> tuple[dict, int]:

@@ -67,6 +67,15 @@ def test_results_by_class_need_sorted_category_ids(look, tmp_path):
         assert ('[17, 10, 3] in its ann_file' in line) == classwise == bool(line)
 
 
+@pytest.mark.parametrize('kind', ['bbox', 'proposal_fast'])
+def test_objects_without_iscrowd(look, tmp_path, kind):
+    """pycocotools would raise a KeyError at such an object, which a rehearsal with two images may miss."""
+    lacking = dict(id=1, image_id=1, category_id=3, area=100, bbox=[2, 2, 10, 10])
+    file = coco(tmp_path, annotations=[dict(lacking, id=2, iscrowd=0), lacking])
+    line, _ = look(DETECTOR, val=[coco_data(file), coco_metric(file, metric=kind)])
+    assert ('annotation 1 of its ann_file has no iscrowd; write 0' in line) == (kind == 'bbox')
+
+
 @pytest.mark.parametrize(
     ('names', 'ignored', 'words'),
     [
