@@ -10,9 +10,9 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor
 
-from ..ops.grid import Grid, on_grid
 from ..ops.leaves import Conv2d, Linear, split_linear
 from ..ops.padding import token_mean
+from ..ops.sizes import Grid, on_grid
 from .context import StageContext
 from .mixer import check_local_kernel, get_mixer
 

@@ -6,8 +6,8 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from ..ops.grid import Grid
 from ..ops.padding import keep_count, masked_logit
+from ..ops.sizes import Grid
 from ..ops.windows import DynamicWindows, Windows
 
 

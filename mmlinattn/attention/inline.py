@@ -5,9 +5,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.feature_maps import check_kernel
-from ..ops.grid import on_grid
 from ..ops.leaves import Leaf, halves
-from ..ops.sizes import unflatten
+from ..ops.sizes import on_grid, unflatten
 from .mixer import TOKEN_MIXERS, LocalMixer
 
 

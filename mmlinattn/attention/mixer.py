@@ -12,8 +12,8 @@ from mmengine.model import BaseModule
 from mmengine.registry import Registry
 from torch import Tensor
 
-from ..ops.grid import Grid
 from ..ops.leaves import Conv2d, halves
+from ..ops.sizes import Grid
 
 TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn', locations=['mmlinattn.attention'])
 

@@ -26,7 +26,7 @@ from ..layers import (
     rotary_table,
 )
 from ..ops import Chain
-from ..ops.dtypes import accumulation_dtype
+from ..ops.dispatch import accumulation_dtype
 from ..utils.private_apis import is_altered
 from .arch import check_type
 from .base import PyramidBackbone

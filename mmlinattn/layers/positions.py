@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.grid import Grid
 from ..ops.positions import relative_index, resize_table, table_on
-from ..ops.sizes import unflatten
+from ..ops.sizes import Grid, unflatten
 
 
 class Table(nn.Module):

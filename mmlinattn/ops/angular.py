@@ -5,9 +5,8 @@ from typing import Optional
 from torch import Tensor
 
 from . import dispatch
-from .dtypes import accumulation_dtype
+from .dispatch import accumulation_dtype, recomputed
 from .feature_maps import unit
-from .gradients import recomputed
 from .heads import merge_heads_5d, split_heads_5d
 from .padding import root_weights
 

@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from typing_extensions import TypeGuard
 
 from ..utils.private_apis import is_altered
-from .dtypes import accumulation_dtype
+from .dispatch import accumulation_dtype
 
 
 def is_batch_norm(module: nn.Module) -> bool:

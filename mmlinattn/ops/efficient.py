@@ -4,8 +4,7 @@ from typing import Optional
 from torch import Tensor
 
 from . import dispatch
-from .dtypes import accumulation_dtype
-from .gradients import recomputed
+from .dispatch import accumulation_dtype, recomputed
 from .heads import merge_heads_5d, split_heads_5d
 from .linear import exponentials
 from .padding import root_weights

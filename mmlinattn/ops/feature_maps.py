@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..utils import private_apis
 from . import dispatch
-from .blocks import blocks
+from .heads import blocks
 
 # Lower bound of exponents. Its exp, 1e-13, vanishes beside 1 in float32, and its products with itself and gradients are
 # not denormal: many CPUs compute with denormal numbers a hundred times more slowly.

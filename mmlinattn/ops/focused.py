@@ -7,10 +7,8 @@ from torch import Tensor
 
 from ..utils import private_apis
 from . import dispatch
-from .blocks import blocks
-from .dtypes import accumulation_dtype
-from .gradients import AnalyticGradient
-from .heads import needs_equation, split_heads
+from .dispatch import AnalyticGradient, accumulation_dtype
+from .heads import blocks, needs_equation, split_heads
 from .linear import equation
 from .padding import count_tokens, padded_eps
 

@@ -8,7 +8,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..utils import private_apis
 from . import dispatch
-from .dtypes import accumulation_dtype
+from .dispatch import accumulation_dtype
 from .heads import merge_heads, split_heads
 from .padding import masked_bias
 from .sizes import is_known, to_image, unflatten

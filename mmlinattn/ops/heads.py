@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Split and merge attention heads, also of queries and keys in one tensor, and products by head."""
+"""Split and merge attention heads, also of queries and keys in one tensor, products by head, and blocks of tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
 
 import torch
@@ -9,6 +9,9 @@ from torch import Tensor
 
 from . import dispatch
 from .sizes import clone_if_open, is_known
+
+# Elements of a block on CPUs. Smaller blocks mean more parallel regions, and each waits for its last thread.
+BLOCK_NUMEL = 2**21
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -139,3 +142,25 @@ def subtract(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     if dispatch.on_cpu(x):
         return (x - y).to(dtype)
     return torch.sub(x, y, out=x.new_empty(x.shape, dtype=dtype))
+
+
+def blocks(x: Tensor, batch: int, tokens: int) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of images and of tokens that cut ``x`` into blocks of about :data:`BLOCK_NUMEL` elements. A block
+    holds several small images, or some tokens of one. Devices other than CPUs get a single block."""
+    width = x.numel() // max(batch * tokens, 1)
+    whole = not dispatch.on_cpu(x)
+    rows = tokens if whole else max(1, min(tokens, BLOCK_NUMEL // max(width, 1)))
+    images = batch if whole else max(1, BLOCK_NUMEL // max(tokens * width, 1))
+    for first in range(0, batch, max(images, 1)):
+        for top in range(0, tokens, max(rows, 1)):
+            yield slice(first, first + images), slice(top, top + rows)
+
+
+def widen_blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of the tokens of half-precision ``x`` (..., B, heads, N, d), each with a float32 copy. The caller
+    modifies the copy in place, and it is then written back to ``x``."""
+    for images, rows in blocks(x, x.shape[-4], x.shape[-2]):
+        part = x[..., images, :, rows, :]
+        wide = part.to(dispatch.accumulation_dtype(x))
+        yield rows, wide
+        part.copy_(wide)

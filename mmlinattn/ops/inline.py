@@ -5,11 +5,9 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .blocks import blocks
-from .dtypes import accumulation_dtype, product_dtype
+from .dispatch import AnalyticGradient, accumulation_dtype, product_dtype
 from .feature_maps import FEATURE_MAPS, IN_PLACE, check_kernel, write_map
-from .gradients import AnalyticGradient
-from .heads import copy_heads, merge_heads_5d, needs_equation, split_heads, split_heads_5d, subtract
+from .heads import blocks, copy_heads, merge_heads_5d, needs_equation, split_heads, split_heads_5d, subtract
 from .padding import count_tokens, root_weights, token_mean
 
 

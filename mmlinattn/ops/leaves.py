@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..utils import private_apis
 from . import dispatch
-from .gradients import AnalyticGradient
+from .dispatch import AnalyticGradient
 from .sizes import clone_if_open
 
 HALF = torch.float16, torch.bfloat16

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .dtypes import accumulation_dtype
+from .dispatch import accumulation_dtype, recomputed
 from .feature_maps import FEATURE_MAPS, LOWEST_EXPONENT, check_kernel
-from .gradients import recomputed
 from .heads import merge_heads_5d, needs_equation, split_heads_5d
 from .padding import padded_eps, root_weights, token_mean
 from .rotary import rotate_reference

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .dtypes import accumulation_dtype
+from .dispatch import accumulation_dtype
 
 TokenCount = Union[int, Tensor]
 

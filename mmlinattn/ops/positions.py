@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch
-from .dtypes import accumulation_dtype
-from .grid import Grid
-from .sizes import arange, as_tensor, is_known, unflatten
+from .dispatch import accumulation_dtype
+from .sizes import Grid, arange, as_tensor, is_known, unflatten
 
 
 def table_on(table: Tensor, stored: tuple[int, int], grid: Grid, prefix: int = 0) -> Tensor:

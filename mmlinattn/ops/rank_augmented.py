@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ..utils import private_apis
 from . import dispatch
-from .dtypes import accumulation_dtype, product_dtype
+from .dispatch import AnalyticGradient, accumulation_dtype, product_dtype
 from .feature_maps import FEATURE_MAPS, IN_PLACE, LOWEST_EXPONENT, check_kernel, write_map
-from .gradients import AnalyticGradient
 from .heads import copy_pair, dots, empty_pair, needs_equation, scale_heads, split_heads
 from .linear import equation, recomputed_equation
 from .padding import count_tokens, padded_eps, token_mean

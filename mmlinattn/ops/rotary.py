@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .blocks import widen_blocks
-from .gradients import AnalyticGradient
-from .heads import copy_pair, empty_pair, split_heads, split_pair
+from .dispatch import AnalyticGradient
+from .heads import copy_pair, empty_pair, split_heads, split_pair, widen_blocks
 from .sizes import arange, is_known, unflatten
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -11,8 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from . import dispatch
-from .grid import Grid
-from .sizes import arange, as_tensor, clone_if_open, is_known, round_up, unflatten
+from .sizes import Grid, arange, as_tensor, clone_if_open, is_known, round_up, unflatten
 
 
 class Windows(NamedTuple):

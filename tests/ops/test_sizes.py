@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mmlinattn import ops
 from mmlinattn.ops import sizes
-from mmlinattn.ops.grid import Grid
+from mmlinattn.ops.sizes import Grid
 from mmlinattn.utils import private_apis
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.dtypes import accumulation_dtype
+from ...ops.dispatch import accumulation_dtype
 from . import measures
 from .capture import CLASS_TOKEN, PADDING, BlockCall, Window
 

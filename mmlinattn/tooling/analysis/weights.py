@@ -11,8 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ... import ops
 from ...attention import AngularMixer, Grid, LocalMixer, TokenMixer
-from ...ops.dispatch import without_autocast
-from ...ops.dtypes import accumulation_dtype
+from ...ops.dispatch import accumulation_dtype, without_autocast
 from ...ops.heads import split_heads
 
 Rows = Optional[Union[Sequence[int], Tensor]]
