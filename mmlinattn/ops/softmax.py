@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from typing import Optional
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -50,6 +51,9 @@ def softmax_attention(
         q, k = rotate_pair(q, k, rotary, num_heads)
     if mask is not None or bias is not None:
         bias = masked_bias(bias, mask, q)
+        if bias is not None and dispatch.is_exported() and torch.onnx.is_in_onnx_export():
+            # With a gradient of the bias, PyTorch's exporter records attention with other strides than it writes.
+            bias = bias.detach()
     return merge_heads(attend(q, k, split_heads(v, num_heads), bias))
 
 

@@ -168,6 +168,19 @@ def test_torch_export_finds_dynamic_shapes_by_itself_and_keeps_gradients():
     torch.testing.assert_close(gradient, x.grad, rtol=1e-3, atol=1e-4 * x.grad.abs().max().item())
 
 
+@pytest.mark.skipif(not hasattr(Dim, 'AUTO'), reason='since torch 2.6')
+def test_torch_onnx_export_with_gradients(tmp_path):
+    """Call PyTorch's exporter outside of ``torch.no_grad``: it decomposes attention with a learned bias in another grad
+    mode than it records it."""
+    pytest.importorskip('onnxruntime')
+    pytest.importorskip('onnxscript')
+    model, image = graphs.build('LinearSwin', ('inline', 'softmax')), graphs.image((1, 64, 96))
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        torch.onnx.export(model, (image,), tmp_path / 'model.onnx', dynamo=True, input_names=['image'])
+    assert deviation(FORMATS['onnx'].load(tmp_path / 'model.onnx')(image), model(image)) < graphs.TOLERANCE
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not private_apis.CAN_BE_SIZE_OBLIVIOUS, reason='since torch 2.6')
 @pytest.mark.parametrize('backbone', BACKBONES)
