@@ -45,7 +45,7 @@ PEER = 'Swin-T of MMDetection'
 TIMED = (*BACKBONES[:4], PEER)
 FORMS = ('eager', 'compiled')
 DETECTORS = ('RAVLT-T', PEER)
-GROUPS = {'one a parameter': 'DefaultOptimWrapperConstructor', 'merged': 'MergedOptimWrapperConstructor'}
+GROUPS = {'one per parameter': 'DefaultOptimWrapperConstructor', 'merged': 'MergedOptimWrapperConstructor'}
 LAYOUTS = {'channels last': torch.channels_last, 'contiguous': torch.contiguous_format}
 FLOOR = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # relative error by rounding of the type alone
 

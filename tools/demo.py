@@ -231,7 +231,7 @@ def build_inferencer(args: argparse.Namespace, scope: str):
     from mmpretrain import ImageClassificationInferencer
     from mmpretrain.utils import progress
 
-    progress.disable_progress_bar = True  # one an image
+    progress.disable_progress_bar = True  # one per image
     return ImageClassificationInferencer(args.config, args.checkpoint, device=args.device)
 
 

@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
         '--backbone', required=True, help="backbone name in this project's configs: ravlt_t, inline_swin_s"
     )
     parser.add_argument('--out', required=True, type=Path, metavar='CONFIG.py', help='config file to write')
-    parser.add_argument('--batch', type=int, help='images a step [detection 2, segmentation 4, classification 32]')
+    parser.add_argument('--batch', type=int, help='images per step [detection 2, segmentation 4, classification 32]')
     parser.add_argument('--size', type=int, help="longer side of detectors' images, side of crops [as the images are]")
     parser.add_argument('--channels', type=int, help='of the images [as they are; grey ones of 8 bits are read as RGB]')
     parser.add_argument('--classes', nargs='+', metavar='NAME', help='class names in the order of their numbers')

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-# No row of a paper: the recipe is Next-ViT's, at the usual 16 images a step.
+# No row of a paper: the recipe is Next-ViT's, at the usual 16 images per step.
 # The authors published no weights: it starts from none.
 _base_ = [
     '../_base_/models/fpn_ade20k.py',

@@ -56,14 +56,14 @@ class Backbone(Arch, BaseModule):
 
     Args:
         arch (str | dict): A name of :attr:`arch_zoo`, or a dict with ``embed_dims``, ``depths``, ``num_heads`` (one
-            entry a stage) and keys of :attr:`arch_defaults`.
+            entry per stage) and keys of :attr:`arch_defaults`.
         in_channels (int): Channels of the input image.
         frozen_stages (int): -1 freezes nothing, 0 the stem, i the stem and stages 1 to i.
         norm_eval (bool): Keep batch norms in eval mode in training, so that running statistics do not change.
         with_cp (bool): Recompute blocks in the backward pass to save memory.
         drop_path_rate (float, optional): Largest stochastic depth rate, linear over depth; None takes the arch's.
-        stage_attns (Sequence, optional): One attention a stage: a registered name, ``dict(type=name, **options)``, or a
-            list of these with one entry a block. None takes the arch's.
+        stage_attns (Sequence, optional): One attention per stage: a registered name, ``dict(type=name, **options)``,
+            or a list of these with one entry per block. None takes the arch's.
         deploy (bool): Build the model as :meth:`switch_to_deploy` leaves it, to load a merged checkpoint.
         init_cfg (dict, optional): MMEngine's initialisation. ``dict(type='Pretrained', checkpoint=...)`` takes released
             files, own checkpoints and ``mmlinattn://NAME``.
@@ -145,7 +145,7 @@ class Backbone(Arch, BaseModule):
         raise NotImplementedError
 
     def part_of(self, key: str) -> Optional[Part]:
-        """Return the part that the state dict key ``key`` belongs to, None if there is none."""
+        """Return the :class:`Part` (module or parameter) that holds the state dict key ``key``, or None."""
         return next((part for part in self.parts() if f'{key}.'.startswith(f'{part.name}.')), None)
 
     def cast_groups(self) -> list[list[nn.Module]]:
@@ -362,7 +362,7 @@ class PyramidBackbone(Backbone):
 
     num_extra_tokens = 0  # number of class tokens, an attribute of MMPretrain's ViT that tools read
     norms_feed_on = False  # True if the norm at the end of a stage also feeds the next stage
-    stage_inputs: tuple[str, ...] = ('patch_embeds',)  # module lists of layers before the blocks, one entry a stage
+    stage_inputs: tuple[str, ...] = ('patch_embeds',)  # module lists of layers before the blocks, one entry per stage
 
     def __init__(
         self, arch: Spec, *, out_indices: Sequence[int] = (0, 1, 2, 3), out_norm: bool = True, **kwargs

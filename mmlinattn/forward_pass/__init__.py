@@ -49,10 +49,10 @@ _weights: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def weights_of(backbone: Any) -> list[list[Tensor]]:
-    """Return the float32 weights of the leaves of a backbone, by group; none if blocks are compiled.
+    """Return the float32 weights that autocast would cast: those of the layers of :mod:`~mmlinattn.ops.leaves`.
 
-    The lists are kept until :func:`forget_weights`. A parameter that is replaced meanwhile has no cast, so its leaf
-    casts it.
+    The result has one list per ``cast_group`` of the backbone, and is empty if a block is compiled. It is cached until
+    :func:`forget_weights`. A layer whose parameter is replaced meanwhile casts the new parameter itself.
     """
     if backbone not in _weights:
         modules = [[part for module in group for part in module.modules()] for group in backbone.cast_groups()]

@@ -66,7 +66,10 @@ class Block(Leaf, BaseModule):
 
 
 class SourceBlock(Block):
-    """:class:`Block` that sets its input as ``source``: mixers that need the mean token average it before the norm."""
+    """:class:`Block` that gives its input, before the norm, to mixers that need the mean token.
+
+    It sets ``StageContext.source``. Without that, such mixers average their own input, which is normalised.
+    """
 
     def forward(self, x: Tensor, stage) -> Tensor:
         return super().forward(x, stage._replace(source=x))

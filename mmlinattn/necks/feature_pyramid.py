@@ -46,8 +46,9 @@ class SimpleFeaturePyramid(BaseModule):
         ValueError: For ``num_outs`` other than 4 and 5, an ``in_channels`` that is no multiple of 4, or a map
             with another number of channels.
 
-    Shape: one map (B, in_channels, h, w) of stride 16, or the last of a sequence -> ``num_outs`` maps of width
-    out_channels. Their sizes: (4h, 4w), (2h, 2w), (h, w), (ceil(h / 2), ceil(w / 2)), (ceil(h / 4), ceil(w / 4)).
+    Shape: one map (B, in_channels, h, w) of stride 16, or the last of a sequence -> ``num_outs`` maps of
+    ``out_channels`` channels. Their sizes: (4h, 4w), (2h, 2w), (h, w), (ceil(h / 2), ceil(w / 2)),
+    (ceil(h / 4), ceil(w / 4)).
 
     Examples:
         >>> import torch
@@ -94,7 +95,8 @@ class SimpleFeaturePyramid(BaseModule):
                 there.
 
         Raises:
-            ValueError: For a map of another width, or if ``image_size`` does not have as many 16x16 patches as the map.
+            ValueError: For a map with other channels than ``in_channels``, or if ``image_size`` does not have as many
+                16x16 patches as the map.
         """
         x = feats if isinstance(feats, Tensor) else feats[-1]
         if x.dim() != 4 or x.shape[1] != self.in_channels:

@@ -349,7 +349,7 @@ def chain(x: Tensor, *steps: Step) -> Tensor:
 
 
 class Chain(nn.Sequential):
-    """``nn.Sequential`` by :func:`chain`."""
+    """``nn.Sequential`` that calls its layers by :func:`chain`, which fuses them on CPUs without gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
         return chain(x, *self)

@@ -58,7 +58,10 @@ def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional
 
 
 def _of_data(cfg: Config) -> tuple:
-    """Return three candidates for the class names of the test data set; None for those that it lacks."""
+    """Return class names of the test data set: of ``metainfo``, of ``classes``, and of ``METAINFO`` of its class.
+
+    Those that it lacks are None.
+    """
     _, dataset = next(dataset_configs(cfg, 'test_dataloader'), ('', {}))
     known: Any = {}
     if dataset.get('type'):

@@ -369,7 +369,10 @@ def _near_type(error: BaseException) -> str:
 
 
 def _choice(error: BaseException) -> str:
-    """Return the settings by which the data set under construction chose its images."""
+    """Return the settings by which a data set selects images, such as ``data_prefix='images' ann_file='a.json'``.
+
+    They are read from the data set in the traceback of ``error``.
+    """
     keys = ('data_prefix', 'img_suffix', 'ann_file', 'filter_cfg', 'metainfo')
     for frame, _ in reversed([*walk_tb(error.__traceback__)]):
         known = frame.f_locals.get('self')

@@ -213,7 +213,7 @@ def _installed(module: str) -> Repair:
 
 
 def _reinstalled(module: str) -> Repair:
-    """Return the repair of a module by a new copy of its distribution, and no others that write the same files."""
+    """Return the repair of a module: install its distribution anew, and remove others that write the same files."""
     family = FAMILIES.get(module)
     if module == 'torch':
         return _torch()

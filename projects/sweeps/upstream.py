@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument('--out', help='Markdown page to write')
     parser.add_argument('--results', default='work_dirs/upstream.jsonl', help='file of the results [%(default)s]')
     parser.add_argument('--backbone', default='ravlt_t')
-    parser.add_argument('--configs', nargs='+', help='configs to try [one a folder]')
+    parser.add_argument('--configs', nargs='+', help='configs to try [one per folder]')
     parser.add_argument('--seconds', type=float, default=180, help='time limit of a config [%(default)s]')
     args = parser.parse_args()
     if args.out:

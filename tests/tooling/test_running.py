@@ -135,7 +135,7 @@ def test_a_schedule_follows_the_length_that_the_command_line_gives(capsys, epoch
 
 
 def test_other_schedules(capsys):
-    """One of the user's own is left alone; one longer than the training of the file is fitted from its end."""
+    """Keep a schedule that the user sets; fit one that is longer than the training of the config from its end."""
     for options in ({}, {'train_cfg.max_epochs': 6, 'param_scheduler.0.end': 2}):
         cfg = Config(dict(train_cfg=dict(max_epochs=6), param_scheduler=schedules()))
         running.fit_schedule(cfg, dict(max_epochs=300), options)

@@ -155,7 +155,7 @@ def test_trains_and_tests(rounds, task, name):
     in_memory, tested = (pickle.loads((folder / f'{name}.{kind}.pkl').read_bytes()) for kind in ('val', 'test'))
     assert len(in_memory) == len(tested) == DATA[task][2]
     assert sum(torch.as_tensor(leaf).numel() for leaf in numbers(tested))
-    if task == 'mmseg':  # label maps without logits, a byte a pixel
+    if task == 'mmseg':  # label maps without logits, one byte per pixel
         in_memory, tested = ([sample['pred_sem_seg']['data'] for sample in kind] for kind in (in_memory, tested))
         assert {labels.dtype for labels in tested} == {torch.uint8}
         in_memory = [labels.byte() for labels in in_memory]

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Models by their names in MMPretrain's hub; in MMEngine's: the page docs/get_started.md."""
+"""Models by name in MMPretrain's hub. The test of docs/get_started.md covers MMEngine's hub."""
 
 from types import SimpleNamespace
 

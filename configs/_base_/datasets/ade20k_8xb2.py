@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-# ADE20K in 512x512 crops, 16 images a step on 8 GPUs; tested at 2048x512, ratio kept.
+# ADE20K in 512x512 crops, 16 images per step on 8 GPUs; tested at 2048x512, ratio kept.
 _base_ = 'mmseg::_base_/datasets/ade20k.py'
 
 # reduce_zero_label is left to the data set (ADE20KDataset's is True), so that one of your own says it once

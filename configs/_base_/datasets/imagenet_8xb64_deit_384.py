@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-# imagenet_8xb128_deit_224 at 384x384, tested on the whole image, as Swin is fine-tuned. 512 images a step on 8 GPUs.
+# imagenet_8xb128_deit_224 at 384x384, tested on the whole image, as Swin is fine-tuned. 512 images per step on 8 GPUs.
 _base_ = './imagenet_8xb128_deit_224.py'
 
 train_pipeline = [

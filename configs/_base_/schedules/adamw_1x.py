@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-# 12 epochs of AdamW, 16 images a step. Warm-up (500 iterations from 0.001) and steps (epochs 8 and
+# 12 epochs of AdamW, 16 images per step. Warm-up (500 iterations from 0.001) and steps (epochs 8 and
 # 11) are upstream's.
 _base_ = 'mmdet::_base_/schedules/schedule_1x.py'
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-# Swin's fine-tuning of a 224 model at 384: 30 epochs, 5 of them warm-up, next to no decay. 512 images a step.
+# Swin's fine-tuning of a 224 model at 384: 30 epochs, 5 of them warm-up, next to no decay. 512 images per step.
 _base_ = './adamw_in1k.py'
 
 max_epochs = 30

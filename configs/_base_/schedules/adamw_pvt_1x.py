@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-# 12 epochs as PVT trains detectors: everything decays, a little. 16 images a step; warm-up (500 iterations from 0.001)
-# and steps (epochs 8 and 11) are upstream's.
+# 12 epochs as PVT trains detectors: small decay of all weights. 16 images per step; warm-up
+# (500 iterations from 0.001) and steps (epochs 8 and 11) are upstream's.
 _base_ = 'mmdet::_base_/schedules/schedule_1x.py'
 
 optim_wrapper = dict(

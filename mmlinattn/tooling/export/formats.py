@@ -151,7 +151,10 @@ class Onnx(Format):
     def _trace(
         self, model: nn.Module, example: Tensor, path: Path, is_open: bool, named: dict, properties: dict
     ) -> None:
-        """Write detectors by tracing: ``torch.export`` adds guards for their coarse levels of one pixel."""
+        """Write a detector by tracing, with dynamic sizes if ``is_open``.
+
+        ``torch.export`` would add guards for coarse pyramid levels of one pixel.
+        """
         import onnx
 
         register_onnx_symbolic(OPSET)

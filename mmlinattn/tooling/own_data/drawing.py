@@ -22,7 +22,7 @@ _LONGER_SIDE = 640
 def _chosen(data: OwnData) -> list[Example]:
     """Return six examples: the two fullest, that of the smallest object, and others spread over the data set.
 
-    Of a data set with a class an image: one of each class first.
+    Of a data set with one class per image: one of each class first.
     """
     examples = data.examples
     first = {example.title: i for i, example in reversed(list(enumerate(examples)))}

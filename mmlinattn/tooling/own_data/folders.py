@@ -39,7 +39,7 @@ def read_classes(data: Data) -> OwnData:
         if others:
             raise RunError(f'{split} has images of {min(others)!r}, and train has none ({some(classes)}).')
     if len(classes) < 2:
-        raise RunError(f'DATA {str(data.root)!r} has images of {len(classes)} class(es): expected a folder a class.')
+        raise RunError(f'DATA {str(data.root)!r} has images of {len(classes)} class(es): expected a folder for each.')
     used = {split: [item.path for item in chosen] for split, chosen in splits.items()}
     lists = {
         split: ''.join(f'{data.name(item.path)} {classes.index(item.name)}\n' for item in chosen)

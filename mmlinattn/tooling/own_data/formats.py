@@ -39,7 +39,7 @@ _TASKS = {
     ),
     'classification': (
         'write a CSV file with filename,label',
-        'a folder of images a class, and CSV files of images and classes',
+        'one folder of images per class, and CSV files of images and classes',
     ),
 }
 _GLIMPSE = 1 << 16  # characters of text files

@@ -156,7 +156,7 @@ def interpret(
         names, table = interpret_values(values, named, seen.is_indexed)
         if names[0] == 'class_0':
             file = data.root / 'classes.txt'
-            notes.append(f'the classes have no names: give --classes, or write {file}, a name a line')
+            notes.append(f'the classes have no names: give --classes, or write {file}, one name per line')
     table.setdefault(IGNORED, IGNORED)
     ignored = [format_value(value) for value in values if table.get(value) == IGNORED]
     meanings = some(f'{format_value(value)} is {names[label]}' for value, label in table.items() if label != IGNORED)
@@ -308,7 +308,7 @@ def interpret_values(
     if names is None:
         if is_indexed or labels[-1] < 2 * len(labels):
             return [f'class_{label}' for label in range(labels[-1] + 1)], _identity(values)
-        raise RunError(f'the masks have the values {listed}: give --classes NAME ..., a name a value.')
+        raise RunError(f'the masks have the values {listed}: give --classes NAME ..., one name per value.')
     if len(names) > 1 and labels[-1] < len(names):
         return names, _identity(values)
     for known in (labels, values) if len(names) > 1 else ():

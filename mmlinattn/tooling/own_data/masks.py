@@ -88,7 +88,7 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
         lists[split] = ''.join(f'{pair.stem}\n' for pair in chosen)
     if is_copied:
         changes = some(f'{format_value(old)} -> {new}' for old, new in changed.items() if new != IGNORED)
-        notes.append(f'masks are copied to {remapped}: {changes or "one number a pixel"}')
+        notes.append(f'masks are copied to {remapped}: {changes or "one number per pixel"}')
     used = {split: [pair.path for pair in chosen] for split, chosen in splits.items()}
     drawn = [Example(pair.path, label_map=partial(remap, pair.file, table, seen.coloured)) for pair in splits['train']]
     return OwnData('segmentation masks', classes, used, lists, settings, more + notes, drawn)

@@ -26,7 +26,7 @@ def is_hidden(name: str) -> bool:
 def _words(name: str) -> list[str]:
     """Return the words of a name in small letters: ``'TrainData_v2'`` has train and data, ``'val2017'`` val and 2017.
 
-    A word with a number is one word (``v2``, ``oidv6``), unless it is a split or a role.
+    A word with a number is one word (``v2``, ``oidv6``), unless it names a split or a kind of content (``images2``).
     """
     spaced = re.sub(r'(?<=[a-z0-9])(?=[A-Z])', ' ', name).lower()
     words: list[str] = []

@@ -175,7 +175,7 @@ def config_values(
     values['auto_scale_lr'] = dict(base_batch_size=batch)
     values.update(schedule(args.task, len(data.images['train']) / batch, cfg))
     origin = '' if is_scratch else f" (the recipe's {recipe_rate:g} is for {base_batch})"
-    notes.append(f'learning rate {rate:g} for {batch} images a step{origin}')
+    notes.append(f'learning rate {rate:g} for {batch} images per step{origin}')
     return values, notes
 
 

@@ -163,8 +163,10 @@ def _chosen(data: Data, items: list, source: Path) -> list[Path]:
 
 
 def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], int]:
-    """Return the labelled images in a list (a path, name or stem a line, perhaps with more words), and the number of
-    lines that name no image."""
+    """Return the labelled images in a list file, and the number of lines that name no image.
+
+    A line is a path or a file name, with or without suffix, and may have more words.
+    """
     found, lost = list[Path](), 0
     for line in read_lines(path):
         known = [(name, data.pictures.named(name)) for name in dict.fromkeys((line, *line.split()[:1]))]

@@ -58,7 +58,7 @@ class Yolo(Reader):
         if not named and not listed:
             raise RunError(
                 f'DATA {str(self.data.root)!r} has YOLO text files, and no names of their classes: write classes.txt, '
-                'a name a line, or data.yaml with names: [...], or give --classes NAME ...'
+                'one name per line, or data.yaml with names: [...], or give --classes NAME ...'
             )
         return named or listed
 
@@ -170,7 +170,7 @@ def _names(file: Optional[Path], content: dict) -> list[str]:
 def _splits(data: Data, file: Optional[Path], content: dict) -> dict[Path, str]:
     """Return the split of images by the folders or lists of files under ``train``, ``val`` and ``test``.
 
-    Folders that do not exist on this machine are skipped, if all of them.
+    If none of them exists on this machine, the result is empty.
     """
     listed, lost = dict[Path, str](), []
     for split in ('train', 'val', 'test'):

@@ -66,7 +66,7 @@ def _for_decoder(network: dict, measured: Measured, new: ZooBackbone) -> Candida
 
 
 def _without_pyramid_neck(network: dict, measured: Measured, new: ZooBackbone) -> Optional[Candidate]:
-    """Return the candidate without a neck that makes a pyramid of feature maps of one stride; None for other necks."""
+    """Return the network without its neck if the neck makes a pyramid of feature maps of one stride; None otherwise."""
     necks, old = listed(network.get('neck')), measured.maps
     if not necks or len(old) == 1 or len({out.stride for out in old}) > 1:
         return None

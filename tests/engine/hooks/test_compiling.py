@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""``--compile``: one graph a kind of block at all image sizes, with the losses and no more memory than eager mode."""
+"""``--compile``: one graph per kind of block at all image sizes, with the losses and no more memory than eager mode."""
 
 import copy
 import random
@@ -47,8 +47,8 @@ def ravlt(drop_path_rate=0.0, depths=(3, 2, 1, 1), **options):
     return RAVLT(arch, **{'out_indices': (0, 1), 'drop_path_rate': drop_path_rate, **options})
 
 
-# (host, an attention a stage, kinds): every second block of Swin is shifted, the first of a Next-ViT stage has another
-# width
+# (backbone, attentions of the stages, kinds of block): every second block of Swin is shifted, the first of a Next-ViT
+# stage has another number of channels
 HOSTS = [
     ('RAVLT', ('rala', 'softmax'), 2),
     ('LinearPVT', ('focused', 'softmax'), 2),

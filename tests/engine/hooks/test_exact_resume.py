@@ -90,7 +90,7 @@ BUCKETS = dict(batch_sampler=dict(type='Buckets'))
     ids=['epochs', 'iterations', 'iterations over a finite sampler', 'batches of the config'],
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, loop, loader, until, seed, workers):
-    """Without a seed in the config, repeated iterations agree."""
+    """Compare with an uninterrupted run, or without a seed the iterations that both parts of the run have."""
     loader = dict(loader, num_workers=workers, persistent_workers=workers > 0)
     first = train(tmp_path / 'cut', loop, seed=seed, until=until, loader=loader)[0].losses
     rest = train(tmp_path / 'cut', loop, seed=seed, loader=loader, resume=True)[0].losses

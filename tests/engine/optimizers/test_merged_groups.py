@@ -137,7 +137,7 @@ def test_shared_parameters_and_modules_around_the_model():
 
 
 class Custom(torch.optim.AdamW):
-    """A subclass may have another step."""
+    """AdamW's subclass, which may override ``step``."""
 
 
 OPTIMIZERS.register_module(module=Custom, force=True)

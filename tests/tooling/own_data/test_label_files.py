@@ -455,7 +455,7 @@ def test_files_of_labelling_tools_that_are_refused(tmp_path, write, said):
     assert said in str(error.value) and '\n' not in str(error.value)
 
 
-# -- a class an image -------------------------------------------------------------------------------------------------
+# -- one class per image ----------------------------------------------------------------------------------------------
 
 
 def flat_images(root):
@@ -495,7 +495,7 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
 @pytest.mark.parametrize(
     'rows, said',
     [
-        (['image,a,b', 'a,1,1'], 'has 2 classes; one an image is learnt'),
+        (['image,a,b', 'a,1,1'], 'has 2 classes: expected one per image'),
         (['image,label', 'a.jpg,'], 'has 0 classes'),
         (['image,tags', 'a.jpg,clear water', 'b.jpg,clear road'], 'several classes'),
         (['image,label', 'a.jpg,x', 'b.jpg,x;y'], 'several classes'),

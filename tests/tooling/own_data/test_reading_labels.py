@@ -112,7 +112,7 @@ def test_masks_that_are_copied(tmp_path, how):
     copies = data.settings['train']['data_prefix']['seg_map_path']
     copy = Image.open(copies + data.annotations['train'].split()[0] + '.png')
     assert (copy.mode, np.unique(copy).tolist()) == ('L', [0, 1])
-    assert f'masks are copied to {tmp_path}/mine_labels: one number a pixel' in data.notes
+    assert f'masks are copied to {tmp_path}/mine_labels: one number per pixel' in data.notes
 
 
 LAYOUTS = {  # image and label image, without the name
