@@ -9,6 +9,7 @@ Cases that would take longer than ``--max-seconds`` by the growth so far are sho
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Callable, Optional
@@ -80,9 +81,13 @@ def run_times(args, mode: str) -> dict[tuple[str, int], float]:
     for i, side in enumerate(args.sides):
         pairs = {}
         for name in args.only:
-            last = seconds.get((name, args.sides[i - 1])) if i else 0.0
-            growth = (side / args.sides[i - 1]) ** (4 if TOKEN_MIXERS.module_dict[name].quadratic else 2) if i else 1
-            if last is not None and last * growth <= args.max_seconds:
+            if i == 0:
+                predicted = 0.0
+            else:
+                power = 4 if TOKEN_MIXERS.module_dict[name].quadratic else 2
+                last = seconds.get((name, args.sides[i - 1]), math.inf)
+                predicted = last * (side / args.sides[i - 1]) ** power
+            if predicted <= args.max_seconds:
                 pairs[name] = calls(name, mode, side, args.dim, args.heads)
         found = measure.interleaved_minima(pairs, args.repeats, args.max_seconds)
         seconds.update({(name, side): value for name, value in found.items()})

@@ -99,7 +99,8 @@ def table(results: list[dict]) -> str:
             values = [r['largest'] for r in found]
             ones = [r['one_pixel'] for r in found]
             values += [one for one in ones if one != 'refused']
-            cells.append(f'{max(values):.0e}' + ' (32x32 refused)' * ('refused' in ones))
+            remark = ' (32x32 refused)' if 'refused' in ones else ''
+            cells.append(f'{max(values):.0e}{remark}')
         lines.append(f'| `{backbone}` | ' + ' | '.join(cells) + ' |')
     return '\n'.join(lines) + '\n'
 
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument('--out', type=Path, help='table to write')
     parser.add_argument('--backbones', nargs='+', choices=graphs.BACKBONES, default=graphs.BACKBONES, metavar='NAME')
     parser.add_argument('--formats', nargs='+', choices=list(FORMATS), default=list(FORMATS), metavar='FORMAT')
-    mixes = graphs.one_a_stage()
+    mixes = graphs.one_per_stage()
     parser.add_argument('--mixes', nargs='+', type=int, default=range(len(mixes)), metavar='N', help='models to export')
     options = parser.parse_args()
     torch.set_num_threads(1)

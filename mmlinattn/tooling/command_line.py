@@ -427,6 +427,70 @@ def _image_of(error: BaseException) -> str:
     return ''
 
 
+def _building_message(error: BaseException, building: list, runner: Any) -> str:
+    """Describe an error of any type in the set-up of a run, with a remedy if one is known.
+
+    Args:
+        error (BaseException): The error.
+        building (list): Frames of MMEngine's builders in its traceback; the class under construction is named.
+        runner (ToolRunner, optional): Without ``building``, the object that raised in its run is named.
+    """
+    built = [frame.f_locals.get('obj_cls') for frame in building]
+    innermost = [kind for kind in built if kind is not None][-1:]
+    text = ': '.join([*(getattr(kind, '__name__', str(kind)) for kind in innermost), described(error)])
+    if runner is not None and not building:
+        text += f' (in {raising_object(error)})'
+    *_, (raising, _) = walk_tb(error.__traceback__)
+    # an error in the constructor of the object itself, and not of what it reads by
+    is_argument = isinstance(error, FileNotFoundError) or (
+        raising.f_code.co_name == '__init__' and type(raising.f_locals.get('self')) in innermost
+    )
+    file = '' if is_argument else _annotations(error)
+    is_coco = file and innermost and hasattr(innermost[0], 'COCOAPI')  # MMDetection's data sets in COCO's layout
+    fault = load_coco(file)[1] if is_coco else ''
+    if file:
+        text += f'; {file} {fault}' if fault else f', in reading {file}'
+    if 'need at least one array to concatenate' in text:  # MMEngine's serialisation
+        kind = f'{innermost[0].__name__}: ' if innermost else ''
+        text = f'{kind}the data set holds no image with {_choice(error)}'
+    return text + _spelling(error, text, innermost)
+
+
+def _spelling(error: BaseException, text: str, kinds: list) -> str:
+    """Return the remedy of an unknown argument of the classes ``kinds``, or of an unknown registered name; or ''."""
+    if "unexpected keyword argument '_delete_'" in text:
+        return '. It goes into a dict that replaces one of the same key in _base_; take it out elsewhere'
+    near = _near_argument(text, kinds) or _near_type(error)
+    if near:
+        return f'. Did you mean {near!r}?'
+    if 'unexpected keyword argument' in text:
+        return '. Of a dict whose type you changed, _delete_=True leaves out the keys of the inherited type'
+    return ''
+
+
+def _setup_message(error: BaseException, config: str, whole: bool, work_dir: Optional[str], runner: Any) -> str:
+    """Return the line for an error, or '' if it is to be raised unchanged; arguments as of :func:`setup_errors`."""
+    advice = advice_for(error)
+    if advice:
+        return f'{config}: {described(error).splitlines()[-1]}. {advice}.'
+    # MMEngine's builders: build_from_cfg, Runner.build_train_loop and so on
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    of_mmengine = [frame for frame in frames if 'mmengine' in frame.f_code.co_filename]
+    building = [frame for frame in of_mmengine if frame.f_code.co_name.startswith('build_')]
+    if not (whole or building):
+        world = world_error(error)
+        if world:
+            last = _last_checkpoint(work_dir)
+            resume = f' The last checkpoint is {last!r}; the same command with --resume continues.' if last else ''
+            return f'{config}: {world}.{resume} (MMLINATTN_TRACEBACK=1 shows where)'
+        if isinstance(error, ValueError) and Path(frames[-1].f_code.co_filename).is_relative_to(PACKAGE):
+            return f'{config}: {error}'
+        if getattr(runner, 'has_stepped', True):
+            return ''
+    text = _building_message(error, building, runner)
+    return f'{config} cannot be run: {text} (MMLINATTN_TRACEBACK=1 shows where)'
+
+
 @contextmanager
 def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None, runner: Any = None):
     """Convert an error in the set-up of a run to a RunError of one line.
@@ -457,47 +521,10 @@ def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None
             raise error.__context__ from None
         if os.environ.get('MMLINATTN_TRACEBACK') == '1':
             raise
-        # MMEngine's builders: build_from_cfg, Runner.build_train_loop and so on
-        frames = [frame for frame, _ in walk_tb(error.__traceback__) if 'mmengine' in frame.f_code.co_filename]
-        building = [frame for frame in frames if frame.f_code.co_name.startswith('build_')]
-        advice = advice_for(error)
-        if advice:
-            raise RunError(f'{config}: {described(error).splitlines()[-1]}. {advice}.') from error
-        if not (whole or building):
-            world = world_error(error)
-            if world:
-                last = _last_checkpoint(work_dir)
-                resume = f' The last checkpoint is {last!r}; the same command with --resume continues.' if last else ''
-                raise RunError(f'{config}: {world}.{resume} (MMLINATTN_TRACEBACK=1 shows where)') from error
-            *_, (last_frame, _) = walk_tb(error.__traceback__)
-            if isinstance(error, ValueError) and Path(last_frame.f_code.co_filename).is_relative_to(PACKAGE):
-                raise RunError(f'{config}: {error}') from error
-            if getattr(runner, 'has_stepped', True):
-                last = _last_checkpoint(work_dir)
-                if last:
-                    notice(f'the last checkpoint is {last!r}; the same command with --resume continues.')
-                raise
-        built = [frame.f_locals.get('obj_cls') for frame in building]
-        innermost = [kind for kind in built if kind is not None][-1:]
-        text = ': '.join([*(getattr(kind, '__name__', str(kind)) for kind in innermost), described(error)])
-        text += f' (in {raising_object(error)})' if runner is not None and not building else ''
-        *_, (raising, _) = walk_tb(error.__traceback__)
-        # an error in the constructor of the object itself, and not of what it reads by
-        is_argument = isinstance(error, FileNotFoundError) or (
-            raising.f_code.co_name == '__init__' and type(raising.f_locals.get('self')) in innermost
-        )
-        file = '' if is_argument else _annotations(error)
-        is_coco = file and innermost and hasattr(innermost[0], 'COCOAPI')  # MMDetection's data sets in COCO's layout
-        fault = load_coco(file)[1] if is_coco else ''
-        if file:
-            text += f'; {file} {fault}' if fault else f', in reading {file}'
-        if 'need at least one array to concatenate' in text:  # MMEngine's serialisation
-            kind = f'{innermost[0].__name__}: ' if innermost else ''
-            text = f'{kind}the data set holds no image with {_choice(error)}'
-        if "unexpected keyword argument '_delete_'" in text:
-            text += '. It goes into a dict that replaces one of the same key in _base_; take it out elsewhere'
-        elif near := _near_argument(text, innermost) or _near_type(error):
-            text += f'. Did you mean {near!r}?'
-        elif 'unexpected keyword argument' in text:
-            text += '. Of a dict whose type you changed, _delete_=True leaves out the keys of the inherited type'
-        raise RunError(f'{config} cannot be run: {text} (MMLINATTN_TRACEBACK=1 shows where)') from error
+        message = _setup_message(error, config, whole, work_dir, runner)
+        if message:
+            raise RunError(message) from error
+        last = _last_checkpoint(work_dir)
+        if last:
+            notice(f'the last checkpoint is {last!r}; the same command with --resume continues.')
+        raise

@@ -170,12 +170,14 @@ def yolo_lines(sample, threshold: float, with_score: bool = False) -> list[str]:
     for label, score, (x1, y1, x2, y2), mask in _instances(sample, threshold):
         numbers = [(x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height]
         if mask is not None:
-            outlines, _ = cv2.findContours(mask, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
-            outline = max(outlines, key=cv2.contourArea, default=np.zeros((0, 1, 2)))
-            if len(outline) < 3:  # no area
+            polygons, _ = cv2.findContours(mask, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
+            polygon = max(polygons, key=cv2.contourArea, default=np.zeros((0, 1, 2)))
+            if len(polygon) < 3:  # no area
                 continue
-            numbers = (outline[:, 0] / (width, height)).flatten().tolist()
-        numbers = [min(max(number, 0.0), 1.0) for number in numbers] + [score] * bool(with_score)
+            numbers = (polygon[:, 0] / (width, height)).flatten().tolist()
+        numbers = [min(max(number, 0.0), 1.0) for number in numbers]
+        if with_score:
+            numbers.append(score)
         lines.append(' '.join([str(label), *(f'{number:.6f}' for number in numbers)]))
     return lines
 

@@ -5,7 +5,7 @@ import ast
 import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Optional
@@ -129,9 +129,11 @@ def _expected(path: list[str], node: dict, scope: Optional[str]) -> tuple[set[st
 
 def _leaves(node: Any, path: str = '') -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each node below a config node."""
-    children = (
-        dict.items(node) if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
-    )
+    children: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, dict):
+        children = dict.items(node)
+    elif isinstance(node, (list, tuple)):
+        children = enumerate(node)
     for key, child in children:
         below = f'{path}.{key}' if path else str(key)
         yield below, child

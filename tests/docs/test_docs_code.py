@@ -160,9 +160,12 @@ def spoken(path: Path) -> list[list]:
     return [shlex.split(re.sub(r'[\[\]]', '', ' '.join(span.split()))) for span in spans]
 
 
-@pytest.mark.parametrize('path', PAGES, ids=[path.relative_to(ROOT).as_posix() for path in PAGES])
-def test_commands_in_sentences_have_options_of_the_tools(path):
-    for words in spoken(path):
+SPOKEN = {path.relative_to(ROOT).as_posix(): spoken(path) for path in PAGES if spoken(path)}
+
+
+@pytest.mark.parametrize('page', SPOKEN)
+def test_commands_in_sentences_have_options_of_the_tools(page):
+    for words in SPOKEN[page]:
         tool = as_tool(words)
         assert (ROOT / tool[0]).is_file(), words
         options = {word.partition('=')[0] for word in tool[1:] if word.startswith('--')}

@@ -26,7 +26,7 @@ TRACED_AT = (2, 65, 94)
 TOLERANCE = 0.01
 
 
-def one_a_stage(stages=4):
+def one_per_stage(stages=4):
     """Return ``stage_attns`` of models that cover all registered attentions, one attention per stage."""
     names = itertools.cycle(small_backbones.every_attention())
     return [tuple(itertools.islice(names, stages)) for _ in range(-(-len(small_backbones.every_attention()) // stages))]

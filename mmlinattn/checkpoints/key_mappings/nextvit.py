@@ -41,10 +41,10 @@ def _by_stage(state) -> dict:
     blocks = {int(key.split('.')[1]) for key in state if key.startswith('features.')}
     for block in sorted(blocks):
         entry = state.get(f'features.{block}.patch_embed.conv.weight')
-        begins = entry is not None and len(entry) > channels
-        if begins:
+        embed = f'stages.{stage}.{index}.embed'
+        if entry is not None and len(entry) > channels:
             stage, index, channels = stage + 1, 0, len(entry)
-        embed = f'patch_embeds.{stage}' + ('.1' if stage == 0 else '') if begins else f'stages.{stage}.{index}.embed'
+            embed = 'patch_embeds.0.1' if stage == 0 else f'patch_embeds.{stage}'
         names[f'features.{block}.patch_embed.'] = f'{embed}.'
         names[f'features.{block}.'] = f'stages.{stage}.{index}.'
         index += 1

@@ -99,8 +99,10 @@ def test_accepted_differences(tmp_path, mode, state, options):
 def test_refused_differences(tmp_path, mode, state, expected, option):
     if mode == 'resume':  # the state of the optimizer has the old shapes
         state = dict(state_dict=state, meta={})
-        option = 'load_from=CHECKPOINT instead of --resume trains other parts from scratch.' * bool(option) or option
-        option = f'{FINITE}=True' if 'NaN' in expected else option
+        if 'NaN' in expected:
+            option = f'{FINITE}=True'
+        elif option:
+            option = 'load_from=CHECKPOINT instead of --resume trains other parts from scratch.'
     with pytest.raises(RunError) as found:
         load(tmp_path, mode, state)
     message = str(found.value)

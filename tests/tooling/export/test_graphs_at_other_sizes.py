@@ -83,7 +83,7 @@ def test_segmentors_of_a_tracer(backbone, head, tmp_path):
     check_onnx(ExportableModel(model), tmp_path / 'model.onnx')
 
 
-@pytest.mark.parametrize('attns', graphs.one_a_stage(), ids=str)
+@pytest.mark.parametrize('attns', graphs.one_per_stage(), ids=str)
 def test_a_trace_under_autocast_runs_outside_of_it(attns):
     model, image = graphs.build('LinearPVT', attns), graphs.image((1, 70, 96))
     with torch.no_grad(), torch.autocast('cpu', torch.bfloat16, cache_enabled=False):

@@ -116,7 +116,7 @@ def table(kind):
     def write(root, objects=OBJECTS):
         rows = [map(str, row(name, *item)) for name, items in objects.items() for item in items]
         delimiter = ';' if ';' in header else ','
-        text(root / 'labels.csv', '\n'.join([*[header] * bool(header), *map(delimiter.join, rows)]))
+        text(root / 'labels.csv', '\n'.join(filter(None, [header, *map(delimiter.join, rows)])))
 
     return write
 
