@@ -117,7 +117,9 @@ def build(requirement: str, folder: Path, kept: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('requirement', help='MMCV and its version, as in mmcv==2.1.0 or onedl-mmcv==2.3.6')
+    parser.add_argument(
+        'requirement', metavar='REQUIREMENT', help='MMCV and its version: mmcv==2.1.0 or onedl-mmcv==2.3.6'
+    )
     parser.add_argument('--wheels', type=Path, help="folder of cached wheels (default: pip's cache, else here)")
     args = parser.parse_args()
     name, equal, version = args.requirement.partition('==')

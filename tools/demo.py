@@ -64,9 +64,15 @@ CODECS = {'.mp4': 'mp4v', '.avi': 'MJPG', '.mkv': 'mp4v', '.mov': 'mp4v'}  # of 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('image', help='image, folder of images, video, URL of one, or number of a webcam')
-    parser.add_argument('config', help='config file')
-    parser.add_argument('checkpoint', help='checkpoint file, work dir (its last checkpoint), URL or mmlinattn://NAME')
+    parser.add_argument(
+        'image', metavar='IMAGE', help='image, folder of images, video, URL of one, or number of a webcam'
+    )
+    parser.add_argument('config', metavar='CONFIG', help='config file')
+    parser.add_argument(
+        'checkpoint',
+        metavar='CHECKPOINT',
+        help='checkpoint file, work dir (its last checkpoint), URL or mmlinattn://NAME',
+    )
     parser.add_argument('--out', help='image or video to write; for a folder of images, a folder')
     add_prediction_arguments(parser)
     parser.add_argument('--show', action='store_true', help='show drawings in a window; q ends')

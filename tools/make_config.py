@@ -23,7 +23,7 @@ from mmlinattn.utils.errors import RunError
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('data', type=Path, help='folder, or one annotation file with its images beside')
+    parser.add_argument('data', type=Path, metavar='DATA', help='folder, or one annotation file with its images beside')
     parser.add_argument('--task', required=True, choices=['detection', 'segmentation', 'classification'])
     parser.add_argument(
         '--backbone', required=True, help="backbone name in this project's configs: ravlt_t, inline_swin_s"

@@ -21,9 +21,15 @@ from mmlinattn.utils.errors import RunError
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('upstream', help='config: mmdet::FOLDER/CONFIG.py, mmseg::..., mmpretrain::..., or a path')
     parser.add_argument(
-        'backbone', help="beginning of this project's config names: ravlt_t, inline_swin_s, flatten_pvt_v2_b1"
+        'upstream',
+        metavar='UPSTREAM',
+        help='config: mmdet::FOLDER/CONFIG.py, mmseg::..., mmpretrain::..., or a path',
+    )
+    parser.add_argument(
+        'backbone',
+        metavar='BACKBONE',
+        help="beginning of this project's config names: ravlt_t, inline_swin_s, flatten_pvt_v2_b1",
     )
     parser.add_argument('--out', required=True, help='config file to write')
     parser.add_argument(

@@ -42,8 +42,12 @@ from mmlinattn.utils.registering import bare_name
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config file')
-    parser.add_argument('checkpoint', help='checkpoint file, work dir (its last checkpoint), URL or mmlinattn://NAME')
+    parser.add_argument('config', metavar='CONFIG', help='config file')
+    parser.add_argument(
+        'checkpoint',
+        metavar='CHECKPOINT',
+        help='checkpoint file, work dir (its last checkpoint), URL or mmlinattn://NAME',
+    )
     parser.add_argument('--out', help='write the predictions to this .pkl file')
     parser.add_argument(
         '--out-item',

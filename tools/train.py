@@ -25,7 +25,7 @@ from mmlinattn.utils.errors import RunError
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config file')
+    parser.add_argument('config', metavar='CONFIG', help='config file')
     parser.add_argument(
         '--resume',
         nargs='?',

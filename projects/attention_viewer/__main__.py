@@ -22,9 +22,10 @@ from .viewer import AttentionViewer
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('config', help='config file')
+    parser.add_argument('config', metavar='CONFIG', help='config file')
     parser.add_argument(
         'checkpoint',
+        metavar='CHECKPOINT',
         help='checkpoint file, work dir (its last checkpoint), URL, mmlinattn://NAME, or none for random weights',
     )
     parser.add_argument('--port', type=int, default=7860, help='[7860]')

@@ -20,7 +20,7 @@ from mmlinattn.tooling.configs import index_hooks, read_config
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', help='config file of a detector, segmentor or classifier')
+    parser.add_argument('config', metavar='CONFIG', help='config file of a detector, segmentor or classifier')
     parser.add_argument(
         '--shape',
         nargs=2,

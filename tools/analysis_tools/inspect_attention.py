@@ -35,9 +35,10 @@ from mmlinattn.utils.errors import RunError
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('config', help='config file')
+    parser.add_argument('config', metavar='CONFIG', help='config file')
     parser.add_argument(
         'checkpoint',
+        metavar='CHECKPOINT',
         help='checkpoint file, work dir (its last checkpoint), URL, mmlinattn://NAME, or none for random weights',
     )
     parser.add_argument('images', nargs='+', metavar='IMAGE', help='images; numbers are means over them')

@@ -24,9 +24,10 @@ def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
         'the maps of their neck (other formats).'
     )
     add = parser.add_argument
-    add('config', help='config file')
+    add('config', metavar='CONFIG', help='config file')
     add(
         'checkpoint',
+        metavar='CHECKPOINT',
         help='checkpoint file, work dir (its last checkpoint), URL, mmlinattn://NAME, or none for random weights',
     )
     add('--format', required=True, choices=list(FORMATS))
