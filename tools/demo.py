@@ -196,7 +196,7 @@ def check_out(args: argparse.Namespace, pictures: list) -> None:
     out = Path(args.out)
     if osp.isdir(args.image):
         if out.is_file():
-            raise RunError(f'--out {str(out)!r} is a file; for a folder of images it has to be a folder.')
+            raise RunError(f'--out={str(out)!r}: expected a folder, as {args.image} is one.')
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=out).close()
@@ -208,7 +208,7 @@ def check_out(args: argparse.Namespace, pictures: list) -> None:
         return
     suffixes = tuple(CODECS) if is_video(args.image) else SUFFIXES
     if out.suffix.lower() not in suffixes:
-        raise RunError(f'--out {str(out)!r} has to end in one of {" ".join(suffixes)}.')
+        raise RunError(f'--out={str(out)!r}: expected a name that ends with {" or ".join(suffixes)}.')
     check_out_file(out, *pictures, args.image)
 
 
@@ -453,7 +453,7 @@ def run_video(predictor: Predictor, source: str) -> None:
     if not count:
         raise RunError(f'video {source!r} has no frame that can be read.')
     if args.out and not (osp.isfile(args.out) and osp.getsize(args.out)):
-        raise RunError(f'--out {args.out!r} cannot be written: OpenCV here has no encoder for it. Name an .avi file.')
+        raise RunError(f'--out={args.out!r}: OpenCV here has no encoder for it. Name an .avi file.')
     predictor.finish()
     print_outputs(args, f'{count} frame(s)')
 

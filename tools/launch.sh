@@ -20,13 +20,13 @@ launch() { # PROCESSES SCRIPT [arguments]
     local processes=$1
     local python=${PYTHON:-python}
     if ! [[ $processes =~ ^[1-9][0-9]*$ ]]; then
-        echo "error: GPUS = '$processes' has to be a number from 1 up." >&2
+        echo "error: GPUS='$processes': expected a number of at least 1." >&2
         exit 2
     fi
     local name
     for name in MAX_RESTARTS NODE_RANK; do
         if ! [[ ${!name:-0} =~ ^(0|[1-9][0-9]*)$ ]]; then
-            echo "error: $name = '${!name}' has to be a number from 0 up." >&2
+            echo "error: $name='${!name}': expected a number of at least 0." >&2
             exit 2
         fi
     done

@@ -79,11 +79,11 @@ def parse_args() -> argparse.Namespace:
 def configure(args: argparse.Namespace):
     suffixes = ('.pkl', '.pickle') + ('.json',) * (args.out_item == 'metrics')
     if args.out and not args.out.endswith(suffixes):
-        raise RunError(f'--out {args.out!r} has to end with {" or ".join(suffixes)}.')
+        raise RunError(f'--out={args.out!r}: expected a name that ends with {" or ".join(suffixes)}.')
     if args.out_item == 'metrics' and not args.out:
-        raise RunError('--out-item metrics: --out has to name the file to write.')
+        raise RunError('--out-item metrics: --out is missing. Name the file to write.')
     if args.interval < 1:
-        raise RunError(f'--interval {args.interval} has to be at least 1.')
+        raise RunError(f'--interval={args.interval}: expected at least 1.')
     cfg = load_config(args)
     require(cfg, args.config, 'model', 'test_dataloader', 'test_cfg', 'test_evaluator')
     add_checks(cfg)

@@ -170,8 +170,8 @@ def _interrupted(work_dir: Optional[str], since: float) -> str:
         return 'interrupted.'
     path = _last_checkpoint(work_dir, since)
     if path:
-        return f'interrupted: the last checkpoint is {path!r}; the same command with --resume goes on from there.'
-    return f'interrupted: no checkpoint was written to {work_dir!r} yet; the same command begins anew.'
+        return f'interrupted: the last checkpoint is {path!r}; the same command with --resume continues.'
+    return f'interrupted: no checkpoint was written to {work_dir!r} yet; the same command starts again.'
 
 
 @contextmanager
@@ -289,7 +289,7 @@ ADVICE = [
         RuntimeError,
         'torch.nn.functional',
         'weight tensor should be defined',
-        'class_weight of a loss has to have a number for each class of its head',
+        'class_weight of a loss: expected a number for each class of its head',
     ),
     Advice(
         AssertionError,
@@ -469,7 +469,7 @@ def _spelling(error: BaseException, text: str, kinds: list) -> str:
 
 
 def _setup_message(error: BaseException, config: str, whole: bool, work_dir: Optional[str], runner: Any) -> str:
-    """Return the line for an error, or '' if it is to be raised unchanged; arguments as of :func:`setup_errors`."""
+    """Return the line for an error, or '' to raise it unchanged; arguments as of :func:`setup_errors`."""
     advice = advice_for(error)
     if advice:
         return f'{config}: {described(error).splitlines()[-1]}. {advice}.'

@@ -273,7 +273,7 @@ def require(cfg: Config, config: str, *keys: str) -> None:
     for key in LOADERS:
         size = (cfg.get(key) or {}).get('batch_size', 1)
         if type(size) is not int or size < 1:
-            raise RunError(f'{key}.batch_size = {size!r} has to be an integer from 1 up.')
+            raise RunError(f'{key}.batch_size={size!r}: expected an integer of at least 1.')
 
 
 def check_data_config(cfg: Config, stages: Sequence[str]) -> None:

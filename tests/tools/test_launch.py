@@ -115,13 +115,13 @@ def test_processes_and_gpus(script):
     status, lines, said = script('dist_train.sh', 'config.py', 3, GPUS_HERE='2')
     assert (status, lines, said) == (1, [], 'error: 3 GPUs asked for, and this machine has 2.\n')
     for number, environment, wrong in (
-        (0, {}, "GPUS = '0' has to be a number from 1"),
-        ('2.0', {}, "GPUS = '2.0' has to be a number from 1"),
-        (1, dict(MAX_RESTARTS='-1'), "MAX_RESTARTS = '-1' has to be a number from 0"),
-        (1, dict(NODE_RANK='08', CDPATH='.:/'), "NODE_RANK = '08' has to be a number from 0"),
+        (0, {}, "GPUS='0': expected a number of at least 1"),
+        ('2.0', {}, "GPUS='2.0': expected a number of at least 1"),
+        (1, dict(MAX_RESTARTS='-1'), "MAX_RESTARTS='-1': expected a number of at least 0"),
+        (1, dict(NODE_RANK='08', CDPATH='.:/'), "NODE_RANK='08': expected a number of at least 0"),
     ):
         status, lines, said = script('dist_train.sh', 'config.py', number, **environment)
-        assert (status, lines, said) == (2, [], f'error: {wrong} up.\n')
+        assert (status, lines, said) == (2, [], f'error: {wrong}.\n')
 
 
 def test_a_port_that_is_taken(script):

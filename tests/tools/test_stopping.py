@@ -71,7 +71,7 @@ def test_ctrl_c_is_one_line(root, processes):
     seconds = time.monotonic() - began
     assert process.returncode == 130, out[-3000:]
     assert 'Traceback' not in out
-    how = 'the same command with --resume goes on from there.'
+    how = 'the same command with --resume continues.'
     last = (root / name / 'last_checkpoint').read_text()
     assert last.endswith(f'{name}/epoch_1.pth')
     lines = [line for line in out.splitlines() if 'interrupted' in line]

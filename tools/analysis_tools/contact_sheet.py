@@ -129,9 +129,9 @@ def main() -> None:
     args = parse_args()
     with one_line_errors():
         if args.num < 1:
-            raise RunError(f'--num {args.num} has to be at least 1.')
+            raise RunError(f'--num={args.num}: expected at least 1.')
         if args.out.suffix.lower() != '.png':
-            raise RunError(f'OUT.png {str(args.out)!r} has to end with .png.')
+            raise RunError(f'OUT.png={str(args.out)!r}: expected a name that ends with .png.')
         if args.show_dir.suffix == '.json':
             for name, path in (('--annotations', args.annotations), ('--images', args.images)):
                 if path is None or not path.exists():

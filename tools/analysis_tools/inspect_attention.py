@@ -77,9 +77,9 @@ def checked(args: argparse.Namespace) -> Config:
     if cfg.get('default_scope') not in ('mmdet', 'mmseg', 'mmpretrain'):
         raise RunError(f'{args.config}: default_scope is none of mmdet, mmseg, mmpretrain.')
     if args.num_queries < 2:
-        raise RunError(f'--num-queries {args.num_queries} has to be at least 2.')
+        raise RunError(f'--num-queries={args.num_queries}: expected at least 2.')
     if args.shape and min(args.shape) < 32:
-        raise RunError(f'--shape {args.shape[0]} {args.shape[1]}: height and width have to be at least 32.')
+        raise RunError(f'--shape {args.shape[0]} {args.shape[1]}: expected at least 32 pixels per side.')
     for path in args.images:
         if not osp.isfile(path):
             raise RunError(f'image {path!r}: no such file.')

@@ -73,7 +73,7 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
     """
     shape = tuple(shape or image_shape(cfg))
     if min(shape) < 32:
-        raise RunError(f'shape {shape[0]} {shape[1]}: height and width have to be at least 32.')
+        raise RunError(f'--shape {shape[0]} {shape[1]}: expected at least 32 pixels per side.')
     try:
         with torch.device('meta'):
             model = revert_sync_batchnorm(build_model(cfg))

@@ -45,7 +45,9 @@ def main(args: Optional[list[str]] = None) -> None:
     with clean_end(), one_line_errors():
         target, form = Path(options.out).expanduser(), FORMATS[options.format]
         if options.format == 'openvino' and target.suffix != form.suffix:  # the weights are in a .bin beside it
-            raise RunError(f'--out {options.out!r} has to end with {form.suffix} for --format {options.format}.')
+            raise RunError(
+                f'--out={options.out!r}: expected a name that ends with {form.suffix} for --format {options.format}.'
+            )
         form.check_installed()
         if options.checkpoint != 'none':
             options.checkpoint = check_checkpoint(options.checkpoint, 'checkpoint')

@@ -107,7 +107,7 @@ class Checked(nn.Module):
                     f'image has the shape {shape}; allowed is (B, {self.shape[1]}, H, W), H and W >= {self.smallest}'
                 )
         elif shape != self.shape:
-            raise ValueError(f'image has the shape {shape}; the graph was traced for {self.shape} and serves no other')
+            raise ValueError(f'image has the shape {shape}; the graph was traced for {self.shape} alone')
         return self.graph(image)
 
 

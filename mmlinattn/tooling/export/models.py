@@ -61,9 +61,9 @@ class Sizes(NamedTuple):
             RunError: The batch is empty, or a side is too small.
         """
         if self.batch < 1:
-            raise RunError(f'--batch {self.batch}: expected 1 or more.')
+            raise RunError(f'--batch={self.batch}: expected at least 1.')
         if min(self.height, self.width) < self.smallest:
-            raise RunError(f'--shape {self.height} {self.width}: a side has {self.smallest} pixels at least.')
+            raise RunError(f'--shape {self.height} {self.width}: expected at least {self.smallest} pixels per side.')
 
     def describe(self) -> str:
         """Return the shapes that the graph accepts, in words."""

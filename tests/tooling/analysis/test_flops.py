@@ -79,5 +79,5 @@ def test_a_model_is_counted_without_memory_and_reads_no_file(monkeypatch, auxili
     with pytest.raises(RunError, match=r'Segmentor cannot be counted: .* \(TypeError: no data samples\)$'):
         count_model(Config(dict(model=dict(model, fails=True), data_preprocessor=dict(a=1))), (32, 40))
     for shape in ((31, 64), (64, 31)):
-        with pytest.raises(RunError, match=f'shape {shape[0]} {shape[1]}: height and width have to be at least 32'):
+        with pytest.raises(RunError, match=f'--shape {shape[0]} {shape[1]}: expected at least 32 pixels per side'):
             count_model(cfg, shape)

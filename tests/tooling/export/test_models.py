@@ -255,8 +255,9 @@ def test_sizes_and_parts_that_are_exported(fake):
         assert len(found.errors) == 3
     fake.export(Toy(), Sizes(1, 32, 32))
     assert fake.smallest is None  # of a fixed size it is no matter
-    for sizes, said in ((Sizes(1, 64, 96, True), '64 96: a side has 65'), (Sizes(1, 96, 31), '96 31: a side has 32')):
-        with pytest.raises(RunError, match=f'^--shape {said} pixels at least.$'):
+    for sizes, least in ((Sizes(1, 64, 96, True), 65), (Sizes(1, 96, 31), 32)):
+        said = f'^--shape {sizes.height} {sizes.width}: expected at least {least} pixels per side.$'
+        with pytest.raises(RunError, match=said):
             fake.export(Toy(), sizes)
     with pytest.raises(RunError, match='^--neck is for detectors; the config builds a classifier.$'):
         export_model(Classifier(), Config(dict(model={})), fake.target, 'fake', Sizes(1, 64, 64), neck=True)
