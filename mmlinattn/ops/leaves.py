@@ -121,7 +121,7 @@ def split_linear(x: Tensor, layer: Any, widths: Sequence[int]) -> Sequence[Tenso
 
 
 class Linear(Leaf, nn.Linear, metaclass=EqualClass):
-    """``nn.Linear`` by :func:`linear`."""
+    """``nn.Linear`` that is computed by :func:`linear`."""
 
     equals = nn.Linear
 

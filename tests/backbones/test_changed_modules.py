@@ -560,7 +560,7 @@ def plain_stem(model):
 
 
 class Tagged(torch.Tensor):
-    """As quantised weights are."""
+    """Weight of a subclass that replaces ``linear``, as quantised weights are."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -584,7 +584,7 @@ def with_spans(**spans):
 
 
 def dense(conv):
-    """The same convolution, not depth-wise."""
+    """Return a dense convolution in place of a depth-wise one."""
     new = nn.Conv2d(len(conv.weight), len(conv.weight), 3, padding=1)
     conv.groups, conv.weight, conv.bias = 1, new.double().weight, None
     return conv
@@ -650,7 +650,7 @@ def test_replaced_methods_are_called(monkeypatch, kind, name):
 
 @torch.no_grad()
 def test_dropped_paths_in_eval_mode():
-    """Monte Carlo dropout: ``block.drop_path.train()``."""
+    """Put stochastic depth alone into training mode, as Monte Carlo dropout does."""
     model, x = filled(RAVLT(ARCHS['RAVLT'], drop_path_rate=0.5)).eval(), torch.rand(4, 3, 64, 64, dtype=torch.float64)
     before = model(x)
     for module in model.modules():
@@ -673,7 +673,7 @@ def half_linear(*args):
 
 
 class Halved(TorchFunctionMode):
-    """As modes that quantise."""
+    """Mode that halves the results of ``linear``, as modes that quantise change them."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
