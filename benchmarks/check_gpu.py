@@ -343,7 +343,7 @@ def advice(parts: dict) -> list[str]:
             continue
         times = {form: ms_of(parts, f'{prefix}, {form}{suffix}', step) for form in FORMS}
         peer = ms_of(parts, f'{kind}, {PEER}, eager{suffix}', step)
-        label = f'{"Mask R-CNN with " * (kind == "detectors")}{name}, {step}'
+        label = f'{"Mask R-CNN with " if kind == "detectors" else ""}{name}, {step}'
         if not all(times.values()):
             lines.append(f'{label}: not measured')
             continue

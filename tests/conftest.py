@@ -71,10 +71,10 @@ def pytest_collection_finish(session):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Run slow tests last, and of these the longest files first, so that the processes end together."""
+    """Run slow tests last, and the longest files first, so that the processes end together."""
     if 'exhaustive' not in config.option.markexpr:
         left = [item for item in items if item.get_closest_marker('exhaustive')]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
     longest = 'test_pairs', 'test_swap', 'test_stopping', 'test_rounds'
-    items.sort(key=lambda item: (item.get_closest_marker('slow') is not None) * (1 + (item.path.stem not in longest)))
+    items.sort(key=lambda item: (bool(item.get_closest_marker('slow')), item.path.stem not in longest))

@@ -77,7 +77,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def configure(args: argparse.Namespace):
-    suffixes = ('.pkl', '.pickle') + ('.json',) * (args.out_item == 'metrics')
+    suffixes = ('.pkl', '.pickle', '.json') if args.out_item == 'metrics' else ('.pkl', '.pickle')
     if args.out and not args.out.endswith(suffixes):
         raise RunError(f'--out={args.out!r}: expected a name that ends with {" or ".join(suffixes)}.')
     if args.out_item == 'metrics' and not args.out:

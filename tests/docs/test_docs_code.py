@@ -184,7 +184,8 @@ def scripts():
         if block.language == 'python' and block.kind in ('run', 'slow'):
             pages.setdefault(block.page, []).append(block)
     for page, blocks in pages.items():
-        yield pytest.param(blocks, id=page, marks=[pytest.mark.slow] * any(block.kind == 'slow' for block in blocks))
+        is_slow = any(block.kind == 'slow' for block in blocks)
+        yield pytest.param(blocks, id=page, marks=[pytest.mark.slow] if is_slow else [])
 
 
 @pytest.mark.parametrize('blocks', scripts())

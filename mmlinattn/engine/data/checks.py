@@ -30,8 +30,10 @@ class Samples(NamedTuple):
 def inner_datasets(dataset: Any) -> Sequence:
     """Return the data sets inside a wrapper such as ``RepeatDataset`` or ``ConcatDataset``."""
     known = getattr(dataset, '__dict__', {})
+    if isinstance(known.get('datasets'), (list, tuple)):
+        return dataset.datasets
     inner = known.get('dataset', known.get('_dataset'))
-    return dataset.datasets if isinstance(known.get('datasets'), (list, tuple)) else [inner] * (inner is not None)
+    return [] if inner is None else [inner]
 
 
 def all_datasets(dataset: Any) -> Iterator[Any]:

@@ -124,7 +124,8 @@ class ProgressHook(Hook):
         elif self._bar is None and is_main_process() and now - self._last_line >= self.interval:
             self._last_line = now
             left = datetime.timedelta(seconds=int(runner.message_hub.get_info('eta', 0.0)))
-            print(f'{title}  step {done}/{total}  {values}{"  " * bool(values)}eta {left}', flush=True)
+            parts = [title, f'step {done}/{total}', values, f'eta {left}']
+            print('  '.join(filter(None, parts)), flush=True)
 
     def _close(self, runner, mode: str) -> None:
         if mode not in self._tasks:  # MMPretrain's EMAHook validates inside a validation

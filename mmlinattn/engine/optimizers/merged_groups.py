@@ -201,7 +201,9 @@ def _log_groups(optimizer: torch.optim.Optimizer) -> None:
     for group in groups:
         settings = [f'{key}={group[key]:.4g}' for key in ('lr', 'weight_decay') if isinstance(group.get(key), float)]
         parts.append(f'{len(group["params"])} with {", ".join(settings)}')
-    name = f'{type(optimizer).__name__}{" (fused)" * bool(optimizer.defaults.get("fused"))}'
+    name = type(optimizer).__name__
+    if optimizer.defaults.get('fused'):
+        name += ' (fused)'
     total = sum(len(group['params']) for group in groups)
     listed = f': {"; ".join(parts)}' if len(groups) <= 4 else ''
     print_log(f'{name}: {total} parameters in {len(groups)} groups{listed}', 'current')

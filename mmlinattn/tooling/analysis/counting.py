@@ -136,7 +136,11 @@ class _Functions(TorchFunctionMode):
         pairs = q.shape[:-1].numel() * k.shape[-2]
         if func is hallucinated_attention:
             half = args[3] // 2
-            taps = 9 * half * (kwargs['intra'] is not None) + half**2 * (kwargs['cross'] is not None)
+            taps = 0
+            if kwargs['intra'] is not None:
+                taps += 9 * half
+            if kwargs['cross'] is not None:
+                taps += half**2
             self.count.add(PRODUCT, pairs * taps)
         self.count.add(PRODUCT, pairs * (q.shape[-1] + v.shape[-1]))
         return out

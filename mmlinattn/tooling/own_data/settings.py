@@ -101,7 +101,8 @@ def config_values(
     weights = find_backbone(args.backbone, TASKS[args.task]).checkpoint
     is_scratch = args.scratch or pixels.mean is not None or weights is None
     if is_scratch:
-        notes.append('it learns from scratch' + ': no weights of this backbone are released' * (weights is None))
+        reason = ': no weights of this backbone are released' if weights is None else ''
+        notes.append(f'it learns from scratch{reason}')
     is_whole = not is_scratch and stem in released_checkpoints()
     if not is_scratch and not is_whole:
         model['backbone']['init_cfg'] = dict(type='Pretrained', checkpoint=weights)

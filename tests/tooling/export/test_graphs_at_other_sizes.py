@@ -150,7 +150,9 @@ def test_files(tmp_path, form, backbone):
     FORMATS[form].write(model, graphs.image(TRACED_AT), path, 32, dict(outputs=outputs))
     graph = FORMATS[form].load(path)
     graphs.check(graph, model)
-    for shape in ((1, 3, 24, 64), (1, 4, 64, 64))[form == 'onnx' :]:
+    for shape in ((1, 3, 24, 64), (1, 4, 64, 64)):
+        if form == 'onnx' and shape[2] < 32:
+            continue  # an ONNX graph has no smallest size
         with pytest.raises(Exception, match=r'(?i)shape|size|guard|dimension|expected'):
             graph(torch.randn(shape))
 
