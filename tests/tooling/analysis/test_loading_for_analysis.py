@@ -78,6 +78,16 @@ def test_a_picture_as_the_pipeline_makes_it():
             picture.to_shown(x, y)
 
 
+@pytest.mark.parametrize(('dtype', 'white'), [('uint8', 255), ('uint16', 65535), ('float32', 255)])
+def test_pixels_of_every_type_are_located(dtype, white):
+    """Pass levels through the pipeline in the type of the image, and find its pixels."""
+    cfg = config(dict(type=Resize, scale_factor=0.5))
+    picture = loading.prepare(cfg, model(), photo(120, 200).astype(dtype), 'photo')
+    assert (picture.pipeline(np.ones((120, 200))) == white).all()
+    column, row = picture.to_shown(120, 40)
+    assert abs(column - 60) <= 1 and abs(row - 20) <= 1
+
+
 @pytest.mark.parametrize(
     ('steps', 'image', 'message'),
     [

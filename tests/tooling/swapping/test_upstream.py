@@ -87,6 +87,7 @@ def upstream_of(backbone, task='mmseg', **cfg):
         ('mmdet', dict(type='Resize', scale=(300, 200), keep_ratio=False), (200, 300)),
         ('mmdet', dict(type='Resize', scale=(1333, 800), keep_ratio=True), None),
         ('mmpretrain', dict(type='CenterCrop', crop_size=(28, 40)), (40, 32)),
+        ('mmpretrain', dict(type='CenterCrop', crop_size=(40, 28)), (32, 40)),
         ('mmpretrain', dict(type='Flip'), None),
     ],
 )
