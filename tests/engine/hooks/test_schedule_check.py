@@ -52,6 +52,7 @@ def faults(schedules, epochs, rates=(1.0,), by_iteration=False, begin=0):
         ([COSINE, dict(type='ConstantLR', factor=1.0, begin=300, end=400)], 400, []),
         ([dict(type='MultiStepLR', milestones=[8, 11], end=12)], 12, []),
         ([dict(type='MultiStepLR', milestones=[8, 11], end=12)], 10, ['ends at epoch 10, with 0.1 instead of 0.01']),
+        ([dict(type='MultiStepLR', milestones=[8, 11])], 10, ['ends at epoch 10, with 0.1 instead of 0.01']),
         ([dict(type='PolyLR', power=0.9, end=50)], 12, ['PolyLR changes the rate until epoch 50']),
         ([dict(type='ConstantLR', factor=0.1, end=8)], 12, ['warm-up of ConstantLR lasts until iteration 700 of 1200']),
         ([dict(type='ExponentialLR', gamma=0.9)], 12, []),

@@ -127,7 +127,7 @@ SOFT = ConfigDict(nms_pre=60, max_per_img=20, score_thr=0.05, nms=dict(type='sof
     ('model', 'part'),
     [
         (lambda: altered('RetinaNet', bbox_head__test_cfg=SOFT), 'RetinaHead'),
-        (lambda: altered('RetinaNet', bbox_head__test_cfg=ConfigDict(SOFT, nms_pre=-1)), 'RetinaHead'),
+        (lambda: altered('RetinaNet', bbox_head__test_cfg__nms_pre=-1), 'RetinaHead'),
         (lambda: altered('FasterRCNN', roi_head__test_cfg=SOFT), 'StandardRoIHead'),
         (lambda: altered('FasterRCNN', roi_head__bbox_head=nn.Identity()), 'Identity'),
         (lambda: altered('FCOS', bbox_head=MODELS.build(GFL)), 'GFLHead'),
