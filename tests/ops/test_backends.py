@@ -83,3 +83,37 @@ def test_a_kernel_that_is_none(name):
     q = torch.randn(1, 4, 8)
     with pytest.raises(ValueError, match=r"kernel='gelu': expected one of \['"):
         ATTENTIONS[name](q, q, q, 2, kernel='gelu')
+
+
+def outcome(name, which, tensors, num_heads):
+    """Return the result of an attention, or None if it raises."""
+    try:
+        with form(which):
+            return ATTENTIONS[name](*tensors, num_heads=num_heads)
+    except (RuntimeError, ValueError, ZeroDivisionError):
+        return None
+
+
+@every_attention
+@pytest.mark.parametrize(
+    ('images', 'channels', 'num_heads'),
+    [
+        ((2, 1, 1), (8, 8, 8), 2),
+        ((2, 2, 1), (8, 8, 8), 2),
+        ((2, 2, 2), (8, 4, 8), 2),
+        ((2, 2, 2), (8, 8, 8), 3),
+        ((2, 2, 2), (8, 8, 8), 0),
+    ],
+    ids=['keys of one image', 'values of one image', 'channels', 'heads', 'no heads'],
+)
+@pytest.mark.parametrize('learns', [False, True])
+def test_shapes_that_do_not_match(name, images, channels, num_heads, learns):
+    """Broadcast or raise as the reference does."""
+    sizes = zip(images, channels)
+    tensors = [torch.randn(count, 6, size, dtype=torch.float64, requires_grad=learns) for count, size in sizes]
+    expected = outcome(name, 'reference', tensors, num_heads)
+    for which in FORMS[:2]:
+        found = outcome(name, which, tensors, num_heads)
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found, expected)
