@@ -43,7 +43,9 @@ class RALAMixer(TokenMixer):
         super().__init__(dim, num_heads, grid, init_cfg)
         self.kernel = check_kernel(kernel, ('elu', 'relu', 'softmax'))
         self.gate = output_gate
-        self.weight_scale = None if not augment_kv else self.head_dim**-0.5 if scale_weights else 1.0
+        self.weight_scale = None
+        if augment_kv:
+            self.weight_scale = self.head_dim**-0.5 if scale_weights else 1.0
 
     def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, **_) -> Tensor:
         return ops.rala(

@@ -228,9 +228,8 @@ def _gradients_of(equation, inputs, wanted, grads, options) -> Sequence[Optional
     twice = torch.is_grad_enabled()
     with torch.enable_grad():
         # Each input is a view of its own, so that two inputs that are one tensor get separate gradients.
-        leaves = [
-            t if not want else t.view_as(t) if twice else t.detach().requires_grad_() for t, want in zip(inputs, wanted)
-        ]
+        copy = (lambda t: t.view_as(t)) if twice else (lambda t: t.detach().requires_grad_())
+        leaves = [copy(t) if want else t for t, want in zip(inputs, wanted)]
         out = equation(*leaves, **options)
         asked = [t for t, want in zip(leaves, wanted) if want]
         found = iter(torch.autograd.grad(out, asked, grads, create_graph=twice, allow_unused=True))
