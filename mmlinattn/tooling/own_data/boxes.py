@@ -68,7 +68,7 @@ def read_boxes(data: Data) -> OwnData:
         notes.append(f'{reason}: boxes alone are learnt')
     notes += _notes_on(photos)
     notes += [f'{small} boxes narrower than a pixel, or outside of their image, are left out'] if small else []
-    written = {split: as_coco(chosen, classes, data.root, masks)[0] for split, chosen in splits.items()}
+    written = {split: as_coco(chosen, classes, data.root, masks) for split, chosen in splits.items()}
     counts = [Counter(a['image_id'] for a in coco['annotations'] if not a['iscrowd']) for coco in written.values()]
     return OwnData(
         ' and '.join(claim.kind for claim in claims),
@@ -172,7 +172,7 @@ def _notes_on(photos: list[Photo]) -> list[str]:
     return notes
 
 
-def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = False) -> tuple[dict, int]:
+def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = False) -> dict:
     """Convert images and objects to a COCO data set, with boxes cut to their images, and ids from 1.
 
     Args:
@@ -180,21 +180,14 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = F
         classes: Class names in the order of the labels.
         root: Folder to which file names are relative.
         masks: Write outlines too.
-
-    Returns:
-        tuple[dict, int]: The data set, and the number of boxes left out because they have no area.
     """
     images: list[dict] = []
     annotations: list[dict] = []
-    flat = 0
     for number, photo in enumerate(photos, 1):
         width, height = photo.size
         images.append(dict(id=number, file_name=photo.path.relative_to(root).as_posix(), width=width, height=height))
         for item in photo.objects:
             left, top, right, bottom = _cut(item.box, photo.size)
-            if right <= left or bottom <= top:
-                flat += 1
-                continue
             entry = dict(image_id=number, bbox=[left, top, right - left, bottom - top], iscrowd=int(item.is_ignored))
             entry['area'] = item.area or _area(item.outline) or (right - left) * (bottom - top)
             if masks:
@@ -202,7 +195,7 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = F
             for name in classes if item.name is None else [item.name]:
                 annotations.append(dict(entry, id=len(annotations) + 1, category_id=classes.index(name) + 1))
     categories = [dict(id=i, name=name, supercategory='none') for i, name in enumerate(classes, 1)]
-    return dict(images=images, annotations=annotations, categories=categories), flat
+    return dict(images=images, annotations=annotations, categories=categories)
 
 
 def _area(outline: Any) -> float:

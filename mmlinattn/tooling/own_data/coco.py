@@ -9,6 +9,7 @@ import numpy as np
 from ...engine.data.coco import fault_of_coco
 from ...utils.errors import RunError
 from .data import Source
+from .names import GROUPS, plain
 from .objects import Object, Photo, corners, marks_of
 from .reading import Claim, Entry, Reader
 
@@ -60,10 +61,13 @@ class Coco(Reader):
             annotations.setdefault(item.get('image_id'), []).append(named)
         for image in coco['images']:
             name = str(image.get('file_name') or image.get('coco_url'))  # of LVIS: the latter
-            self.unused.update(key for key in image if key not in _OF_IMAGES and marks_of({key: image[key]}))
+            groups = [key for key in image if plain(key) in GROUPS]
+            unused = (key for key in image if key not in (*_OF_IMAGES, *groups) and marks_of({key: image[key]}))
+            self.unused.update(unused)
+            group = next((f'{key} {image[key]}' for key in groups if image[key] not in (None, '')), None)
             split = str(image.get('split') or image.get('subset') or '')
             size = image.get('width'), image.get('height')
-            yield Entry(name, annotations.pop(image.get('id'), []), size, split)
+            yield Entry(name, annotations.pop(image.get('id'), []), size, split, group)
         if annotations:
             raise RunError(
                 f'{path}: annotations with image_id {next(iter(annotations))!r}, which is not the id of one of its '

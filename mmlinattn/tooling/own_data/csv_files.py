@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 from ...utils.errors import RunError
 from .data import Data, Source, read_text
 from .images import SUFFIXES
-from .names import split_in
+from .names import GROUPS, plain, split_in
 from .objects import Object, marks_of
 from .reading import Claim, Entry, Reader
 
@@ -24,7 +24,6 @@ _CLASS = 'class classname label labelname category categoryname target species l
 _SPLIT, _BOX = ['split', 'set', 'subset', 'partition', 'phase'], ['bbox', 'box', 'boundingbox']
 _SPLIT += ['isvalid', 'isval', 'isvalidation', 'istest']  # the others are of train
 _SEVERAL = frozenset('tags labels classes categories attributes'.split())
-_GROUP = 'patientid patient subjectid subject lesionid group groupid videoid video sequenceid'.split()
 # columns of a box, and their meaning (None: the numbers have to tell)
 _HEADERS: list[tuple[str, Optional[str]]] = [
     ('xmin ymin xmax ymax', 'corners'),
@@ -54,12 +53,12 @@ class Table:
         named = len(first) == 6 and first[0].lower().endswith(SUFFIXES)
         self.is_plain = named and all(re.fullmatch(r'(-?\d+(\.\d+)?)?', cell) for cell in first[1:5])
         self.path, self.names = path, _RETINANET if self.is_plain else first
-        self.columns = [re.sub('[^a-z0-9]', '', name.lower()) for name in self.names]
+        self.columns = list(map(plain, self.names))
         rows = rows if self.is_plain else rows[1:]
         padding = [''] * len(self.columns)
         cells = (zip(self.columns, [*map(str.strip, row), *padding]) for row in rows)
         self.rows = [{column: cell for column, cell in row if column} for row in cells]
-        self.image, self.split, self.group = self.key(_IMAGE), self.key(_SPLIT), self.key(_GROUP)
+        self.image, self.split, self.group = self.key(_IMAGE), self.key(_SPLIT), self.key(GROUPS)
         self.label = self.key(name for name in _CLASS if name != self.image)
         self.box, self.boxes = [self.key(_BOX)] if self.key(_BOX) else [], None
         for header, meaning in _HEADERS:
@@ -73,7 +72,8 @@ class Table:
         others = self.unused()
         flags = [row[self.column(name)] for row in self.rows for name in others]
         are_flags = bool(flags) and all(re.fullmatch(r'[01](\.0*)?', cell) for cell in flags)
-        return bool(self.label) or len(others) == 1 or are_flags
+        are_fractions = any(re.fullmatch(r'-?\d*\.\d*[1-9]\d*', cell) for cell in flags)  # an age, a score
+        return bool(self.label) or len(others) == 1 and not are_fractions or are_flags
 
     @property
     def has_one_row_an_image(self) -> bool:

@@ -117,7 +117,8 @@ class _Folders:
         if all(has_role_only(name) and not folder.inner for name, folder in self.inner.items()):
             self.loose, self.inner = self.images, {}  # val/images/x.jpg: no class is named images
         only = next(iter(self.inner.values()), None)
-        if only and len(self.inner) == 1 and not self.loose and only.inner:  # a folder around the others
+        is_around = only and (only.inner or only.top.name == top.name)  # the others, or test/test of an archive
+        if only and is_around and len(self.inner) == 1 and not self.loose:
             self.top, self.loose, self.inner = only.top, only.loose, only.inner
 
     @property
@@ -135,7 +136,13 @@ def _folder_items(data: Data, notes: list[str]) -> list[Item]:
     Raises:
         RunError: It is unclear which folders are the classes or the splits, or images of val are in no folder.
     """
+    masks = data.pictures.masks_among(data.images)
+    notes += [f'{len(masks)} masks of images are left out, as {data.name(min(masks))}'] if masks else []
+    data.images = [path for path in data.images if path not in masks]
     top = _Folders(data.root, data.images)
+    with_splits = [each for each in top.inner.values() if len({*map(data.splits.of_folder, each.inner)} - {None}) > 1]
+    if len(with_splits) == 1 and all(each in with_splits or not each.inner for each in top.inner.values()):
+        top = with_splits[0]  # beside flat folders
     given = [path for path in (data.options.train, data.options.val) if path and path.is_dir()]
     splits = {name: data.splits.of_folder(name) for name in top.inner}
     named = {name for name, split in splits.items() if split and top.inner[name].inner}

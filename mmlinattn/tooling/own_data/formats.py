@@ -217,6 +217,10 @@ def refusal(data: Data, kinds: dict[str, list[Source]], task: str) -> RunError:
     """Return the error for data without a claim: it names a file that was found and its format, and a remedy."""
     remedy, takes = _TASKS[task]
     root, takes = f'DATA {str(data.root)!r}', f'It takes {takes}.'
+    if task == 'segmentation' and data.no_images:
+        return RunError(
+            f'{root}: no masks in it that are read; images of a kind that is not read: {data.unread}. {takes}'
+        )
     for kind, ((path, _, content), *_) in kinds.items():
         if kind == UNKNOWN or task == 'detection' and (kind in READERS or kind == 'CSV of classes'):
             continue

@@ -164,11 +164,21 @@ class LabelStudio(_ShapeReader):
                 shapes = results[0]['result']
                 sizes = [(each.get('original_width'), each.get('original_height')) for each in shapes]
                 size = next((size for size in sizes if all(size)), (None, None))
-                yield Entry(_address(task.get('data') or task), shapes, size)
+                yield Entry(self._address(task.get('data') or task), shapes, size)
         if unlabelled:
             self.notes.append(f'{unlabelled} tasks without annotation are left out, predictions do not count')
         if several:
             self.notes.append(f'{several} tasks have several annotations: the first is read')
+
+    def _address(self, data: dict) -> str:
+        """Return the image address of a task: the first string that ends like an image file, or else the first."""
+        texts = [value for value in data.values() if isinstance(value, str)]
+        names = [text for text in texts if text.lower().partition('?d=')[0].partition('?')[0].endswith(SUFFIXES)]
+        names += [text for text in texts if text.lower().endswith(SUFFIXES)]
+        images = {path: name for name in names for path in self.data.pictures.named(name, is_upload=True)[:1]}
+        if len(images) > 1:
+            raise ValueError(f'a task has several images, {" and ".join(images.values())}: label them in tasks of one')
+        return (names or texts or [''])[0]
 
     def shapes(self, content: Any, size: tuple[int, int]) -> Iterator[_Shape]:
         share = np.array(size) / 100  # of percent
@@ -204,11 +214,3 @@ class LabelStudio(_ShapeReader):
 
 def _counts(annotation: Any) -> bool:
     return isinstance(annotation, dict) and 'result' in annotation and not annotation.get('was_cancelled')
-
-
-def _address(data: dict) -> str:
-    """Return the image address of a task: the first string that ends like an image file, or else the first string."""
-    texts = [value for value in data.values() if isinstance(value, str)]
-    names = [text for text in texts if text.lower().partition('?d=')[0].partition('?')[0].endswith(SUFFIXES)]
-    names += [text for text in texts if text.lower().endswith(SUFFIXES)]
-    return (names or texts or [''])[0]

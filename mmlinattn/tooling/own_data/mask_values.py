@@ -23,6 +23,7 @@ _VOID = ('void', 'unlabelled', 'unlabeled', 'ignore', 'ignored', '__ignore__')
 IGNORED = 255  # left out by MMSegmentation's losses and metrics
 _CITYSCAPES_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)  # of its 19 classes
 _IS_COLOUR = 1 << 24  # added to 0xRRGGBB
+_GREY = 0x010101
 
 
 class ValueCounts(NamedTuple):
@@ -126,6 +127,8 @@ def interpret(
         notes: Notes for the user, extended in place.
     """
     values, listed, given = sorted(seen.pixels), read_values(data), data.options.classes
+    greys = {i: listed[_IS_COLOUR + i * _GREY] for i in range(256) if _IS_COLOUR + i * _GREY in listed}
+    listed = greys if greys.keys() >= {*values} else listed
     named = data.names('classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt', *[] if listed else ['labels.txt'])
     numbers = sorted(value for value in listed if value < _IS_COLOUR)
     of_255 = [IGNORED in each for each in seen.values if len(each) > 1]

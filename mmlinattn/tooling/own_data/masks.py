@@ -21,8 +21,8 @@ from .splits import divide
 # folders, in small letters
 _IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'jpegimages', 'leftimg8bit', 'image_2', '701_stillsraw_full')
 _MASKS = tuple(
-    'masks mask labels label annotations ann_dir segmentationclass gtfine semantic semantic_rgb gt '
-    'labeledapproved_full groundtruth ground_truth segmentations'.split()
+    'masks mask labels label annotations ann_dir segmentationclass segmentationclasspng gtfine semantic '
+    'semantic_rgb gt labeledapproved_full groundtruth ground_truth segmentations'.split()
 )
 _BESIDE = re.compile(r'(.+?)[_-]?(annot|annotations?|labels?|masks?|gt)', re.IGNORECASE)  # train and trainannot
 _ENDING = re.compile(r'[_-](masks?|labels?|seg|gt|L|P)\.(png|tiff?|bmp)$', re.IGNORECASE)  # both in one folder
@@ -191,6 +191,7 @@ def _pairs(data: Data, images: Path, masks: Path, ending: str = '') -> list[_Pai
             f'{masks} has no label image with the name of an image of {images}: give --images DIR and --labels DIR.'
         )
     best = [each for each in counts if counts[each] == max(counts.values())]
+    best = [each for each in best if not _OTHERS.search(each)] or best
     kinds = [[each for each in best if kind in each] for kind in _KINDS]
     ending, *others = next((several for several in kinds if several), best)
     if others:

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Optional
 
@@ -16,7 +17,15 @@ _ROLES = frozenset(
     coco yolo voc data dataset datasets set sets list lists file files split splits part parts instances instance bbox
     bboxes boxes box objects input inputs ids obj""".split()
 )
+# fields whose images belong to one split
+GROUPS = 'patientid patient subjectid subject lesionid group groupid videoid video sequenceid'.split()
+MASK_ENDING = re.compile(r'[_-](masks?|labels?|seg|gt|L|P)([_-]?\d+)?$', re.IGNORECASE)
 _JOINED = re.compile(r'(train|val|test)(annot|annotations?|labels?|masks?|images?|imgs?|data|set)')
+
+
+def plain(name: str) -> str:
+    """Return the small letters and digits of a field's name."""
+    return re.sub('[^a-z0-9]', '', name.lower())
 
 
 def is_hidden(name: str) -> bool:
@@ -90,6 +99,7 @@ class Splits:
         return own or next(filter(None, map(self.of_folder, path.parts[-2::-1])), None)
 
 
+@cache
 def shared_key(folder: PurePath) -> tuple[str, ...]:
     """Return the parts of a relative folder without words for roles: equal for the folders of labels and images.
 

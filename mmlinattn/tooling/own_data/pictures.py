@@ -13,8 +13,9 @@ from urllib.parse import unquote
 
 from ...utils.errors import RunError
 from .images import is_mask
-from .names import Splits, has_role_only, shared_key
+from .names import MASK_ENDING, Splits, has_role_only, shared_key
 
+_OF_LABELS = re.compile(r'label|annot|truth|(?<![a-z])gt(?![a-z])', re.IGNORECASE)  # folders
 _UPLOAD = re.compile(r'[0-9a-f]{8}-')  # before names of files, by Label Studio
 
 
@@ -109,13 +110,34 @@ class Pictures:
         if not sure and is_mask(picture):
             raise RunError(f'{file}: the only image of its name is {picture}, a mask: give --images DIR.')
         if not sure and ({key} & self._keys - {()} or {self.key(picture)} & keys - {()}):
-            raise RunError(f'{file} has no image in its folder, and {picture} is in another: give --images DIR.')
+            raise RunError(
+                f'{file} has no image in its folder, and {picture} is in another: give --images DIR, or '
+                '--labels DIR for the labels of one folder.'
+            )
         return picture
 
     def nearest(self, file: Path, images: list[Path]) -> list[Path]:
         """Return the images that share most upper folders with a file."""
         common = {path: _common(self.rel(file).parts[:-1], self.rel(path).parts[:-1]) for path in images}
         return [path for path in images if common[path] == max(common.values())]
+
+    def masks_among(self, images: Iterable[Path]) -> set[Path]:
+        """Return the images that are masks of others: ``masks/x.png``, ``x_mask.png`` or ``x.png`` of ``x.jpg``."""
+        twins: dict[tuple, list[Path]] = {}
+        for path in images:
+            twins.setdefault((self.key(path), _key(MASK_ENDING.sub('', path.stem))), []).append(path)
+        found = set[Path]()
+        for (_, stem), several in twins.items():
+            if len(several) < 2 or stem not in (_key(path.stem) for path in several):
+                continue
+            parts = {path: self.rel(path).with_suffix('').parts for path in several}
+            common = set.intersection(*map(set, parts.values()))
+            names = {path: ' '.join(part for part in parts[path] if part not in common).lower() for path in several}
+            masks = [path for path in several if 'mask' in names[path]]
+            may_be = [path for path in several if not names[path] or _OF_LABELS.search(names[path])]
+            masks = masks or [path for path in may_be if is_mask(path)]
+            found.update(masks if len(masks) < len(several) else ())
+        return found
 
     def rel(self, path: Path) -> Path:
         return path.relative_to(self.root)

@@ -61,6 +61,7 @@ def divide(
         notes.append('no val in the data: test takes its place')
     if 'val' not in splits:
         groups = [_group_of(item) for item in splits['train']]
+        groups = groups if len(set(groups)) > 1 else [None] * len(groups)  # one group divides nothing
         alike = {item.path: str(several[0].path) for several in copies for item in several}
         groups = [group or alike.get(item.path) for group, item in zip(groups, splits['train'])]
         chosen = _draw(splits['train'], groups)
@@ -86,6 +87,10 @@ def divide(
     labelled = {path for item in items for path in (item.path, item.file)}
     left = [path for path in data.images if path not in labelled]
     notes += [f'{len(left)} images without labels are left out: {folders_of(left, data.root)}'] if left else []
+    repeated = [several for several in copies if of_split.get(several[0].path) and several not in shared]
+    if repeated:
+        first, second = (item.path for item in repeated[0][:2])
+        notes.append(f'{len(repeated)} images are there several times, as {first} and {second}: remove the copies')
     notes += _class_table(classes, splits)
     return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
 

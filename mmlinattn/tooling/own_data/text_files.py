@@ -10,7 +10,6 @@ import yaml
 
 from ...utils.errors import RunError, described
 from .data import Data, Source, read_lines
-from .images import is_mask
 from .names import some
 from .objects import Object, Photo, from_points, is_right_angled, marks_of
 from .reading import Claim, Entry, Reader
@@ -66,16 +65,14 @@ class Yolo(Reader):
         """Return the images without text file that are in the splits, or beside images with one; masks are none."""
         key, owned = self.data.pictures.key, {photo.path for photo in photos}
         folders, keys = {path.parent for path in owned}, {key(photo.file) for photo in photos}
-        stems = {path.with_suffix('') for path in owned}
-        background, masks = list[Path](), list[Path]()
-        for path in self.data.images:
-            if path not in owned and (path in splits or path.parent in folders or key(path) in keys):
-                (masks if path.with_suffix('') in stems and is_mask(path) else background).append(path)
+        found = [p for p in self.data.images if p in owned or p in splits or p.parent in folders or key(p) in keys]
+        masks = sorted(self.data.pictures.masks_among(found) - owned)
+        background = [path for path in found if path not in owned and path not in masks]
         if background:
             total = len(background) + len(photos)
             self.notes.append(f'{len(background)} of {total} images have no text file: they are background')
         if masks:
-            self.notes.append(f'{len(masks)} masks beside images of their name are left out, as {masks[0].name}')
+            self.notes.append(f'{len(masks)} masks of images are left out, as {masks[0].name}')
         return [self.photo(path, path, Entry('', [])) for path in background]
 
     def entries(self, source: Source) -> Iterator[Entry]:

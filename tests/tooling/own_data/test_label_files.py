@@ -434,11 +434,15 @@ def test_formats_that_are_not_read_are_named(tmp_path, name):
     assert kind in said and remedy in said and name.rpartition('/')[2] in said and '\n' not in said
 
 
+TWO_IMAGES = [dict(data=dict(before='a.jpg', after='b.jpg'), annotations=[dict(result=[])])]
+
+
 @pytest.mark.parametrize(
     'write, said',
     [
         (lambda root: text(root / 'a.xml', '<annotations><meta/><track id="0"/></annotations>'), 'CVAT XML for videos'),
         (lambda root: label_studio(root, value=dict(rle=[1], format='rle')), 'has brush masks'),
+        (lambda root: text(root / 'a.json', TWO_IMAGES), 'a task has several images, a.jpg and b.jpg'),
         (lambda root: label_studio(root, image_rotation=90), 'was turned in Label Studio'),
         (lambda root: labelme(root, {'z': [CAR]}), "names the image 'z.jpg', which is in no folder"),
         (lambda root: labelme(root, {'a': [('car', (1, 1, float('nan'), 9))]}), 'a.json: a point that is no number'),
@@ -499,6 +503,7 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
         (['image,label', 'a.jpg,'], 'has 0 classes'),
         (['image,tags', 'a.jpg,clear water', 'b.jpg,clear road'], 'several classes'),
         (['image,label', 'a.jpg,x', 'b.jpg,x;y'], 'several classes'),
+        (['image,age', 'a.jpg,1.5', 'b.jpg,2.5'], 'a table without a known header; its columns are image, age'),
         (['image,label', 'z.jpg,a'], "names the image 'z.jpg'"),
         (
             ['image,label', 'a.jpg,a', 'a.jpg,b'],

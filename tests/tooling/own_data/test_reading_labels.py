@@ -188,6 +188,12 @@ def test_colours_of_a_list(tmp_path, file):
     assert 'colour (128, 128, 128) is Sky, (128, 64, 128) is Road' in ' '.join(data.notes)
 
 
+def test_grey_colours_of_a_list_name_numbers(tmp_path):
+    text(tmp_path / 'data/class_dict.csv', 'name,r,g,b\nground,0,0,0\nroof,255,255,255')
+    data = layout(tmp_path / 'data', 'CamVid of Kaggle', lambda number: halves(0, 255))
+    assert data.classes == ['ground', 'roof']
+
+
 def test_colours_that_the_list_lacks(tmp_path):
     text(tmp_path / 'data/label_colors.txt', COLOUR_FILES['label_colors.txt'])
     with pytest.raises(RunError, match=re.escape('the colour (1, 2, 3), which the list of colours does not name')):

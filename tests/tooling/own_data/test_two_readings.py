@@ -227,6 +227,17 @@ def test_groups_stay_together(tmp_path):
     assert len(data.images['val']) == 3 and len(val) == 1 and 'as 1 whole groups' in ' '.join(data.notes)
 
 
+@pytest.mark.parametrize('videos', [3, 1])
+def test_frames_of_a_video_stay_together(tmp_path, videos):
+    coco(tmp_path)
+    content = json.loads((tmp_path / 'all.json').read_text())
+    for i, image in enumerate(content['images']):
+        image['video_id'] = i % videos
+    text(tmp_path / 'all.json', content)
+    drawn = dict.fromkeys((3, 1), 'drawn from train for it') | {3: '2 images were drawn from train for it as 1 whole'}
+    assert drawn[videos] in ' '.join(read(tmp_path).notes)
+
+
 @pytest.mark.parametrize(
     'task, folders, options, expected',
     [
@@ -234,6 +245,8 @@ def test_groups_stay_together(tmp_path):
         ('classification', ['tr/cat', 'tr/dog', 'te/cat', 'te/dog'], dict(train='tr', val='te'), ['cat', 'dog']),
         ('classification', ['Birds/gull', 'Birds/owl', 'Fish/carp', 'Fish/eel'], {}, 'nested: which are the classes'),
         ('classification', ['seg_train/seg_train/a', 'seg_train/seg_train/b', 'seg_test/seg_test/a'], {}, ['a', 'b']),
+        ('classification', ['x/x/train/a', 'x/x/train/b', 'x/x/val/a', 'test/test'], {}, ['a', 'b']),
+        ('classification', ['a_train/a_train/a', 'a_train/a_train/b', 'a_test/a_test'], {}, ['a', 'b']),
         ('classification', ['train/a', 'train/b', 'val'], {}, '2 images of val are in no folder of a class'),
         ('segmentation', ['photos', 'overlays'], {}, 'give --images DIR and --labels DIR'),
         ('segmentation', ['photos', 'overlays'], dict(images='photos', labels='overlays'), ['class_0', 'class_1']),
@@ -297,6 +310,26 @@ def test_dropped_files_are_named(tmp_path):
     picture(tmp_path / 'train' / 'a.jpg').write_bytes((tmp_path / 'train' / 'b.jpg').read_bytes()[:900])
     with pytest.raises(RunError, match='a.jpg is truncated'):
         read(tmp_path)
+
+
+@pytest.mark.parametrize('mask', ['masks/{}.png', 'images/{}_mask.png', 'images/{}.png', 'labels/{}.png'])
+def test_masks_are_no_images_of_a_class(tmp_path, mask):
+    for name in ('a', 'b', 'c', 'x', 'y', 'z'):
+        folder = tmp_path / ('cat' if name < 'd' else 'dog')
+        picture(folder / f'images/{name}.jpg')
+        picture(folder / mask.format(name), np.zeros((HEIGHT, WIDTH), np.uint8))
+    data = read(tmp_path, 'classification')
+    assert {path.suffix for paths in data.images.values() for path in paths} == {'.jpg'}
+    assert '6 masks of images are left out' in ' '.join(data.notes)
+
+
+def test_masks_are_no_background(tmp_path):
+    for name in NAMES:
+        picture(tmp_path / f'images/train/{name}.jpg')
+        picture(tmp_path / f'masks/train/{name}.png', np.zeros((HEIGHT, WIDTH), np.uint8))
+        text(tmp_path / f'labels/train/{name}.txt', '0 0.5 0.5 0.2 0.2')
+    data = read(tmp_path, classes=['car'])
+    assert 'masks/train/ (6)' in ' '.join(data.notes) and sum(map(len, data.images.values())) == 6
 
 
 def test_masks_of_two_codings_and_second_masks(tmp_path):
