@@ -179,16 +179,12 @@ def _divided(data: Data, top: _Folders, splits: dict[str, Optional[str]], notes:
     names = {name for part in parts.values() for name in part.inner} | set(parts)
     first = next(iter(name for name, split in splits.items() if split == 'train'), next(iter(parts)))
     for name, folder in top.inner.items():
-        if name not in parts and names & folder.inner.keys() or name.lower() == 'dev' and 'val' not in splits:
+        is_part = names & folder.inner.keys() or folder.is_nested and len(parts) == 1
+        if name not in parts and is_part or name.lower() == 'dev' and 'val' not in splits:
             inner = f'{len(folder.inner)} class(es), {some(folder.inner, 4)}'
             raise RunError(
-                f'{top.top}: {first} and {name} both hold folders of images ({inner}). Is {name} a split? Give --train '
-                'DIR and --val DIR, or --images DIR.'
-            )
-        if name not in parts and folder.is_nested and len(parts) == 1:
-            raise RunError(
-                f'{top.top}: {first} and {name} both hold folders of images. Is {first} a class, or the split? Give '
-                '--train DIR and --val DIR, or --images DIR.'
+                f'{top.top}: {first} and {name} both hold folders of images ({inner}). Is {name} a split, or {first} a '
+                'class? Give --train DIR and --val DIR, or --images DIR.'
             )
         if name in parts and folder.loose and splits[name] != 'test':
             lists = [path for path in data.files if path.suffix.lower() in ('.txt', '.csv')]

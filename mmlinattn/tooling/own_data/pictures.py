@@ -1,8 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Find the images that label files name."""
 
-import itertools
-import operator
 import os
 import re
 import unicodedata
@@ -21,11 +19,6 @@ _UPLOAD = re.compile(r'[0-9a-f]{8}-')  # before names of files, by Label Studio
 
 def _key(name: str) -> str:
     return unicodedata.normalize('NFC', name).casefold()
-
-
-def _common(first: Iterable, second: Iterable) -> int:
-    """Return the number of equal elements at the start of two sequences."""
-    return len([*itertools.takewhile(bool, map(operator.eq, first, second))])
 
 
 class Pictures:
@@ -68,8 +61,8 @@ class Pictures:
         exact = self._exact(file, name, found)
 
         def score(path: Path) -> tuple[int, int]:
-            tail = _common(map(_key, path.parts[-2::-1]), map(_key, reversed(folders)))
-            return tail, sum(part in folders for part in self.rel(path).parts[:-1])
+            tail = os.path.commonprefix([[*map(_key, path.parts[-2::-1])], [*map(_key, reversed(folders))]])
+            return len(tail), sum(part in folders for part in self.rel(path).parts[:-1])
 
         best = max(map(score, found))
         found = exact or [path for path in found if score(path) == best]
@@ -118,7 +111,8 @@ class Pictures:
 
     def nearest(self, file: Path, images: list[Path]) -> list[Path]:
         """Return the images that share most upper folders with a file."""
-        common = {path: _common(self.rel(file).parts[:-1], self.rel(path).parts[:-1]) for path in images}
+        of_file = self.rel(file).parts[:-1]
+        common = {path: len(os.path.commonprefix([of_file, self.rel(path).parts[:-1]])) for path in images}
         return [path for path in images if common[path] == max(common.values())]
 
     def masks_among(self, images: Iterable[Path]) -> set[Path]:

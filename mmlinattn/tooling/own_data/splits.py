@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Divide labelled images into train, val and test."""
 
+import itertools
+import os
 import random
 import re
 from collections import Counter
@@ -113,14 +115,12 @@ def _refuse_inner_copy(data: Data, splits: dict[str, list], copies: list[list]) 
     for chosen in splits.values():
         inside.update(folder for item in chosen for folder in data.rel(item.path).parents)
     for several in copies:
-        parts = [data.rel(item.path).parts for item in several]
-        for inner in parts:
-            found = set()
-            for outer in parts:
-                more = len(inner) - len(outer)
-                ends = range(len(outer)) if more > 0 else ()
-                found |= {inner[: i + more] for i in ends if inner[:i] + inner[i + more :] == outer}
-            tops.update(Path(*top) for top in found)
+        found = set()
+        for inner, outer in itertools.permutations((data.rel(item.path).parts for item in several), 2):
+            same = len(os.path.commonprefix([inner, outer]))
+            end = same + len(inner) - len(outer)
+            found |= {(inner, Path(*inner[:end]))} if end > same and inner[end:] == outer[same:] else set()
+        tops.update(top for _, top in found)
     for top, count in tops.items():
         if count == inside[top]:
             raise RunError(
