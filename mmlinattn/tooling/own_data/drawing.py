@@ -63,7 +63,7 @@ def draw_examples(data: OwnData, file: Path) -> None:
         axes.set_title(f'{example.path.name}\n{example.title}'.strip()[-80:], parse_math=False)
         axes.axis('off')
         for item in example.objects:
-            colour = colours[data.classes.index(item.name)] if item.name in data.classes else (0.5, 0.5, 0.5, 1)
+            colour = colours[data.classes.index(item.name)] if item.name in data.classes else (1, 1, 1, 1)
             left, top, right, bottom = item.box
             line = '--' if item.is_ignored else '-'
             sides = right - left, bottom - top
