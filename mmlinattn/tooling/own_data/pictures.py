@@ -128,7 +128,8 @@ class Pictures:
             common = set.intersection(*map(set, parts.values()))
             names = {path: ' '.join(part for part in parts[path] if part not in common).lower() for path in several}
             masks = [path for path in several if 'mask' in names[path]]
-            may_be = [path for path in several if not names[path] or _OF_LABELS.search(names[path])]
+            is_named = {path: _OF_LABELS.search(names[path]) or MASK_ENDING.search(path.stem) for path in several}
+            may_be = [path for path in several if not names[path] or is_named[path]]
             masks = masks or [path for path in may_be if is_mask(path)]
             found.update(masks if len(masks) < len(several) else ())
         return found
