@@ -15,6 +15,7 @@ from mmengine.dist import all_reduce, collect_results, get_rank, get_world_size,
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
+from mmengine.structures import BaseDataElement
 
 from ...utils import atomic_write
 from ..data.checks import infos_of
@@ -47,6 +48,8 @@ class _Predictions:
 
     def add(self, samples: Sequence) -> None:
         for sample in samples:
+            if not isinstance(sample, BaseDataElement):  # tensors of other models
+                continue
             # beyond the size, samplers repeat images so that all processes have as many
             is_repeated = self.seen * get_world_size() + get_rank() >= self.size
             self.seen += 1

@@ -113,7 +113,9 @@ def test_plots_of_a_detector(tmp_path, instances):
 
 def test_other_predictions_have_no_plots(tmp_path):
     predictions = results._Predictions(loader_of())
-    predictions.add([BaseDataElement(pred_depth_map=torch.zeros(1)), label_map([[0]], [[0, 1]]), LabelData()])
+    predictions.add(
+        [BaseDataElement(pred_depth_map=torch.zeros(1)), label_map([[0]], [[0, 1]]), LabelData(), torch.ones(2)]
+    )
     assert predictions.write(str(tmp_path), '') == []
 
 
