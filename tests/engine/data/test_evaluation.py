@@ -48,6 +48,13 @@ def test_a_metric_with_another_file(look, tmp_path, changes, words):
     assert re.search(rf'val_evaluator \(CocoMetric\): {words.format(file)}', ''.join([line, *warnings]))
 
 
+def test_images_of_the_file_that_the_data_set_lacks(look, tmp_path):
+    file = coco(tmp_path)
+    dataset = coco_data(file, indices=1)
+    line, (warning,) = look(DETECTOR, val=[dataset, coco_metric(file)])
+    assert not line and 'its ann_file has 2 images, and the data set 1: objects in the others count as' in warning
+
+
 @pytest.mark.parametrize('number, said', [(0, 'annotation 0 of'), (2, 'has the id 2 2 times'), (None, 'without id')])
 def test_ids_of_annotations(look, tmp_path, number, said):
     """pycocotools never matches an object of id 0; MMDetection takes two of one id for one."""
