@@ -92,6 +92,13 @@ def check_label_images(
     load = next((step for step in transforms_of(dataset) if type(step).__name__ == 'LoadAnnotations'), None)
     if type(count) is not int or load is None or not hasattr(dataset, 'get_data_info'):
         return
+    padding = getattr(getattr(model, 'data_preprocessor', None), 'seg_pad_val', ignored)
+    if is_training and padding != ignored:
+        yield Finding(
+            f'{key}: data_preprocessor.seg_pad_val = {padding} and ignore_index = {ignored} of the decode_head: '
+            f'padding trains as label {padding}. Set both to one number.',
+            False,
+        )
     paths = {i: dataset.get_data_info(i).get('seg_map_path') for i in spread(len(dataset), 10 * num_images)}
     paths = {i: path for i, path in paths.items() if isinstance(path, str) and '://' not in path}
     if not paths or not reads_local_files(dataset, load):

@@ -52,6 +52,14 @@ def test_one_channel_tells_two_classes(look, tmp_path):
     assert 'the label 1' in look(made, train=[dataset])[0]
 
 
+@pytest.mark.parametrize(('padding', 'said'), [(255, False), (0, True)])
+def test_padding_that_trains(look, tmp_path, padding, said):
+    made = model(decode_head=2)
+    made.data_preprocessor = SimpleNamespace(seg_pad_val=padding)
+    line, warnings = look(made, train=[segmentation(tmp_path / 'data', [0, 1])])
+    assert not line and ['seg_pad_val = 0 and ignore_index = 255' in warning for warning in warnings] == [True] * said
+
+
 def test_classes_that_do_not_train_are_named(look, tmp_path):
     """Classes of a segmentor and of a classifier without image, and a last class that ignored zeros may have moved.
     Validation needs no object of each class."""
