@@ -2,6 +2,7 @@
 """Errors that a user can fix, and their one-line messages."""
 
 import difflib
+import linecache
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -34,8 +35,14 @@ def printable(text: object) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Format an error as ``Class: reason``. The reason of a KeyError is its key without quotes."""
+    """Format an error as ``Class: reason``.
+
+    The reason of a KeyError is its key without quotes, and that of an error without a message the line that raised it.
+    """
     reason = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    if not reason and error.__traceback__:
+        *_, (frame, line) = walk_tb(error.__traceback__)
+        reason = linecache.getline(frame.f_code.co_filename, line).strip()
     return f'{type(error).__name__}: {reason}' if reason else type(error).__name__
 
 

@@ -2,7 +2,15 @@
 
 import pytest
 
-from mmlinattn.utils.errors import CheckpointError, CheckpointNotFoundError, RunError, closest, printable, say_last
+from mmlinattn.utils.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    RunError,
+    closest,
+    described,
+    printable,
+    say_last,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,3 +35,10 @@ def test_the_last_line(monkeypatch, capsys):
         monkeypatch.setattr(f'sys.{gone}', None)  # as after `>&-`
         say_last('error: y')
         monkeypatch.undo()
+
+
+def test_errors_without_a_message():
+    with pytest.raises(AssertionError) as caught:
+        raise AssertionError
+    assert described(caught.value) == 'AssertionError: raise AssertionError'
+    assert described(AssertionError()) == 'AssertionError'
