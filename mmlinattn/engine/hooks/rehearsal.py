@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from itertools import islice
 from traceback import walk_tb
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from mmengine.dist import get_rank, get_world_size
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
+from mmengine.runner import EpochBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
 from mmengine.structures import InstanceData
 from torch.utils.data import DataLoader
@@ -26,7 +28,7 @@ from torch.utils.data import DataLoader
 from ...checkpoints.states import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError, closest, described, raising_object
-from ..data.checks import num_classes_of_heads
+from ..data.checks import all_datasets, num_classes_of_heads
 from .progress import is_error
 from .schedule_check import all_schedulers
 
@@ -253,6 +255,34 @@ def _private(dataset: Any) -> Any:
     return made
 
 
+def _switched(runner: Any, dataset: Any) -> Iterator[Any]:
+    """Yield a copied data set at the start, and after each change by the hooks that switch data in later epochs.
+
+    These are hooks such as PipelineSwitchHook and YOLOXModeSwitchHook of MMDetection, and SwitchRecipeHook of
+    MMPretrain.
+    """
+
+    def state() -> list:
+        keys = ('pipeline', '_skip_type_keys')
+        return [getattr(each, key, None) for each in all_datasets(dataset) for key in keys]
+
+    yield dataset
+    hooks = [copy.copy(hook) for hook in runner.hooks if 'Switch' in type(hook).__name__]
+    if not hooks or not isinstance(runner.train_loop, EpochBasedTrainLoop):
+        return
+    model, stage = unwrapped(runner.model), _Stage(runner)
+    weights = {id(value): value for value in (*model.parameters(), *model.buffers())}
+    stage.model = copy.deepcopy(model, weights)  # hooks may change heads and losses; weights are shared
+    stage.train_dataloader = SimpleNamespace(dataset=dataset)
+    stage.train_loop = SimpleNamespace(dataloader=stage.train_dataloader)
+    for stage.epoch in range(runner.epoch, runner.max_epochs):
+        before = state()
+        for hook in hooks:
+            hook.before_train_epoch(stage)
+        if state() != before:
+            yield dataset
+
+
 def _mask_fault(masks: Any, boxes: Any, size: Any) -> str:
     """Describe masks that do not fit the boxes and the image; '' if they do."""
     if masks is None or boxes is None or not hasattr(masks, 'height') or not len(masks):
@@ -268,6 +298,8 @@ def _mask_fault(masks: Any, boxes: Any, size: Any) -> str:
 def rehearse_training_data(runner: Any) -> None:
     """Load two training images, and compare masks with boxes and image: some transforms move boxes alone.
 
+    Images are loaded again after each change that hooks of upstream make in a later epoch.
+
     Raises:
         RunError: Loading fails, or masks do not fit. With ``MMLINATTN_TRACEBACK=1`` an error is raised unchanged.
     """
@@ -277,13 +309,12 @@ def rehearse_training_data(runner: Any) -> None:
     faults, reason, cause = [], '', None
     try:
         with unchanged(runner):
-            made = _private(dataset)
-            for index in sorted({0, len(made) // 2}):
-                sample = made[index]
-                packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
-                found = packed.get('gt_instances') if hasattr(packed, 'get') else None
-                if found is not None:
-                    faults.append(_mask_fault(found.get('masks'), found.get('bboxes'), sample['inputs'].shape[-2:]))
+            for made in _switched(runner, _private(dataset)):
+                for sample in (made[index] for index in sorted({0, len(made) // 2})):
+                    packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
+                    found = packed.get('gt_instances') if hasattr(packed, 'get') else None
+                    if found is not None:
+                        faults.append(_mask_fault(found.get('masks'), found.get('bboxes'), sample['inputs'].shape[-2:]))
     except Exception as error:
         if os.environ.get('MMLINATTN_TRACEBACK') == '1':
             raise
