@@ -23,7 +23,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
 from mmengine.structures import InstanceData
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from ...checkpoints.states import some
 from ...utils.building import unwrapped
@@ -84,8 +84,10 @@ class _Batches(list):
             batches = [list(batch)[:_IMAGES] for batch in islice(sampler, _IMAGES)]
             if starts is not None:
                 batches = [[start + i] for start in starts for i in range(_IMAGES)]
-            elif batches and len(batches[0]) == _IMAGES:
-                batches = batches[:1]
+            elif batches:
+                batches = batches[:1] if len(batches[0]) == _IMAGES else batches
+                if type(sampler) is BatchSampler:  # often sorted by class: some metrics need two
+                    batches[-1][-1] = len(loader.dataset) - 1
             super().__init__(collate([loader.dataset[i] for i in batch]) for batch in batches)
         self.loader = loader
 
