@@ -140,14 +140,17 @@ def console_command() -> str:
     return 'mmlinattn' if is_own else f'{sys.executable} -m mmlinattn'
 
 
-def check_display() -> None:
-    """Check that a display is available, because OpenCV aborts the process without one.
+def check_display(name: str = '--show') -> None:
+    """Check that a display is available: without one OpenCV aborts the process, and matplotlib waits for ever.
+
+    Args:
+        name (str): Argument or setting that needs it.
 
     Raises:
         RunError: There is no display.
     """
     if sys.platform == 'linux' and not (os.environ.get('DISPLAY') or os.environ.get('WAYLAND_DISPLAY')):
-        raise RunError('--show: there is no display (DISPLAY is not set).')
+        raise RunError(f'{name}: there is no display (DISPLAY is not set).')
 
 
 def notice(message: str) -> None:

@@ -26,7 +26,7 @@ from ..utils.files import link_checkout
 from ..utils.private_apis import checkpoint_loaders
 from ..utils.registering import bare_name
 from .class_names import dataset_configs, num_classes
-from .command_line import notice, writing
+from .command_line import check_display, notice, writing
 from .environment import PIP, describe_failure, use
 from .running import add_checks, fit_schedule
 from .settings import check_numbers, check_options, check_single, check_variables
@@ -68,6 +68,9 @@ def load_config(args: argparse.Namespace) -> Config:
         fit_schedule(cfg, before, args.cfg_options)
     check_single(cfg)
     check_numbers(cfg)
+    for name, hook in (cfg.get('default_hooks') or {}).items():
+        if hook and hook.get('show') and (hook.get('draw') or hook.get('enable')):
+            check_display(f'default_hooks.{name}.show=True')
     if scope == 'mmpretrain':
         adapt_inherited_classes(cfg)
     if args.no_pin_memory:

@@ -196,6 +196,11 @@ def test_options_override_all_settings(configured, monkeypatch):
         (DETECTOR, '--save-conf', '--save-conf: --save-txt is missing.'),
         (DETECTOR, '--show-dir x --cfg-options visualizer=None', '--show, --show-dir: .* has no visualizer'),
         (DETECTOR, '--show', '--show: there is no display'),
+        (
+            DETECTOR,
+            '--cfg-options default_hooks.visualization.draw=True default_hooks.visualization.show=True',
+            'default_hooks.visualization.show=True: there is no display',
+        ),
     ],
 )
 def test_files_of_predictions_are_for_their_task(configured, monkeypatch, config, words, line):
