@@ -209,6 +209,12 @@ def _check_path(option: str, node: Any, merged: Any, scope: Optional[str]) -> No
         else:
             return
         path.append(key)
+    is_number = isinstance(node, (int, float)) and not isinstance(node, bool)
+    if path[0] in _OF_NUMBERS - {'model'} and is_number and isinstance(merged, (list, tuple)):
+        raise RunError(
+            f'--cfg-options {option}={merged!r}: expected one number, as {node!r} before. A comma makes a list: write '
+            'decimals with a point.'
+        )
 
 
 def check_variables(cfg: Config) -> None:

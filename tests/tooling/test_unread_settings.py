@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Settings that nothing reads."""
 
+import contextlib
 import functools
 import re
 
@@ -66,6 +67,16 @@ def test_options_beside_a_new_type():
     options = {'optim_wrapper.optimizer.type': 'AdamW', 'optim_wrapper.optimizer.amsgrad': True}
     cfg.merge_from_dict(options)
     settings.check_options(content, cfg, options)
+
+
+@pytest.mark.parametrize(('value', 'fails'), [([0, 1], True), (0.01, False)])
+def test_a_decimal_comma_makes_a_list(value, fails):
+    content, option = dict(optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1))), 'optim_wrapper.optimizer.lr'
+    cfg = Config(content)
+    cfg.merge_from_dict({option: value})
+    line = f'--cfg-options {option}=\\[0, 1\\]: expected one number, as 0.1 before'
+    with pytest.raises(RunError, match=line) if fails else contextlib.nullcontext():
+        settings.check_options(content, cfg, {option: value})
 
 
 @pytest.mark.parametrize(
