@@ -30,7 +30,7 @@ from ..engine.runner import leave_process_group
 from ..utils.errors import RunError, closest, described, printable, raising_object, say_last
 from ..utils.files import PACKAGE
 from .memory import keep_freed_memory
-from .settings import accepted
+from .settings import accepted, takers
 
 INTERRUPTED = 128 + signal.SIGINT  # exit status, as shells count
 
@@ -352,14 +352,21 @@ def _annotations(error: BaseException) -> str:
     return ''
 
 
-def _near_argument(text: str, kinds: list) -> str:
-    """Return the argument of a class that is most similar to the unexpected one that a TypeError names, or ''."""
+def _about_argument(text: str, kinds: list) -> str:
+    """Return advice on the unexpected argument that a TypeError names: a similar one of the class, and classes that
+    take it; '' for other errors."""
     found = re.search(r"unexpected keyword argument '(\w+)'", text)
-    return (closest(found[1], accepted(kinds[0])[0]) or '') if found and kinds else ''
+    if not found:
+        return ''
+    name, kind = found[1], kinds[0] if kinds else None
+    near, others = (closest(name, accepted(kind)[0]), takers(name, kind)) if kind else (None, [])
+    parts = [f'{name!r} is an argument of {", ".join(others)}.'] if others else []
+    of_type = 'Of a dict whose type you changed, _delete_=True leaves out the keys of the inherited type'
+    return ' '.join([f'Did you mean {near!r}?', *parts] if near else [*parts, of_type])
 
 
 def _near_type(error: BaseException) -> str:
-    """Return the registered name that is most similar to the one that a KeyError of a registry names, or ''."""
+    """Name the registered class that is most similar to the one that a KeyError of a registry names, or return ''."""
     found = re.match(r'(\S+) is not in the \S+ registry', str(error.args[0]) if error.args else '')
     if not found:
         return ''
@@ -367,7 +374,8 @@ def _near_type(error: BaseException) -> str:
         registry = frame.f_locals.get('registry')
         if isinstance(registry, Registry):
             parts = [registry, *registry.children.values(), *([registry.parent] if registry.parent else [])]
-            return closest(found[1].rpartition('.')[2], {name for part in parts for name in part.module_dict}) or ''
+            near = closest(found[1].rpartition('.')[2], {name for part in parts for name in part.module_dict})
+            return f'Did you mean {near!r}?' if near else ''
     return ''
 
 
@@ -463,12 +471,8 @@ def _spelling(error: BaseException, text: str, kinds: list) -> str:
     """Return the remedy of an unknown argument of the classes ``kinds``, or of an unknown registered name; or ''."""
     if "unexpected keyword argument '_delete_'" in text:
         return '. It goes into a dict that replaces one of the same key in _base_; take it out elsewhere'
-    near = _near_argument(text, kinds) or _near_type(error)
-    if near:
-        return f'. Did you mean {near!r}?'
-    if 'unexpected keyword argument' in text:
-        return '. Of a dict whose type you changed, _delete_=True leaves out the keys of the inherited type'
-    return ''
+    near = _about_argument(text, kinds) or _near_type(error)
+    return f'. {near}' if near else ''
 
 
 def _setup_message(error: BaseException, config: str, whole: bool, work_dir: Optional[str], runner: Any) -> str:

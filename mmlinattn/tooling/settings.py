@@ -103,14 +103,36 @@ def accepted(kind: Any) -> tuple[set[str], bool]:
     return names, is_open
 
 
+def _registries() -> list[Registry]:
+    """Return MMEngine's root registries."""
+    found = map(mmengine.registry.__dict__.get, mmengine.registry.__all__)
+    return [each for each in found if isinstance(each, Registry)]
+
+
+def takers(name: str, kind: Any) -> list[str]:
+    """Return up to four classes with an argument ``name``: of the registries of a class, else of MMEngine's own."""
+    roots = _registries()
+    beside = [
+        classes
+        for root in roots
+        for registry in (root, *root.children.values())
+        if kind in (classes := {*registry.module_dict.values()})
+    ]
+    for group in (beside, [root.module_dict.values() for root in roots]):
+        found = set()
+        for each in set().union(*group):
+            with suppress(ValueError, TypeError):  # of C, without a signature
+                found |= {each.__name__} if isinstance(each, type) and name in accepted(each)[0] else set()
+        if found:
+            return sorted(found) if len(found) <= 4 else []
+    return []
+
+
 def _kinds(name: Any, scope: Optional[str]) -> list:
     """Return the classes registered under a name: in any of MMEngine's registries, for the task of the config."""
     if not isinstance(name, str):
         return [name]
-    roots = [
-        each for each in map(mmengine.registry.__dict__.get, mmengine.registry.__all__) if isinstance(each, Registry)
-    ]
-    found = [root.children.get(scope, root).get(name) for root in roots]
+    found = [root.children.get(scope, root).get(name) for root in _registries()]
     return [kind for kind in found if kind is not None]
 
 

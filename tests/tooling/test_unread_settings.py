@@ -8,6 +8,9 @@ import re
 import pytest
 from helpers.tool_runs import QUICK
 from mmengine.config import Config
+from mmengine.optim import OptimWrapper
+from mmengine.runner import EpochBasedTrainLoop
+from torch.optim import SGD
 
 from mmlinattn.tooling import settings
 from mmlinattn.utils.errors import RunError
@@ -77,6 +80,20 @@ def test_a_decimal_comma_makes_a_list(value, fails):
     line = f'--cfg-options {option}=\\[0, 1\\]: expected one number, as 0.1 before'
     with pytest.raises(RunError, match=line) if fails else contextlib.nullcontext():
         settings.check_options(content, cfg, {option: value})
+
+
+@pytest.mark.parametrize(
+    ('name', 'kind', 'found'),
+    [
+        ('max_iters', EpochBasedTrainLoop, ['IterBasedTrainLoop']),
+        ('loss_scale', OptimWrapper, ['AmpOptimWrapper', 'ApexOptimWrapper']),
+        ('clip_grad', SGD, ['AmpOptimWrapper', 'ApexOptimWrapper', 'OptimWrapper']),
+        ('interval', SGD, []),  # of many
+        ('bettas', SGD, []),
+    ],
+)
+def test_classes_that_take_an_argument(name, kind, found):
+    assert set(found) <= set(takers := settings.takers(name, kind)) and bool(found) == bool(takers)
 
 
 @pytest.mark.parametrize(
