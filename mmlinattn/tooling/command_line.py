@@ -218,6 +218,12 @@ _NEAR = 4  # innermost frames of a traceback that are searched for the origin
 ADVICE = [
     Advice(
         ValueError,
+        'torch.utils.data.dataloader',
+        'persistent_workers option needs num_workers',
+        'Set persistent_workers=False of that dataloader; --no-persistent-workers does so in a training',
+    ),
+    Advice(
+        ValueError,
         'torch.nn.modules.batchnorm',
         'Expected more than 1 value per channel',
         'BatchNorm cannot train on one image whose map is one pixel. Set train_dataloader.drop_last=True if the last '

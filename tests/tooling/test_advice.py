@@ -21,6 +21,10 @@ from mmlinattn.tooling import command_line
 from mmlinattn.utils.errors import RunError
 
 
+def persistent_workers_without_workers():
+    torch.utils.data.DataLoader([1], num_workers=0, persistent_workers=True)
+
+
 def one_image_in_batch_norm():
     nn.BatchNorm2d(3)(torch.ones(1, 3, 1, 1))
 
@@ -116,6 +120,7 @@ def label_beyond_the_head():
 
 
 ERRORS = {
+    persistent_workers_without_workers: 'persistent_workers option needs num_workers',
     one_image_in_batch_norm: 'Expected more than 1 value per channel',
     segmentor_images_of_two_sizes: 'The image size in a batch should be the same',
     samples_of_two_sizes: 'stack expects each tensor to be equal size',
