@@ -86,9 +86,10 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
             continue
         findings = (_other_image(name, file, api, info) for info in infos_of(dataset, _NUM_IMAGES))
         yield from islice(filter(None, findings), 1)
-        if hasattr(dataset, '__len__') and len(dataset) < len(api.imgs):
+        num_judged = len(content.get('images', ()))
+        if hasattr(dataset, '__len__') and len(dataset) < num_judged:
             yield Finding(
-                f'{name}: {file} has {len(api.imgs)} images, and the data set {len(dataset)}: objects in the others '
+                f'{name}: {file} has {num_judged} images, and the data set {len(dataset)}: objects in the others '
                 'count as missed. Set test_mode=True of the data set, or a file of its images alone.',
                 False,
             )

@@ -78,6 +78,7 @@ class _Batches(list):
 
     def __init__(self, loader: Any, starts: Optional[list[int]]):
         sampler, collate = getattr(loader, 'batch_sampler', None), getattr(loader, 'collate_fn', None)
+        dataset: Any = getattr(loader, 'dataset', None)
         if not isinstance(loader, DataLoader) or sampler is None or collate is None:
             super().__init__(islice(loader, 1))
         else:
@@ -87,8 +88,8 @@ class _Batches(list):
             elif batches:
                 batches = batches[:1] if len(batches[0]) == _IMAGES else batches
                 if type(sampler) is BatchSampler:  # often sorted by class: some metrics need two
-                    batches[-1][-1] = len(loader.dataset) - 1
-            super().__init__(collate([loader.dataset[i] for i in batch]) for batch in batches)
+                    batches[-1][-1] = len(dataset) - 1
+            super().__init__(collate([dataset[i] for i in batch]) for batch in batches)
         self.loader = loader
 
     def __getattr__(self, name: str) -> Any:
@@ -272,7 +273,8 @@ def _switched(runner: Any, dataset: Any) -> Iterator[Any]:
     hooks = [copy.copy(hook) for hook in runner.hooks if 'Switch' in type(hook).__name__]
     if not hooks or not isinstance(runner.train_loop, EpochBasedTrainLoop):
         return
-    model, stage = unwrapped(runner.model), _Stage(runner)
+    model: Any = unwrapped(runner.model)
+    stage: Any = _Stage(runner)
     weights = {id(value): value for value in (*model.parameters(), *model.buffers())}
     stage.model = copy.deepcopy(model, weights)  # hooks may change heads and losses; weights are shared
     stage.train_dataloader = SimpleNamespace(dataset=dataset)
