@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from mmengine.dist import get_rank, get_world_size
 from mmengine.hooks import CheckpointHook, Hook
+from mmengine.logging import MMLogger
 from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
@@ -47,6 +48,8 @@ def unchanged(runner) -> Iterator[None]:
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     flags = [(module, module.training) for module in runner.model.modules()]
     disabled, visualizer = logging.root.manager.disable, runner.visualizer
+    logger = MMLogger.get_current_instance()  # keeps its answers to isEnabledFor until its level is set
+    level = logger.level
     backends = getattr(visualizer, '_vis_backends', None)
     try:
         with contextlib.ExitStack() as stack:
@@ -55,6 +58,7 @@ def unchanged(runner) -> Iterator[None]:
             stack.enter_context(torch.no_grad())
             warnings.simplefilter('ignore')
             logging.disable(logging.CRITICAL)
+            logger.setLevel(logging.CRITICAL)
             if 'torch._dynamo' in sys.modules and hasattr(torch.compiler, 'set_stance'):  # since PyTorch 2.6
                 stack.enter_context(torch.compiler.set_stance('force_eager'))
             if backends is not None:
@@ -62,6 +66,7 @@ def unchanged(runner) -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
+        logger.setLevel(level)
         if backends is not None:
             visualizer._vis_backends = backends
         for module, flag in flags:

@@ -2,6 +2,7 @@
 """A validation of two images before the first step."""
 
 import contextlib
+import logging
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ import pytest
 import torch
 from helpers.engine_toys import Count, ToyDataset, make_runner, validation
 from mmengine.hooks import Hook
+from mmengine.logging import print_log
 from mmengine.registry import DATASETS
 from mmengine.structures import BaseDataElement, InstanceData
 
@@ -43,6 +45,7 @@ class Named(Count):
         np.random.rand()
         torch.rand(3)
         print('a table')
+        print_log('a logged table', 'current', logging.ERROR)
         return dict(self.values)
 
 
@@ -62,14 +65,16 @@ def no_traceback(monkeypatch):
 
 def weights_after(work_dir, hooks, **more):
     made = make_runner(work_dir, hooks, randomness=dict(seed=3), **validation(Named(acc=1.0)), **more)
+    assert made.logger.isEnabledFor(logging.ERROR)  # as after any earlier line
     made.train()
     return made.model.state_dict()
 
 
-def test_the_training_is_the_same_bit_for_bit(tmp_path, capsys):
+def test_the_training_is_the_same_bit_for_bit(tmp_path, capfd):
     plain, rehearsed = (weights_after(tmp_path / str(i), hooks) for i, hooks in enumerate(([], HOOK)))
     assert all(torch.equal(plain[key], rehearsed[key]) for key in plain)
-    assert capsys.readouterr().out.count('a table') == 4  # of the validations alone
+    out, errors = capfd.readouterr()
+    assert out.count('a table') == (out + errors).count('a logged table') == 4  # of the validations alone
 
 
 def test_two_images_and_no_other_hook(tmp_path):
