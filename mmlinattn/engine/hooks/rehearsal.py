@@ -35,6 +35,7 @@ from .schedule_check import all_schedulers
 
 _IMAGES = 2  # of each data set
 _FILES = ('outfile_prefix', 'out_file_path', 'output_dir', 'out_dir')  # attributes of metrics that write files
+_UPSTREAM = ('mmdet.', 'mmseg.', 'mmpretrain.', 'mmyolo.')
 _BOXES = {'bboxes', 'labels', 'scores', 'masks'}
 
 
@@ -276,12 +277,16 @@ def _switched(runner: Any, dataset: Any) -> Iterator[Any]:
 
     yield dataset
     hooks = [copy.copy(hook) for hook in runner.hooks if 'Switch' in type(hook).__name__]
+    hooks = [hook for hook in hooks if type(hook).__module__.startswith(_UPSTREAM)]  # others may change the run
     if not hooks or not isinstance(runner.train_loop, EpochBasedTrainLoop):
         return
     model: Any = unwrapped(runner.model)
     stage: Any = _Stage(runner)
     weights = {id(value): value for value in (*model.parameters(), *model.buffers())}
-    stage.model = copy.deepcopy(model, weights)  # hooks may change heads and losses; weights are shared
+    try:
+        stage.model = copy.deepcopy(model, weights)  # hooks may change heads and losses; weights are shared
+    except Exception:  # locks and open files
+        return
     stage.train_dataloader = SimpleNamespace(dataset=dataset)
     stage.train_loop = SimpleNamespace(dataloader=stage.train_dataloader)
     for stage.epoch in range(runner.epoch, runner.max_epochs):

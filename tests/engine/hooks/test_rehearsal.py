@@ -291,6 +291,8 @@ def test_masks_that_transforms_leave_behind(masks, size, line):
 class LateSwitchHook(Hook):
     """Change transforms and model in the second epoch, as PipelineSwitchHook and YOLOXModeSwitchHook do."""
 
+    __module__ = 'mmdet.engine'
+
     def __init__(self, transform):
         self.transform = transform
 
