@@ -63,9 +63,16 @@ def no_traceback(monkeypatch):
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
 
 
+class Speaks(Hook):
+    """Log a line before the rehearsal: MMLogger then keeps its answer that the level is on."""
+
+    def before_train(self, runner):
+        print_log('a first line', 'current', logging.ERROR)
+
+
 def weights_after(work_dir, hooks, **more):
     made = make_runner(work_dir, hooks, randomness=dict(seed=3), **validation(Named(acc=1.0)), **more)
-    assert made.logger.isEnabledFor(logging.ERROR)  # as after any earlier line
+    made.register_hook(Speaks(), 'HIGHEST')
     made.train()
     return made.model.state_dict()
 
