@@ -1,7 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Run a tool of mmlinattn: ``mmlinattn train mine.py`` is ``python tools/train.py mine.py``.
+"""Run a tool of mmlinattn: ``mmlinattn train mine.py`` is ``python tools/train.py mine.py``. Shared arguments of tools.
 
 A module beside the package: ``import mmlinattn`` fails if packages are missing, and the tools report those in one line.
+It also imports PyTorch, and tools parse their arguments before that, so that ``--help`` answers at once.
 """
 
 import argparse
@@ -45,6 +46,68 @@ def installed_version() -> str:
         return version('mmlinattn')
     except PackageNotFoundError:
         return 'unknown (not installed)'
+
+
+# --- shared arguments -------------------------------------------------------------------------------------------------
+
+
+class Settings(argparse.Action):
+    """MMEngine's action for KEY=VALUE arguments; others are a usage error."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        from mmengine.config import DictAction  # imports torch
+
+        try:
+            DictAction(self.option_strings, self.dest)(parser, namespace, values, option_string)
+        except (ValueError, AssertionError) as error:
+            raise argparse.ArgumentError(self, f'{" ".join(values)}: expected KEY=VALUE ({error})') from error
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments common to the tools of MMDetection, MMSegmentation and MMPretrain."""
+    parser.add_argument('--work-dir', help='folder for logs and checkpoints [work_dirs/CONFIG]')
+    parser.add_argument(
+        '--data-root',
+        help='folder of the data set: replaces data_root of every data set and the folder of the annotation files of '
+        'the evaluators',
+    )
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=Settings,
+        metavar='KEY=VALUE',
+        help='override settings of the config, e.g. train_dataloader.batch_size=4 or '
+        'model.backbone.init_cfg=None; lists as key="[a,b]" or key=a,b',
+    )
+    parser.add_argument(
+        '--compile',
+        action='store_true',
+        help='compile the blocks of the backbone (torch.compile): the first iteration takes minutes, on a GPU the '
+        'others are faster (docs/gpu.md)',
+    )
+    parser.add_argument('--no-pin-memory', action='store_true', help='do not pin loader memory')
+    parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')
+    # torch.distributed.launch passes it; everything here reads the environment
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0)
+
+
+def add_prediction_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options for prediction files."""
+    parser.add_argument('--save-json', metavar='FILE', help='write boxes and masks as COCO results (detectors)')
+    parser.add_argument(
+        '--save-txt',
+        metavar='DIR',
+        help='write YOLO text, one file per image: class, then box or polygon in normalised coordinates (detectors)',
+    )
+    parser.add_argument('--save-conf', action='store_true', help='append the score to each line of --save-txt')
+    parser.add_argument(
+        '--save-labels',
+        metavar='DIR',
+        help='write segmentation masks as grey PNG images, in the values of the annotation files (segmentors)',
+    )
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

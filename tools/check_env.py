@@ -38,5 +38,6 @@ if __name__ == '__main__':
     for line in lines:
         print(line, file=sys.stderr)
     sys.exit(bool(lines))
-if line := environment['missing']() or environment['refused']() or environment['unusable']():
+asks_help = not {'-h', '--help'}.isdisjoint(sys.argv)  # it needs no PyTorch, whose import takes seconds
+if line := environment['missing']() or environment['refused']() or (not asks_help and environment['unusable']()):
     raise SystemExit(f'error: {line}')

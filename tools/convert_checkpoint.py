@@ -11,6 +11,21 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description='Convert a published checkpoint (a classifier, or an MMDetection 2.x or '
+        "MMSegmentation 0.x model) for strict loading into CONFIG's model."
+    )
+    parser.add_argument('src', metavar='SRC', help='a file, a link, or mmlinattn://NAME')
+    parser.add_argument('dst', metavar='DST', help='the file to write; never SRC itself')
+    parser.add_argument('--config', required=True, help='config of the model DST is for')
+    return parser.parse_args()
+
+
+if __name__ == '__main__':
+    args = parse_args()  # before PyTorch is imported: --help answers at once
+
 import mmlinattn  # noqa: F401, registers the backbones
 from mmlinattn.checkpoints.convert import convert_checkpoint
 from mmlinattn.checkpoints.fit import Fit, listed
@@ -38,15 +53,7 @@ def explain(fit: Fit, source: str, config: str) -> str:
     return '\n'.join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description='Convert a published checkpoint (a classifier, or an MMDetection 2.x or '
-        "MMSegmentation 0.x model) for strict loading into CONFIG's model."
-    )
-    parser.add_argument('src', metavar='SRC', help='a file, a link, or mmlinattn://NAME')
-    parser.add_argument('dst', metavar='DST', help='the file to write; never SRC itself')
-    parser.add_argument('--config', required=True, help='config of the model DST is for')
-    args = parser.parse_args()
+def main(args: argparse.Namespace) -> int:
     with clean_end(), one_line_errors():
         read_config(args.config)  # raises one line for an invalid one
         fit = convert_checkpoint(args.src, args.dst, args.config)
@@ -60,4 +67,4 @@ def main() -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    sys.exit(main(args))

@@ -18,48 +18,7 @@ from urllib.parse import urlsplit
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
-import cv2
-import mmcv
-import numpy as np
-from mmengine import fileio
-from mmengine.device import get_device
-from mmengine.logging import MMLogger
-from mmengine.registry import init_default_scope
-from mmengine.runner.checkpoint import CheckpointLoader
-
-from mmlinattn.checkpoints.loading import check_trained
-from mmlinattn.engine.hooks.data_check import extend_palette
-from mmlinattn.tooling.class_names import class_names, num_classes
-from mmlinattn.tooling.command_line import (
-    check_display,
-    check_out_file,
-    clean_end,
-    notice,
-    one_line_errors,
-    setup_errors,
-    writing,
-)
-from mmlinattn.tooling.configs import check_checkpoint, read_config, require
-from mmlinattn.tooling.console import quiet_console, quiet_upstream
-from mmlinattn.tooling.images import image_channels, image_dtype, is_8_bit, preprocessor, read_picture
-from mmlinattn.tooling.predictions import (
-    add_prediction_arguments,
-    annotation_ids,
-    check_prediction_arguments,
-    coco_results,
-    label_values,
-    names_below,
-    notice_values,
-    write_coco,
-    write_mask,
-    write_yolo,
-)
-from mmlinattn.utils.errors import RunError, described
-
-SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
-VIDEOS = ('.mp4', '.avi', '.mov', '.mkv', '.webm', '.m4v', '.mpg', '.mpeg', '.wmv', '.flv', '.ts', '.3gp')
-MANY_SIZES = 8  # more sizes in a folder limit the caches of oneDNN
-CODECS = {'.mp4': 'mp4v', '.avi': 'MJPG', '.mkv': 'mp4v', '.mov': 'mp4v'}  # of the videos that are written
+from mmlinattn_console import add_prediction_arguments
 
 
 def parse_args() -> argparse.Namespace:
@@ -81,8 +40,53 @@ def parse_args() -> argparse.Namespace:
         '--score-thr', type=float, default=0.3, help='lowest score in drawings and --save-txt, detectors only [0.3]'
     )
     parser.add_argument('--classes', nargs='+', metavar='NAME', help="class names [the checkpoint's or data set's]")
-    parser.add_argument('--device', default=get_device(), help='cpu, cuda:0, ... [the best here]')
+    parser.add_argument('--device', help='cpu, cuda:0, ... [the best here]')
     return parser.parse_args()
+
+
+if __name__ == '__main__':
+    args = parse_args()  # before PyTorch is imported: --help answers at once
+
+import cv2
+import mmcv
+import numpy as np
+from mmengine import fileio
+from mmengine.logging import MMLogger
+from mmengine.registry import init_default_scope
+from mmengine.runner.checkpoint import CheckpointLoader
+
+from mmlinattn.checkpoints.loading import check_trained
+from mmlinattn.engine.hooks.data_check import extend_palette
+from mmlinattn.tooling.class_names import class_names, num_classes
+from mmlinattn.tooling.command_line import (
+    check_display,
+    check_out_file,
+    clean_end,
+    notice,
+    one_line_errors,
+    setup_errors,
+    writing,
+)
+from mmlinattn.tooling.configs import check_checkpoint, read_config, require
+from mmlinattn.tooling.console import quiet_console, quiet_upstream
+from mmlinattn.tooling.images import image_channels, image_dtype, is_8_bit, preprocessor, read_picture
+from mmlinattn.tooling.predictions import (
+    annotation_ids,
+    check_prediction_arguments,
+    coco_results,
+    label_values,
+    names_below,
+    notice_values,
+    write_coco,
+    write_mask,
+    write_yolo,
+)
+from mmlinattn.utils.errors import RunError, described
+
+SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
+VIDEOS = ('.mp4', '.avi', '.mov', '.mkv', '.webm', '.m4v', '.mpg', '.mpeg', '.wmv', '.flv', '.ts', '.3gp')
+MANY_SIZES = 8  # more sizes in a folder limit the caches of oneDNN
+CODECS = {'.mp4': 'mp4v', '.avi': 'MJPG', '.mkv': 'mp4v', '.mov': 'mp4v'}  # of the videos that are written
 
 
 def is_video(source: str) -> bool:
@@ -463,8 +467,7 @@ def print_outputs(args: argparse.Namespace, count: str) -> None:
         notice(f'{count} in {osp.abspath(path)}')
 
 
-def main() -> None:
-    args = parse_args()
+def main(args: argparse.Namespace) -> None:
     quiet_upstream()
     quiet_console(MMLogger.get_current_instance())
     with clean_end(), one_line_errors(), contextlib.ExitStack() as stack:
@@ -499,4 +502,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    main(args)

@@ -17,9 +17,6 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
-from mmlinattn.tooling.command_line import check_out_file, clean_end, console_command, one_line_errors
-from mmlinattn.utils.errors import RunError
-
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -45,8 +42,14 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    args = parse_args()
+if __name__ == '__main__':
+    args = parse_args()  # before PyTorch is imported: --help answers at once
+
+from mmlinattn.tooling.command_line import check_out_file, clean_end, console_command, one_line_errors
+from mmlinattn.utils.errors import RunError
+
+
+def main(args: argparse.Namespace) -> None:
     with clean_end(), one_line_errors():
         for name, value, least in (
             ('--batch', args.batch, 1),
@@ -71,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    main(args)

@@ -10,34 +10,7 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
-import mmengine
-import torch
-from mmengine.config import ConfigDict
-from mmengine.device import get_device
-from mmengine.evaluator import DumpResults
-from mmengine.registry import MODELS
-
-from mmlinattn.tooling.class_names import dataset_configs
-from mmlinattn.tooling.command_line import (
-    add_common_arguments,
-    check_display,
-    check_out_file,
-    clean_end,
-    notice,
-    one_line_errors,
-    setup_errors,
-    writing,
-)
-from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
-from mmlinattn.tooling.console import quiet_upstream
-from mmlinattn.tooling.predictions import (
-    PredictionFilesHook,
-    add_prediction_arguments,
-    check_prediction_arguments,
-)
-from mmlinattn.tooling.running import add_checks, build_runner
-from mmlinattn.utils.errors import RunError
-from mmlinattn.utils.registering import bare_name
+from mmlinattn_console import add_common_arguments, add_prediction_arguments
 
 
 def parse_args() -> argparse.Namespace:
@@ -74,6 +47,37 @@ def parse_args() -> argparse.Namespace:
     )
     add_common_arguments(parser)
     return parser.parse_args()
+
+
+if __name__ == '__main__':
+    args = parse_args()  # before PyTorch is imported: --help answers at once
+
+import mmengine
+import torch
+from mmengine.config import ConfigDict
+from mmengine.device import get_device
+from mmengine.evaluator import DumpResults
+from mmengine.registry import MODELS
+
+from mmlinattn.tooling.class_names import dataset_configs
+from mmlinattn.tooling.command_line import (
+    check_display,
+    check_out_file,
+    clean_end,
+    notice,
+    one_line_errors,
+    setup_errors,
+    writing,
+)
+from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
+from mmlinattn.tooling.console import quiet_upstream
+from mmlinattn.tooling.predictions import (
+    PredictionFilesHook,
+    check_prediction_arguments,
+)
+from mmlinattn.tooling.running import add_checks, build_runner
+from mmlinattn.utils.errors import RunError
+from mmlinattn.utils.registering import bare_name
 
 
 def configure(args: argparse.Namespace):
@@ -186,8 +190,7 @@ def dump_metric(cfg, path: str):
     return (DumpLabelMaps if cfg.get('default_scope') == 'mmseg' else DumpResults)(out_file_path=path)
 
 
-def main() -> None:
-    args = parse_args()
+def main(args: argparse.Namespace) -> None:
     quiet_upstream()
     with clean_end(), one_line_errors():
         with setup_errors(args.config):
@@ -207,4 +210,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    main(args)

@@ -8,19 +8,7 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
-from mmlinattn.checkpoints.download import DownloadError
-from mmlinattn.engine.runner import find_latest_checkpoint, launched_rank
-from mmlinattn.tooling.command_line import (
-    add_common_arguments,
-    clean_end,
-    notice,
-    one_line_errors,
-    setup_errors,
-)
-from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
-from mmlinattn.tooling.console import quiet_upstream
-from mmlinattn.tooling.running import add_checks, build_runner, set_precision
-from mmlinattn.utils.errors import RunError
+from mmlinattn_console import add_common_arguments
 
 
 def parse_args() -> argparse.Namespace:
@@ -50,6 +38,23 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--no-persistent-workers', action='store_true', help='restart loader workers every epoch')
     add_common_arguments(parser)
     return parser.parse_args()
+
+
+if __name__ == '__main__':
+    args = parse_args()  # before PyTorch is imported: --help answers at once
+
+from mmlinattn.checkpoints.download import DownloadError
+from mmlinattn.engine.runner import find_latest_checkpoint, launched_rank
+from mmlinattn.tooling.command_line import (
+    clean_end,
+    notice,
+    one_line_errors,
+    setup_errors,
+)
+from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
+from mmlinattn.tooling.console import quiet_upstream
+from mmlinattn.tooling.running import add_checks, build_runner, set_precision
+from mmlinattn.utils.errors import RunError
 
 
 def configure(args: argparse.Namespace):
@@ -90,8 +95,7 @@ def checked(cfg):
     return cfg
 
 
-def main() -> None:
-    args = parse_args()
+def main(args: argparse.Namespace) -> None:
     quiet_upstream()
     with clean_end() as run, one_line_errors():
         with setup_errors(args.config):
@@ -106,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    main(args)

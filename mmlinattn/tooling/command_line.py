@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Arguments, one-line errors and clean exit of the command-line tools."""
+"""One-line errors and clean exit of the command-line tools."""
 
-import argparse
 import errno
 import logging
 import multiprocessing
@@ -21,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 import torch
-from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 from mmengine.registry import Registry
 
@@ -33,44 +31,6 @@ from .memory import keep_freed_memory
 from .settings import accepted, takers
 
 INTERRUPTED = 128 + signal.SIGINT  # exit status, as shells count
-
-
-class Settings(DictAction):
-    """MMEngine's action for KEY=VALUE arguments; others are a usage error."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        try:
-            super().__call__(parser, namespace, values, option_string)
-        except (ValueError, AssertionError) as error:
-            raise argparse.ArgumentError(self, f'{" ".join(values)}: expected KEY=VALUE ({error})') from error
-
-
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments common to the tools of MMDetection, MMSegmentation and MMPretrain."""
-    parser.add_argument('--work-dir', help='folder for logs and checkpoints [work_dirs/CONFIG]')
-    parser.add_argument(
-        '--data-root',
-        help='folder of the data set: replaces data_root of every data set and the folder of the annotation files of '
-        'the evaluators',
-    )
-    parser.add_argument(
-        '--cfg-options',
-        nargs='+',
-        action=Settings,
-        metavar='KEY=VALUE',
-        help='override settings of the config, e.g. train_dataloader.batch_size=4 or '
-        'model.backbone.init_cfg=None; lists as key="[a,b]" or key=a,b',
-    )
-    parser.add_argument(
-        '--compile',
-        action='store_true',
-        help='compile the blocks of the backbone (torch.compile): the first iteration takes minutes, on a GPU the '
-        'others are faster (docs/gpu.md)',
-    )
-    parser.add_argument('--no-pin-memory', action='store_true', help='do not pin loader memory')
-    parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')
-    # torch.distributed.launch passes it; everything here reads the environment
-    parser.add_argument('--local_rank', '--local-rank', type=int, default=0)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ DOWNLOADED = ('CIFAR10', 'CIFAR100', 'MNIST', 'FashionMNIST')  # data sets of MM
 
 
 def load_config(args: argparse.Namespace) -> Config:
-    """Read the config, apply the arguments of :func:`add_common_arguments`, and make the work dir.
+    """Read the config, apply the arguments of :func:`mmlinattn_console.add_common_arguments`, and make the work dir.
 
     Raises:
         RunError: The config is missing or not readable, the package of its ``default_scope`` is not installed, or the

@@ -38,24 +38,8 @@ FLAGS = {
 }
 
 
-def add_prediction_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options for prediction files."""
-    parser.add_argument('--save-json', metavar='FILE', help='write boxes and masks as COCO results (detectors)')
-    parser.add_argument(
-        '--save-txt',
-        metavar='DIR',
-        help='write YOLO text, one file per image: class, then box or polygon in normalised coordinates (detectors)',
-    )
-    parser.add_argument('--save-conf', action='store_true', help='append the score to each line of --save-txt')
-    parser.add_argument(
-        '--save-labels',
-        metavar='DIR',
-        help='write segmentation masks as grey PNG images, in the values of the annotation files (segmentors)',
-    )
-
-
 def check_prediction_arguments(args: argparse.Namespace, scope: str, config: str, *sources) -> None:
-    """Check the options of :func:`add_prediction_arguments` and make their folders.
+    """Check the options of :func:`mmlinattn_console.add_prediction_arguments` and make their folders.
 
     Raises:
         RunError: An option is for another task, or its path cannot be written.
@@ -257,7 +241,7 @@ class PredictionFilesHook(Hook):
 
     Args:
         args (argparse.Namespace): ``show``, ``show_dir``, ``interval``, ``wait_time``, ``score_thr`` and the options of
-            :func:`add_prediction_arguments`.
+            :func:`mmlinattn_console.add_prediction_arguments`.
         cfg (Config): The config.
     """
 

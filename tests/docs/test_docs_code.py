@@ -235,7 +235,6 @@ def test_page_on_deployment(tmp_path, monkeypatch, capsys):
     from mmdet.apis import inference_detector
 
     from mmlinattn.backbones import RAVLT
-    from mmlinattn.tooling.export.cli import main
 
     photo, paste, graphs = (block.text for block in PYTHON if block.note.endswith('::test_page_on_deployment'))
     monkeypatch.chdir(tmp_path)
@@ -246,7 +245,8 @@ def test_page_on_deployment(tmp_path, monkeypatch, capsys):
         torch.nn.init.normal_(weight, std=0.2)  # boxes in noise
     model.cfg, classes = cfg, cfg.metainfo['classes']
     torch.save(dict(state_dict=model.state_dict(), meta=dict(dataset_meta=dict(classes=classes))), 'mine.pth')
-    main([str(quickstart), *'mine.pth --format onnx --out mine.onnx --shape 96 128 --dynamic'.split()])
+    words = 'mine.pth --format onnx --out mine.onnx --shape 96 128 --dynamic'.split()
+    in_this_process(ROOT / 'tools' / 'export.py', quickstart, *words)
     pixels = torch.randint(0, 256, (40, 60, 3), dtype=torch.uint8).numpy()
     cv2.imwrite('photo.jpg', cv2.resize(pixels, (240, 150)))
     names: dict = {}

@@ -48,3 +48,18 @@ def test_installed_tool_gets_the_arguments_before_the_package_is_imported(tmp_pa
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert done.stdout == f'__main__ {[str(tools / "train.py"), "my file.py", "--amp"]}\n'
+
+
+def test_help_of_tools_imports_no_torch():
+    tools = [ROOT / 'tools' / file for name, file in mmlinattn_console.TOOLS.items() if name != 'study']
+    script = """
+import runpy, sys
+for tool in sys.argv[1:]:
+    sys.argv = [tool, '--help']
+    try:
+        runpy.run_path(tool, run_name='__main__')
+    except SystemExit as end:
+        assert not end.code, tool
+    assert 'torch' not in sys.modules, tool
+"""
+    subprocess.run([sys.executable, '-c', script, *map(str, tools)], check=True, stdout=subprocess.DEVNULL)

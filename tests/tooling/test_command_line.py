@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 
+import mmlinattn_console
 from mmlinattn.ops.feature_maps import check_kernel
 from mmlinattn.tooling import command_line
 from mmlinattn.utils.errors import RunError
@@ -123,7 +124,7 @@ def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind, co
 @pytest.mark.parametrize('option', ['max_epochs', 'a=[1,(2]'])
 def test_options_without_a_value_are_a_usage_error(capsys, option):
     parser = argparse.ArgumentParser()
-    command_line.add_common_arguments(parser)
+    mmlinattn_console.add_common_arguments(parser)
     with pytest.raises(SystemExit):
         parser.parse_args(['--cfg-options', option])
     assert f'argument --cfg-options: {option}: expected KEY=VALUE' in capsys.readouterr().err

@@ -16,6 +16,22 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        'show_dir', type=Path, metavar='SHOW_DIR', help='searched with its sub-folders; or the file of --save-json'
+    )
+    parser.add_argument('out', type=Path, metavar='OUT.png', help='the sheet to write')
+    parser.add_argument('--num', type=int, default=8, help='images, evenly spread over all [8]')
+    parser.add_argument('--annotations', type=Path, metavar='FILE', help='COCO annotations of the images of a file')
+    parser.add_argument('--images', type=Path, metavar='DIR', help='folder of the images of a file')
+    return parser.parse_args()
+
+
+if __name__ == '__main__':
+    args = parse_args()  # before PyTorch is imported: --help answers at once
+
 import cv2
 import numpy as np
 import torch
@@ -32,18 +48,6 @@ from mmlinattn.utils.errors import RunError
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp')
 COLUMNS, WIDTH = 2, 6.4  # inches of an image, at 100 pixels each
 LEAST_SCORE, SAME_OBJECT = 0.5, 0.6  # boxes that are drawn; overlap of two boxes of which the better is drawn
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        'show_dir', type=Path, metavar='SHOW_DIR', help='searched with its sub-folders; or the file of --save-json'
-    )
-    parser.add_argument('out', type=Path, metavar='OUT.png', help='the sheet to write')
-    parser.add_argument('--num', type=int, default=8, help='images, evenly spread over all [8]')
-    parser.add_argument('--annotations', type=Path, metavar='FILE', help='COCO annotations of the images of a file')
-    parser.add_argument('--images', type=Path, metavar='DIR', help='folder of the images of a file')
-    return parser.parse_args()
 
 
 def find_pictures(show_dir: Path, sheet: Path) -> list[Path]:
@@ -125,8 +129,7 @@ def make_drawn_sheet(results: Path, annotations: Path, images: Path, number: int
     return figure, len(shown), len(ids)
 
 
-def main() -> None:
-    args = parse_args()
+def main(args: argparse.Namespace) -> None:
     with one_line_errors():
         if args.num < 1:
             raise RunError(f'--num={args.num}: expected at least 1.')
@@ -154,4 +157,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    main(args)

@@ -10,12 +10,7 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
-from mmengine.logging import MMLogger
-
-from mmlinattn.tooling.analysis.counting import KINDS
-from mmlinattn.tooling.analysis.flops import Cost, count_model
-from mmlinattn.tooling.command_line import Settings, clean_end, one_line_errors, setup_errors
-from mmlinattn.tooling.configs import index_hooks, read_config
+from mmlinattn_console import Settings
 
 
 def parse_args() -> argparse.Namespace:
@@ -30,6 +25,17 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument('--cfg-options', nargs='+', action=Settings, metavar='KEY=VALUE', help='override settings')
     return parser.parse_args()
+
+
+if __name__ == '__main__':
+    args = parse_args()  # before PyTorch is imported: --help answers at once
+
+from mmengine.logging import MMLogger
+
+from mmlinattn.tooling.analysis.counting import KINDS
+from mmlinattn.tooling.analysis.flops import Cost, count_model
+from mmlinattn.tooling.command_line import clean_end, one_line_errors, setup_errors
+from mmlinattn.tooling.configs import index_hooks, read_config
 
 
 def report(cost: Cost) -> str:
@@ -49,8 +55,7 @@ def report(cost: Cost) -> str:
     return '\n'.join([*text, *(f'note: {note}' for note in cost.notes)])
 
 
-def main() -> None:
-    args = parse_args()
+def main(args: argparse.Namespace) -> None:
     warnings.simplefilter('ignore')  # of model constructors
     MMLogger.get_instance('mmengine', log_level='ERROR')
     with clean_end(), one_line_errors(), setup_errors(args.config):
@@ -61,4 +66,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    main(args)

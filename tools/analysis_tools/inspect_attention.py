@@ -16,21 +16,9 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
-import torch
-from mmengine.config import Config
-from mmengine.logging import MMLogger
-from rich.console import Console
-from rich.progress import Progress
+from mmlinattn_console import Settings
 
-from mmlinattn import __version__
-from mmlinattn.tooling.analysis import loading, pictures
-from mmlinattn.tooling.analysis.capture import arrangements, watched
-from mmlinattn.tooling.analysis.inspecting import NUM_QUERIES, WHAT, averaged, full_map, measure_block
-from mmlinattn.tooling.analysis.measures import CONFUSION_DISTANCE
-from mmlinattn.tooling.command_line import Settings, one_line_errors, writing
-from mmlinattn.tooling.configs import check_checkpoint, read_config
-from mmlinattn.tooling.images import read_picture
-from mmlinattn.utils.errors import RunError
+WHAT = ('rank', 'confusion', 'locality', 'sharpness', 'ccs', 'maps')
 
 
 def parse_args() -> argparse.Namespace:
@@ -61,12 +49,32 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--num-queries',
         type=int,
-        default=NUM_QUERIES,
-        help=f'sampled queries: the most rows of an attention map in memory [{NUM_QUERIES}]',
+        default=196,
+        help='sampled queries: the most rows of an attention map in memory [196, the tokens of a DeiT at 224]',
     )
     parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ... [cpu]')
     parser.add_argument('--cfg-options', nargs='+', action=Settings, metavar='KEY=VALUE', help='override settings')
     return parser.parse_args()
+
+
+if __name__ == '__main__':
+    args = parse_args()  # before PyTorch is imported: --help answers at once
+
+import torch
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+from rich.console import Console
+from rich.progress import Progress
+
+from mmlinattn import __version__
+from mmlinattn.tooling.analysis import loading, pictures
+from mmlinattn.tooling.analysis.capture import arrangements, watched
+from mmlinattn.tooling.analysis.inspecting import averaged, full_map, measure_block
+from mmlinattn.tooling.analysis.measures import CONFUSION_DISTANCE
+from mmlinattn.tooling.command_line import one_line_errors, writing
+from mmlinattn.tooling.configs import check_checkpoint, read_config
+from mmlinattn.tooling.images import read_picture
+from mmlinattn.utils.errors import RunError
 
 
 def checked(args: argparse.Namespace) -> Config:
@@ -144,8 +152,7 @@ def merged(per_image: list[list[dict]]) -> list[dict]:
     return blocks
 
 
-def main() -> None:
-    args = parse_args()
+def main(args: argparse.Namespace) -> None:
     MMLogger.get_instance('mmengine', log_level='ERROR')
     with one_line_errors():
         cfg = checked(args)
@@ -189,4 +196,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    main(args)

@@ -12,20 +12,20 @@ from ...ops.dispatch import accumulation_dtype
 from . import measures
 from .capture import CLASS_TOKEN, PADDING, BlockCall, Window
 
-WHAT = ('rank', 'confusion', 'locality', 'sharpness', 'ccs', 'maps')
+MEASURES = ('rank', 'confusion', 'locality', 'sharpness', 'ccs')
 NUM_QUERIES = 196  # tokens of a DeiT at 224, as in the papers
 MAX_WINDOWS = 8
 NUMEL = 2**25  # attention weights computed at a time: 128 MiB
 
 
 def measure_block(
-    block: BlockCall, names=WHAT[:-1], num_queries: int = NUM_QUERIES, generator: Optional[torch.Generator] = None
+    block: BlockCall, names=MEASURES, num_queries: int = NUM_QUERIES, generator: Optional[torch.Generator] = None
 ) -> dict:
     """Measure the attention of a block, head by head.
 
     Args:
         block (BlockCall): See :func:`~mmlinattn.tooling.analysis.capture.watched`.
-        names (Sequence[str]): Measures to compute, from :data:`WHAT`.
+        names (Sequence[str]): Measures to compute, from :data:`MEASURES`.
         num_queries (int): Number of sampled queries, at least 2: the most rows of a head's attention map in memory.
             Windowed attention samples two or more queries in each of at most :data:`MAX_WINDOWS` windows.
         generator (torch.Generator, optional): Random generator of the sample.

@@ -3,7 +3,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Optional
 
 from ...checkpoints.loading import trained_model
 from ...utils.building import build_model
@@ -12,36 +11,14 @@ from ..command_line import check_out_file, clean_end, one_line_errors
 from ..configs import check_checkpoint, read_config
 from ..images import image_channels, usual_size
 from .formats import FORMATS
-from .models import SMALLEST, Sizes, export_model
+from .models import Sizes, export_model
 
 HOLD_BOXES = ' or '.join(name for name, form in FORMATS.items() if form.holds_boxes)
 
 
-def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description='Write a model as a graph and check the file against the model. Classifiers give scores, '
-        f'segmentors a label map, detectors boxes, scores, labels and masks (--format {HOLD_BOXES}) or '
-        'the maps of their neck (other formats).'
-    )
-    add = parser.add_argument
-    add('config', metavar='CONFIG', help='config file')
-    add(
-        'checkpoint',
-        metavar='CHECKPOINT',
-        help='checkpoint file, work dir (its last checkpoint), URL, mmlinattn://NAME, or none for random weights',
-    )
-    add('--format', required=True, choices=list(FORMATS))
-    add('--out', required=True, metavar='FILE', help='file to write')
-    add('--shape', nargs=2, type=int, metavar=('H', 'W'), help='size of the image [size of the test pipeline]')
-    add('--batch', type=int, default=1, help='images per batch [1]')
-    add('--dynamic', action='store_true', help=f'accept any batch, and any size from {SMALLEST}x{SMALLEST} on')
-    add('--neck', action='store_true', help='write the backbone and neck of a detector alone')
-    return parser.parse_args(args)
-
-
-def main(args: Optional[list[str]] = None) -> None:
-    """Export the model given on the command line. On failure, print one line and exit with status 1."""
-    options = parse_args(args)
+def main(options: argparse.Namespace) -> None:
+    """Export the model given by the arguments of ``tools/export.py``. On failure, print one line and exit with status
+    1."""
     with clean_end(), one_line_errors():
         target, form = Path(options.out).expanduser(), FORMATS[options.format]
         if options.format == 'openvino' and target.suffix != form.suffix:  # the weights are in a .bin beside it

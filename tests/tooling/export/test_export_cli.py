@@ -4,14 +4,18 @@
 import pytest
 import torch
 from helpers.graphs import metadata_of
-from helpers.tool_runs import QUICK, ROOT
+from helpers.tool_runs import QUICK, ROOT, in_this_process
 from mmengine.config import Config
 
 from mmlinattn.layers.block import ConvFFN
 from mmlinattn.tooling.export import FORMATS
-from mmlinattn.tooling.export.cli import main
 from mmlinattn.tooling.export.formats import OpenVino
 from mmlinattn.utils.building import build_model
+
+
+def export(*words):
+    in_this_process('export.py', *words)
+
 
 CLASSIFIER = f"""
 _base_ = {QUICK['mmpretrain']!r}
@@ -38,7 +42,7 @@ def test_a_dynamic_graph_is_written_checked_and_described(config, tmp_path, caps
     checkpoint, out = tmp_path / 'weights.pth', tmp_path / 'graph.pt'
     meta = dict(dataset_meta=dict(classes=('one', 'two', 'three')))
     torch.save(dict(state_dict=model.state_dict(), meta=meta), checkpoint)
-    main(options(config, out, '--dynamic', '--batch', '2', checkpoint=checkpoint))
+    export(*options(config, out, '--dynamic', '--batch', '2', checkpoint=checkpoint))
     said = capsys.readouterr().out
     assert 'outputs scores' in said and 'batch >= 1, height and width >= 32' in said
     assert said.count('deviation at') == 3 and 'deviation at 2x3x64x80' in said
@@ -56,7 +60,7 @@ def test_a_dynamic_graph_is_written_checked_and_described(config, tmp_path, caps
 
 def test_a_static_graph_names_the_size_it_was_traced_for(config, tmp_path, capsys):
     out = tmp_path / 'graph.pt'
-    main(options(config, out))
+    export(*options(config, out))
     assert 'serves image (1, 3, 64, 80), no other size' in capsys.readouterr().out
     assert metadata_of('torchscript', out)['classes'] == ['circle', 'square', 'star']
     graph = torch.jit.load(str(out))
@@ -69,7 +73,7 @@ def test_openvino_is_measured_in_its_default_precision_too(config, tmp_path, cap
     pytest.importorskip('openvino')
     monkeypatch.setattr(OpenVino, 'default_precision', lambda self, path: 'bf16')  # of CPUs with units for it
     out = tmp_path / 'graph.xml'
-    main([str(config), 'none', '--format', 'openvino', '--out', str(out), '--shape', '64', '80'])
+    export(str(config), 'none', '--format', 'openvino', '--out', str(out), '--shape', '64', '80')
     said = capsys.readouterr().out
     assert 'deviation at 1x3x64x80: ' in said and 'deviation at 1x3x64x80 in bf16: ' in said
     assert "set compile_model(..., config={'INFERENCE_PRECISION_HINT': 'f32'})" in said
@@ -78,7 +82,7 @@ def test_openvino_is_measured_in_its_default_precision_too(config, tmp_path, cap
 def test_onnx_graphs_have_convolutions_in_place_of_linear_layers_of_maps(config, tmp_path):
     onnx = pytest.importorskip('onnx')
     pytest.importorskip('onnxruntime')
-    main([str(config), 'none', '--format', 'onnx', '--out', str(tmp_path / 'a.onnx'), '--shape', '64', '80'])
+    export(str(config), 'none', '--format', 'onnx', '--out', str(tmp_path / 'a.onnx'), '--shape', '64', '80')
     operators = [node.op_type for node in onnx.load(str(tmp_path / 'a.onnx')).graph.node]
     modules = list(build_model(Config.fromfile(config)).modules())
     convolutions = sum(isinstance(module, torch.nn.Conv2d) for module in modules)
@@ -99,7 +103,7 @@ WHOLE = {
 def test_a_published_model_is_exported_at_every_size(form, tmp_path, capsys):
     out, (config, task) = tmp_path / f'model{FORMATS[form].suffix}', WHOLE[form]
     words = [str(ROOT / 'configs' / config), 'none', '--format', form, '--out', str(out), '--shape', '96', '128']
-    main([*words, '--dynamic'])
+    export(*words, '--dynamic')
     assert capsys.readouterr().out.count('deviation at') == 3
     meta = metadata_of(form, out)
     assert meta['task'] == task and meta['mean'] == [123.675, 116.28, 103.53]
