@@ -17,6 +17,14 @@ from mmlinattn.engine.hooks.stop import shield_workers
 HOOKS = [dict(type='ExactResumeHook'), dict(type='StopHook')]
 
 
+@pytest.fixture(autouse=True)
+def hangups_end_a_process():
+    """Also if the tests run under nohup, which ignores them."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 class Kill(Hook):
     """Run the handler of a signal before an iteration of training, or of the validation there.
 
