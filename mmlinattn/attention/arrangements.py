@@ -154,7 +154,7 @@ class StripeAttention(BaseModule):
         self.branches = ModuleList(LePEMixer(dim // 2, num_heads // 2, mixer, None, local_kernel) for _ in range(2))
         mixer_module = self.branches[0].mixer
         check_order(mixer_module, mixer)
-        if mixer_module.gate not in (None, 'host', 'projection'):
+        if mixer_module.gate not in (None, 'backbone', 'host', 'projection'):
             raise ValueError(f'gate={mixer_module.gate!r} of {mixer!r} is not available in stripes')
         widths = mixer_module.widths
         if mixer_module.gate == 'projection':

@@ -75,7 +75,7 @@ class Attention(LePEMixer):
 
     Args:
         dim, num_heads, mixer, grid, local_kernel: See :class:`LePEMixer`.
-        gate (str, optional): Gate for mixers whose own ``gate`` is ``'host'``, the default: ``'projection'``
+        gate (str, optional): Gate for mixers whose own ``gate`` is ``'backbone'``, the default: ``'projection'``
             multiplies the output by a linear projection of the input (RALA Eq. 6), ``'identity'`` by the input,
             ``'tanh'`` by its tanh. None is no gate.
         qkv_bias (bool): Bias of the input projection.
@@ -98,7 +98,7 @@ class Attention(LePEMixer):
         init_cfg=None,
     ) -> None:
         super().__init__(dim, num_heads, mixer, grid, local_kernel, init_cfg)
-        self.gate = gate if self.mixer.gate == 'host' else self.mixer.gate
+        self.gate = gate if self.mixer.gate in ('backbone', 'host') else self.mixer.gate
         if self.gate not in GATES:
             raise ValueError(f"gate={self.gate!r}: expected None, 'projection', 'identity' or 'tanh'")
         if self.gate in ('identity', 'tanh') and self.mixer.widths[2] != dim:

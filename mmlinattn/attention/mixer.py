@@ -31,7 +31,8 @@ class TokenMixer(BaseModule):
 
     - ``quadratic``: the cost grows with N^2, so Swin and CSWin give it small windows or stripes, PVT reduced keys.
     - ``gate``: gate of the output by the block's input: None, ``'projection'``, ``'identity'``, ``'tanh'`` (see
-      :class:`~mmlinattn.attention.Attention`). ``'host'`` (default) leaves the choice to the backbone.
+      :class:`~mmlinattn.attention.Attention`). ``'backbone'``, the default, leaves the choice to the backbone (formerly
+      ``'host'``).
     - ``rotary``: uses the encoding ``rotary`` of :func:`mmlinattn.layers.rotary_table`.
     - ``bias``: adds ``bias`` to its attention map (relative position bias).
     - ``local_keys``: uses the spatial neighbours of a key, so shifted windows pass ``regions`` in the grid of the keys.
@@ -41,7 +42,7 @@ class TokenMixer(BaseModule):
     """
 
     quadratic = False
-    gate: Optional[str] = 'host'
+    gate: Optional[str] = 'backbone'
     rotary = False
     bias = False
     local_keys = False

@@ -14,10 +14,11 @@ NORM = dict(type='LN', eps=1e-6)
 INNER_NORM = dict(type='LN', eps=1e-5)  # norm of patch embeddings and of reduced maps for keys
 
 
-def spatial_attention(host: PyramidBackbone, stage: int, spec: Any) -> Attention:
+def spatial_attention(backbone: PyramidBackbone, stage: int, spec: Any) -> Attention:
     """Build an attention over the whole map; a quadratic one gets its keys from a map reduced by ``sr_ratios``."""
-    dim, heads, ratio = host.embed_dims[stage], host.arch['num_heads'][stage], host.per_stage('sr_ratios')[stage]
-    grid = (host.per_stage('grids')[stage],) * 2
+    dim, heads = backbone.embed_dims[stage], backbone.arch['num_heads'][stage]
+    ratio = backbone.per_stage('sr_ratios')[stage]
+    grid = (backbone.per_stage('grids')[stage],) * 2
     if ratio > 1 and get_mixer(spec)[0].quadratic:
         return ReducedAttention(dim, heads, spec, ratio, INNER_NORM, grid=grid)
     return GlobalAttention(dim, heads, spec, grid=grid)

@@ -193,11 +193,13 @@ def test_a_backbone_gates_those_that_have_no_opinion():
         assert [build(name, gate=gate).gate for name in ('rala, no gate', 'rala', 'softmax')] == found
 
     class Gated(SoftmaxMixer):  # on the instance, not on the class
-        def __init__(self, *args, **kwargs):
+        def __init__(self, *args, own='tanh', **kwargs):
             super().__init__(*args, **kwargs)
-            self.gate = 'tanh'
+            self.gate = own
 
-    assert Attention(DIM, HEADS, dict(type=Gated), gate='projection').gate == 'tanh'
+    # 'host' is the former name of 'backbone'
+    for own, gate in (('tanh', 'tanh'), ('backbone', 'projection'), ('host', 'projection')):
+        assert Attention(DIM, HEADS, dict(type=Gated, own=own), gate='projection').gate == gate
 
 
 @pytest.mark.parametrize('gate', [None, 'projection', 'identity'])

@@ -49,7 +49,7 @@ def ravlt(drop_path_rate=0.0, depths=(3, 2, 1, 1), **options):
 
 # (backbone, attentions of the stages, kinds of block): every second block of Swin is shifted, the first of a Next-ViT
 # stage has another number of channels
-HOSTS = [
+BACKBONES = [
     ('RAVLT', ('rala', 'softmax'), 2),
     ('LinearPVT', ('focused', 'softmax'), 2),
     ('LinearPVTv2', ('hallucinated', 'inline'), 2),
@@ -64,18 +64,18 @@ IN_CI = ('RAVLT', 'LinearSwin', 'LinearDeiT')  # seconds a kind for the compiler
 
 
 @pytest.mark.parametrize(
-    ('host', 'attns', 'kinds'),
-    [pytest.param(*row, marks=pytest.mark.slow if row[0] in IN_CI else pytest.mark.exhaustive) for row in HOSTS],
+    ('backbone', 'attns', 'kinds'),
+    [pytest.param(*row, marks=pytest.mark.slow if row[0] in IN_CI else pytest.mark.exhaustive) for row in BACKBONES],
 )
-def test_one_graph_a_kind_at_fifteen_sizes(host, attns, kinds):
+def test_one_graph_a_kind_at_fifteen_sizes(backbone, attns, kinds):
     """Single images among pairs and windows with and without padding compile nothing. In float64: on CPUs, PyTorch
     compares the batch of a float32 convolution with 16."""
-    if host == 'LinearDeiT':
-        options = dict(arch=dict(small_backbones.ARCHS[host], depths=(3,)), stage_attns=attns)
+    if backbone == 'LinearDeiT':
+        options = dict(arch=dict(small_backbones.ARCHS[backbone], depths=(3,)), stage_attns=attns)
     else:
-        arch = dict(small_backbones.ARCHS[host], depths=(3, 2, 1, 1))
+        arch = dict(small_backbones.ARCHS[backbone], depths=(3, 2, 1, 1))
         options = dict(arch=arch, stage_attns=(*attns, 'softmax', 'softmax'), out_indices=(0, 1))
-    model = small_backbones.build(host, drop_path_rate=0.3, **options).double().train()
+    model = small_backbones.build(backbone, drop_path_rate=0.3, **options).double().train()
     compile_blocks(model, backend='eager')
     draw = random.Random(0)
     for i in range(15):

@@ -18,10 +18,10 @@ from mmlinattn.backbones.base import Backbone, PyramidBackbone
 
 OURS = 'BackboneLayerDecayOptimWrapperConstructor'
 # all hosts, future ones included
-HOSTS = sorted(
+BACKBONES = sorted(
     name
-    for name, host in vars(backbones).items()
-    if inspect.isclass(host) and issubclass(host, Backbone) and host.arch_zoo
+    for name, backbone in vars(backbones).items()
+    if inspect.isclass(backbone) and issubclass(backbone, Backbone) and backbone.arch_zoo
 )
 
 
@@ -32,10 +32,10 @@ class Detector(nn.Module):
         self.head = nn.Linear(4, 4)
 
 
-def smallest(host, **options):
-    """Build the first size of a host's zoo, without weights."""
+def smallest(backbone, **options):
+    """Build the first size of a backbone's zoo, without weights."""
     with torch.device('meta'):
-        return MODELS.build(dict(type=host, arch=next(iter(MODELS.get(host).arch_zoo)), **options))
+        return MODELS.build(dict(type=backbone, arch=next(iter(MODELS.get(backbone).arch_zoo)), **options))
 
 
 def blocks_of(model) -> list:
@@ -103,9 +103,9 @@ def groups_of(rate=0.5, optimizer=None, model=None, constructor=OURS, **paramwis
     return {names[id(p)]: group for group in wrapper.optimizer.param_groups for p in group['params']}
 
 
-@pytest.mark.parametrize('host', HOSTS)
-def test_rates_and_decay_in_every_host(host):
-    model = Detector(smallest(host))
+@pytest.mark.parametrize('backbone', BACKBONES)
+def test_rates_and_decay_in_every_backbone(backbone):
+    model = Detector(smallest(backbone))
     groups = groups_of(model=model)
     depths = depths_of(model.backbone)
     last = len(blocks_of(model.backbone)) + 1
