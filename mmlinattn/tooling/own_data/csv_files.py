@@ -236,7 +236,7 @@ def read_class_tables(tables: list[Table], data: Data) -> tuple[list[Item], list
             names = [name for name in others if not label and float(row[table.column(name)])]
             names += [row[label]] if row.get(label) else []
             if len(names) != 1:
-                raise RunError(f'{path}: {list(row.values())} has {len(names)} classes: expected one per image.')
+                raise RunError(f'{path}: {list(row.values())} has {len(names)} classes; one an image is learnt.')
             item = Item(picture, names[0], table.split_of(row) or of_file, path, row.get(table.group) or None)
             first = items.setdefault(picture, item)
             if first[:4] != item[:4]:
@@ -252,7 +252,7 @@ def read_class_tables(tables: list[Table], data: Data) -> tuple[list[Item], list
         is_joined = len(parts & labels) > 1 or listed & labels or '|' in name
         if is_joined or columns & _SEVERAL and any(words[part] > 1 for part in parts):
             raise RunError(
-                f'{tables[0].path} has {name!r}, several classes: expected one per image. If it is one class, name the '
-                'column class and write its words with _.'
+                f'{tables[0].path} has {name!r}, several classes; one an image is learnt. If it is one class, name '
+                'the column class and write its words with _.'
             )
     return list(items.values()), notes

@@ -499,7 +499,7 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
 @pytest.mark.parametrize(
     'rows, said',
     [
-        (['image,a,b', 'a,1,1'], 'has 2 classes: expected one per image'),
+        (['image,a,b', 'a,1,1'], 'has 2 classes; one an image is learnt'),
         (['image,label', 'a.jpg,'], 'has 0 classes'),
         (['image,tags', 'a.jpg,clear water', 'b.jpg,clear road'], 'several classes'),
         (['image,label', 'a.jpg,x', 'b.jpg,x;y'], 'several classes'),
