@@ -63,6 +63,15 @@ class Settings(argparse.Action):
             raise argparse.ArgumentError(self, f'{" ".join(values)}: expected KEY=VALUE ({error})') from error
 
 
+def add_model_arguments(parser: argparse.ArgumentParser, may_be_random: bool = False) -> None:
+    """Add CONFIG and CHECKPOINT; with ``may_be_random``, the checkpoint may be ``none``."""
+    addresses = 'URL, mmlinattn://NAME, or none for random weights' if may_be_random else 'URL or mmlinattn://NAME'
+    parser.add_argument('config', metavar='CONFIG', help='config file')
+    parser.add_argument(
+        'checkpoint', metavar='CHECKPOINT', help=f'checkpoint file, work dir (its last checkpoint), {addresses}'
+    )
+
+
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments common to the tools of MMDetection, MMSegmentation and MMPretrain."""
     parser.add_argument('--work-dir', help='folder for logs and checkpoints [work_dirs/CONFIG]')

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
-from mmlinattn_console import add_prediction_arguments
+from mmlinattn_console import add_model_arguments, add_prediction_arguments
 
 
 def parse_args() -> argparse.Namespace:
@@ -26,12 +26,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         'image', metavar='IMAGE', help='image, folder of images, video, URL of one, or number of a webcam'
     )
-    parser.add_argument('config', metavar='CONFIG', help='config file')
-    parser.add_argument(
-        'checkpoint',
-        metavar='CHECKPOINT',
-        help='checkpoint file, work dir (its last checkpoint), URL or mmlinattn://NAME',
-    )
+    add_model_arguments(parser)
     parser.add_argument('--out', help='image or video to write; for a folder of images, a folder')
     add_prediction_arguments(parser)
     parser.add_argument('--show', action='store_true', help='show drawings in a window; q ends')

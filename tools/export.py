@@ -11,6 +11,8 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
+from mmlinattn_console import add_model_arguments
+
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -18,13 +20,8 @@ def parse_args() -> argparse.Namespace:
         'segmentors a label map, detectors boxes, scores, labels and masks (--format onnx or openvino) or '
         'the maps of their neck (other formats).'
     )
+    add_model_arguments(parser, may_be_random=True)
     add = parser.add_argument
-    add('config', metavar='CONFIG', help='config file')
-    add(
-        'checkpoint',
-        metavar='CHECKPOINT',
-        help='checkpoint file, work dir (its last checkpoint), URL, mmlinattn://NAME, or none for random weights',
-    )
     add('--format', required=True, choices=['onnx', 'torch-export', 'torchscript', 'openvino'])
     add('--out', required=True, metavar='FILE', help='file to write')
     add('--shape', nargs=2, type=int, metavar=('H', 'W'), help='size of the image [size of the test pipeline]')

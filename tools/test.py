@@ -10,17 +10,12 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
-from mmlinattn_console import add_common_arguments, add_prediction_arguments
+from mmlinattn_console import add_common_arguments, add_model_arguments, add_prediction_arguments
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', metavar='CONFIG', help='config file')
-    parser.add_argument(
-        'checkpoint',
-        metavar='CHECKPOINT',
-        help='checkpoint file, work dir (its last checkpoint), URL or mmlinattn://NAME',
-    )
+    add_model_arguments(parser)
     parser.add_argument('--out', help='write the predictions to this .pkl file')
     parser.add_argument(
         '--out-item',

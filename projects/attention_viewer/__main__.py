@@ -16,18 +16,14 @@ from mmengine.logging import MMLogger
 from mmlinattn.tooling.command_line import one_line_errors
 from mmlinattn.tooling.configs import check_checkpoint, read_config
 from mmlinattn.utils.errors import RunError
+from mmlinattn_console import add_model_arguments
 
 from .viewer import AttentionViewer
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('config', metavar='CONFIG', help='config file')
-    parser.add_argument(
-        'checkpoint',
-        metavar='CHECKPOINT',
-        help='checkpoint file, work dir (its last checkpoint), URL, mmlinattn://NAME, or none for random weights',
-    )
+    add_model_arguments(parser, may_be_random=True)
     parser.add_argument('--port', type=int, default=7860, help='[7860]')
     parser.add_argument('--host', default='127.0.0.1', help='address to listen on [127.0.0.1: this machine only]')
     parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ... [cpu]')

@@ -1,17 +1,23 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Options of tools/train.py and tools/test.py, by their effect on the config of the run."""
 
+import argparse
 import copy
 import functools
 import os
 import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from helpers.tool_runs import QUICK, TOOLS
 
 from mmlinattn.tooling import configs, running
+from mmlinattn.tooling.analysis import inspecting
+from mmlinattn.tooling.export import FORMATS
+from mmlinattn.tooling.export.cli import HOLD_BOXES
+from mmlinattn.tooling.export.models import SMALLEST
 from mmlinattn.utils.errors import RunError
 
 for package in ('mmdet', 'mmseg', 'mmpretrain'):
@@ -213,3 +219,19 @@ def test_files_of_predictions_are_for_their_task(configured, monkeypatch, config
 def test_the_schedule_follows_the_command_line(configured):
     cfg = configured('train.py', DETECTOR, '--cfg-options', 'train_cfg.max_epochs=10')
     assert (cfg.param_scheduler[1].T_max, cfg.param_scheduler[1].end, cfg.param_scheduler[0].end) == (10, 10, 50)
+
+
+def test_arguments_repeat_lists_of_the_package():
+    """Tools that parse their arguments before PyTorch is imported write these lists out."""
+
+    def options(name):
+        with mock.patch.object(argparse.ArgumentParser, 'parse_args', lambda self: self):
+            parser = runpy.run_path(str(TOOLS / name))['parse_args']()
+        return parser, {action.dest: action for action in parser._actions}
+
+    parser, export = options('export.py')
+    assert export['format'].choices == list(FORMATS)
+    assert f'(--format {HOLD_BOXES})' in parser.description and f'{SMALLEST}x{SMALLEST}' in export['dynamic'].help
+    _, inspect = options('analysis_tools/inspect_attention.py')
+    assert inspect['what'].choices == (*inspecting.MEASURES, 'maps')
+    assert inspect['num_queries'].default == inspecting.NUM_QUERIES

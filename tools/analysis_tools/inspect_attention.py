@@ -16,19 +16,14 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
-from mmlinattn_console import Settings
+from mmlinattn_console import Settings, add_model_arguments
 
 WHAT = ('rank', 'confusion', 'locality', 'sharpness', 'ccs', 'maps')
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('config', metavar='CONFIG', help='config file')
-    parser.add_argument(
-        'checkpoint',
-        metavar='CHECKPOINT',
-        help='checkpoint file, work dir (its last checkpoint), URL, mmlinattn://NAME, or none for random weights',
-    )
+    add_model_arguments(parser, may_be_random=True)
     parser.add_argument('images', nargs='+', metavar='IMAGE', help='images; numbers are means over them')
     parser.add_argument('--out', type=Path, required=True, help='folder for summary.json and the plots')
     parser.add_argument('--what', nargs='+', choices=WHAT, default=list(WHAT), help='what to measure [all]')
