@@ -18,6 +18,9 @@ from ..ops.sizes import Grid
 TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn', locations=['mmlinattn.attention'])
 
 
+LEFT_TO_BACKBONE = ('backbone', 'host')  # values of ``TokenMixer.gate``; the second is a former name
+
+
 class TokenMixer(BaseModule):
     """Base class of every attention: ``(q, k, v) -> mixed values``.
 
