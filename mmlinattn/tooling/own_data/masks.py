@@ -15,7 +15,7 @@ from .data import Data, Example, OwnData
 from .formats import recognise_all, refusal
 from .images import file_notes, image_size, is_mask
 from .mask_values import IGNORED, format_value, interpret, remap, scan
-from .names import some
+from .names import MASK_WORDS, some
 from .splits import divide
 
 # folders, in small letters
@@ -25,7 +25,7 @@ _MASKS = tuple(
     'semantic_rgb gt labeledapproved_full groundtruth ground_truth segmentations'.split()
 )
 _BESIDE = re.compile(r'(.+?)[_-]?(annot|annotations?|labels?|masks?|gt)', re.IGNORECASE)  # train and trainannot
-_ENDING = re.compile(r'[_-](masks?|labels?|seg|gt|L|P)\.(png|tiff?|bmp)$', re.IGNORECASE)  # both in one folder
+_ENDING = re.compile(rf'{MASK_WORDS}\.(png|tiff?|bmp)$', re.IGNORECASE)  # both in one folder
 _OF_IMAGES = ('_leftImg8bit', '_sat', '_image', '_img', '_rgb')  # endings of images
 _KINDS = ('labelTrainIds', 'labelIds')  # of masks, in the order of preference
 # masks of objects, parts and previews beside those of classes

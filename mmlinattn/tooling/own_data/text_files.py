@@ -66,13 +66,13 @@ class Yolo(Reader):
         key, owned = self.data.pictures.key, {photo.path for photo in photos}
         folders, keys = {path.parent for path in owned}, {key(photo.file) for photo in photos}
         found = [p for p in self.data.images if p in owned or p in splits or p.parent in folders or key(p) in keys]
-        masks = sorted(self.data.pictures.masks_among(found) - owned)
+        masks = self.data.pictures.masks_among(found) - owned
         background = [path for path in found if path not in owned and path not in masks]
         if background:
             total = len(background) + len(photos)
             self.notes.append(f'{len(background)} of {total} images have no text file: they are background')
         if masks:
-            self.notes.append(f'{len(masks)} masks of images are left out, as {masks[0].name}')
+            self.notes.append(f'{len(masks)} masks of images are left out, as {min(masks).name}')
         return [self.photo(path, path, Entry('', [])) for path in background]
 
     def entries(self, source: Source) -> Iterator[Entry]:
