@@ -149,40 +149,41 @@ class RAVLT(PyramidBackbone):
         owners = Counter(p for module in self.modules() for p in module._parameters.values() if p is not None)
         embeds = [embed for embed in self.patch_embeds if isinstance(embed, (ConvStem, ConvDownsample))]
         for embed in embeds:
-            if is_altered(embed.layers):
-                raise ValueError('switch_to_deploy: the layers of a stem have a hook, and folding would lose it')
-            for conv, norm in zip(embed.layers, list(embed.layers)[1:]):
-                is_pair = type(conv) in (nn.Conv2d, Conv2d, ConvOfGELU) and not is_altered(conv) and is_foldable(norm)
-                is_pair = is_pair and all(owners[parameter] == 1 for parameter in conv.parameters())
-                if isinstance(norm, _BatchNorm) and not is_pair:
-                    raise ValueError(
-                        f'switch_to_deploy: {type(norm).__name__} cannot be folded into {type(conv).__name__}; allowed '
-                        "are batch norms with weights and running statistics, and convolutions, of PyTorch's own "
-                        'forward, without hooks, shared or computed weights'
-                    )
+            check_foldable(embed.layers, owners)
         super().switch_to_deploy()
         for embed in embeds:
             embed.layers = fold_batch_norms(embed.layers)
-        blocks = [block for stage in self.stages for block in stage if ends_in_products(block)]
-        scaled = [
-            (block, layer, name)
-            for block in dict.fromkeys(blocks)
-            for layer, name in ((block.attn.proj, 'gamma1'), (block.ffn.fc2, 'gamma2'))
-        ]
         uses = Counter(module for _, module in self.named_modules(remove_duplicate=False))
-        for block, layer, name in scaled:
-            gamma, parts = getattr(block, name), list(layer.modules())
-            # the scale stays beside an adapter with its own factors, and if several blocks share the layer
-            is_plain = all(type(part) in (nn.Linear, Linear, FactorisedLinear) and uses[part] == 1 for part in parts)
-            if gamma is None or not is_plain or is_altered(*parts):
-                continue
-            for part in (layer, layer.up) if isinstance(layer, FactorisedLinear) else (layer,):
-                for key in ('weight', 'bias'):
-                    value = getattr(part, key, None)
-                    if value is not None:
-                        setattr(part, key, scaled_rows(value, gamma))
-            setattr(block, name, None)
+        for block in dict.fromkeys(block for stage in self.stages for block in stage):
+            if ends_in_products(block):
+                for layer, name in ((block.attn.proj, 'gamma1'), (block.ffn.fc2, 'gamma2')):
+                    if getattr(block, name) is not None and absorbs_scale(layer, uses):
+                        fold_scale(layer, getattr(block, name))
+                        setattr(block, name, None)
         return self.eval()
+
+
+def check_foldable(layers: nn.Sequential, owners: Counter) -> None:
+    """Check that each batch norm of a stem can be folded into the convolution before it.
+
+    Args:
+        layers (nn.Sequential): Layers of the stem.
+        owners (Counter): Number of modules that hold each parameter.
+
+    Raises:
+        ValueError: It cannot be folded.
+    """
+    if is_altered(layers):
+        raise ValueError('switch_to_deploy: the layers of a stem have a hook, and folding would lose it')
+    for conv, norm in zip(layers, list(layers)[1:]):
+        is_pair = type(conv) in (nn.Conv2d, Conv2d, ConvOfGELU) and not is_altered(conv) and is_foldable(norm)
+        is_pair = is_pair and all(owners[parameter] == 1 for parameter in conv.parameters())
+        if isinstance(norm, _BatchNorm) and not is_pair:
+            raise ValueError(
+                f'switch_to_deploy: {type(norm).__name__} cannot be folded into {type(conv).__name__}; allowed are '
+                "batch norms with weights and running statistics, and convolutions, of PyTorch's own forward, without "
+                'hooks, shared or computed weights'
+            )
 
 
 def ends_in_products(block: Any) -> bool:
@@ -193,9 +194,25 @@ def ends_in_products(block: Any) -> bool:
     return type(block.attn) is GlobalAttention and type(block.ffn).forward in networks
 
 
-def scaled_rows(value: Tensor, gamma: Tensor) -> nn.Parameter:
-    """Return a weight or bias times a layer scale as a new parameter: the old one may be a buffer, or shared."""
-    return nn.Parameter(value * (gamma if value.dim() == 1 else gamma[:, None]), value.requires_grad)
+def absorbs_scale(layer: nn.Module, uses: Counter) -> bool:
+    """Return True if the rows of a linear layer can be multiplied by the layer scale.
+
+    The scale stays beside an adapter with its own factors, and if several blocks share the layer. ``uses`` counts the
+    occurrences of each module in the model.
+    """
+    parts = list(layer.modules())
+    is_plain = all(type(part) in (nn.Linear, Linear, FactorisedLinear) and uses[part] == 1 for part in parts)
+    return is_plain and not is_altered(*parts)
+
+
+def fold_scale(layer: Any, gamma: Tensor) -> None:
+    """Multiply the output of a linear layer by ``gamma`` (C,), in new parameters: old ones may be buffers or shared."""
+    for part in (layer, layer.up) if isinstance(layer, FactorisedLinear) else (layer,):
+        for key in ('weight', 'bias'):
+            value = getattr(part, key, None)
+            if value is not None:
+                rows = gamma if value.dim() == 1 else gamma[:, None]
+                setattr(part, key, nn.Parameter(value * rows, value.requires_grad))
 
 
 def fold_batch_norms(layers: nn.Sequential) -> Chain:
