@@ -81,25 +81,27 @@ def _mix(both: Tensor, v: Tensor, products: torch.dtype, rotary, mask, weight_sc
         products (torch.dtype): Type of the matmuls with values and state; other tensors have the type of ``both``.
 
     Returns:
-        tuple: Output (B, N, heads * e), g, 1 / normaliser, w, z, S.
+        tuple: Output (B, N, heads * e) in the type of ``v``, g, 1 / normaliser, w, z, S.
     """
     q, k = both
     mean_query = token_mean(q, mask)
     logits = (k @ mean_query.transpose(-1, -2)).mul_(weight_scale)
-    scales = q.new_empty(2, *q.shape[:-1], 1)
-    inverse, weight = scales
     if mask is None and not dispatch.on_cpu(q):  # GPUs compute with denormal numbers as fast as with others
-        torch.softmax(logits, dim=-2, out=weight)
+        weight = logits.softmax(dim=-2)
     else:
-        weight.copy_(_token_weights(logits, mask))
+        weight = _token_weights(logits, mask)
     key_mean = weight.transpose(-1, -2) @ k
-    torch.reciprocal((q @ key_mean.transpose(-1, -2)).add_(padded_eps(eps, mask, q.dtype)), out=inverse)
-    both.mul_(scales)
+    inverse = (q @ key_mean.transpose(-1, -2)).add_(padded_eps(eps, mask, q.dtype)).reciprocal_()
+    k.mul_(weight)
     if rotary is not None:
         both = rotate(both, rotary.to(q.dtype), inplace=True)
     q, k = both.to(products)
     state = k.transpose(-1, -2) @ v.to(products)
-    return (q @ state).transpose(1, 2).flatten(2), mean_query, inverse, weight, key_mean, state
+    numerator = (q @ state).transpose(1, 2)
+    del both, q, k  # their memory is free for the result
+    out = v.new_empty(numerator.shape)
+    torch.mul(numerator, inverse.transpose(1, 2), out=out)
+    return out.flatten(2), mean_query, inverse, weight, key_mean, state
 
 
 def _token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
@@ -166,7 +168,14 @@ class _RALA(AnalyticGradient):
         ctx.op, ctx.options = _RALA, options
         wide = torch.promote_types(accumulation_dtype(q), v.dtype)
         num_heads, kernel, weight_scale, eps = options.values()
-        both = copy_pair(q, k, num_heads, wide, partial(write_map, kernel))
-        out, *kept = _mix(both, split_heads(v, num_heads), product_dtype(q, v), rotary, mask, weight_scale, eps)
+        out, *kept = _mix(
+            copy_pair(q, k, num_heads, wide, partial(write_map, kernel)),
+            split_heads(v, num_heads),
+            product_dtype(q, v),
+            rotary,
+            mask,
+            weight_scale,
+            eps,
+        )
         ctx.save_for_backward(q, k, v, rotary, mask, *kept)
-        return out.to(v.dtype)
+        return out
