@@ -50,6 +50,14 @@ def installed_version() -> str:
 
 # --- shared arguments -------------------------------------------------------------------------------------------------
 
+started_as = None  # ``mmlinattn COMMAND``, or None for a tool that is started as a script
+
+
+def tool_parser(description: str, **options) -> argparse.ArgumentParser:
+    """Return a parser with usage lines for the command that the user gave, and the line breaks of ``description``."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=started_as, description=description, formatter_class=formatter, **options)
+
 
 class Settings(argparse.Action):
     """MMEngine's action for KEY=VALUE arguments; others are a usage error."""
@@ -63,10 +71,23 @@ class Settings(argparse.Action):
             raise argparse.ArgumentError(self, f'{" ".join(values)}: expected KEY=VALUE ({error})') from error
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, may_be_random: bool = False) -> None:
-    """Add CONFIG and CHECKPOINT; with ``may_be_random``, the checkpoint may be ``none``."""
-    addresses = 'URL, mmlinattn://NAME, or none for random weights' if may_be_random else 'URL or mmlinattn://NAME'
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add CONFIG and ``--cfg-options``."""
     parser.add_argument('config', metavar='CONFIG', help='config file')
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=Settings,
+        metavar='KEY=VALUE',
+        help='override settings of the config, e.g. train_dataloader.batch_size=4 or '
+        'model.backbone.init_cfg=None; lists as key="[a,b]" or key=a,b',
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, may_be_random: bool = False) -> None:
+    """Add CONFIG, ``--cfg-options`` and CHECKPOINT; with ``may_be_random``, the checkpoint may be ``none``."""
+    addresses = 'URL, mmlinattn://NAME, or none for random weights' if may_be_random else 'URL or mmlinattn://NAME'
+    add_config_arguments(parser)
     parser.add_argument(
         'checkpoint', metavar='CHECKPOINT', help=f'checkpoint file, work dir (its last checkpoint), {addresses}'
     )
@@ -79,14 +100,6 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         '--data-root',
         help='folder of the data set: replaces data_root of every data set and the folder of the annotation files of '
         'the evaluators',
-    )
-    parser.add_argument(
-        '--cfg-options',
-        nargs='+',
-        action=Settings,
-        metavar='KEY=VALUE',
-        help='override settings of the config, e.g. train_dataloader.batch_size=4 or '
-        'model.backbone.init_cfg=None; lists as key="[a,b]" or key=a,b',
     )
     parser.add_argument(
         '--compile',
@@ -137,6 +150,8 @@ def main() -> None:
     parser.add_argument('arguments', nargs=argparse.REMAINDER, help='arguments of the tool; --help lists them')
     args = parser.parse_args()
     tool = folder / TOOLS[args.command]
+    global started_as
+    started_as = f'mmlinattn {args.command}'
     sys.argv = [str(tool), *args.arguments]
     runpy.run_path(str(tool), run_name='__main__')
 

@@ -9,7 +9,6 @@ The exit status is 1 if something is missing or broken. Every tool imports this 
 import path, and prints one line and exits if a package is missing.
 """
 
-import argparse
 import runpy
 import sys
 import warnings
@@ -27,7 +26,9 @@ package = ROOT / 'mmlinattn' if (ROOT / 'mmlinattn').is_dir() else ROOT.parent
 environment = runpy.run_path(str(package / 'tooling' / 'environment.py'))
 
 if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from mmlinattn_console import tool_parser
+
+    parser = tool_parser(__doc__)
     parser.add_argument('--report', action='store_true', help='print the system and versions too')
     args = parser.parse_args()
     # without the checkout: mmlinattn must be installed
@@ -38,6 +39,6 @@ if __name__ == '__main__':
     for line in lines:
         print(line, file=sys.stderr)
     sys.exit(bool(lines))
-asks_help = not {'-h', '--help'}.isdisjoint(sys.argv)  # it needs no PyTorch, whose import takes seconds
+asks_help = not {'-h', '--help'}.isdisjoint(sys.argv)  # without PyTorch: its import takes seconds
 if line := environment['missing']() or environment['refused']() or (not asks_help and environment['unusable']()):
     raise SystemExit(f'error: {line}')

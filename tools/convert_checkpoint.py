@@ -11,10 +11,12 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
+from mmlinattn_console import tool_parser
+
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description='Convert a published checkpoint (a classifier, or an MMDetection 2.x or '
+    parser = tool_parser(
+        'Convert a published checkpoint (a classifier, or an MMDetection 2.x or '
         "MMSegmentation 0.x model) for strict loading into CONFIG's model."
     )
     parser.add_argument('src', metavar='SRC', help='a file, a link, or mmlinattn://NAME')

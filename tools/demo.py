@@ -2,6 +2,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Predict and draw: an image, a folder of images, a video, a URL or a webcam.
 
+    python tools/demo.py CONFIG CHECKPOINT IMAGE --out FILE
+
 The task (detection, segmentation, classification) is the config's ``default_scope``.
 """
 
@@ -14,19 +16,20 @@ import runpy
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Optional
 from urllib.parse import urlsplit
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
-from mmlinattn_console import add_model_arguments, add_prediction_arguments
+from mmlinattn_console import add_model_arguments, add_prediction_arguments, tool_parser
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = tool_parser(__doc__)
+    add_model_arguments(parser)
     parser.add_argument(
         'image', metavar='IMAGE', help='image, folder of images, video, URL of one, or number of a webcam'
     )
-    add_model_arguments(parser)
     parser.add_argument('--out', help='image or video to write; for a folder of images, a folder')
     add_prediction_arguments(parser)
     parser.add_argument('--show', action='store_true', help='show drawings in a window; q ends')
@@ -36,7 +39,10 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument('--classes', nargs='+', metavar='NAME', help="class names [the checkpoint's or data set's]")
     parser.add_argument('--device', help='cpu, cuda:0, ... [the best here]')
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.checkpoint.endswith(('.py', '.yaml', '.yml', '.json')):  # IMAGE CONFIG CHECKPOINT, as upstream's demos
+        args.image, args.config, args.checkpoint = args.config, args.checkpoint, args.image
+    return args
 
 
 if __name__ == '__main__':
@@ -62,7 +68,7 @@ from mmlinattn.tooling.command_line import (
     setup_errors,
     writing,
 )
-from mmlinattn.tooling.configs import check_checkpoint, read_config, require
+from mmlinattn.tooling.configs import PIP_NAMES, check_checkpoint, read_with_options, require
 from mmlinattn.tooling.console import quiet_console, quiet_upstream
 from mmlinattn.tooling.images import image_channels, image_dtype, is_8_bit, preprocessor, read_picture
 from mmlinattn.tooling.predictions import (
@@ -107,8 +113,8 @@ def find_pictures(path: str) -> list:
 def read_sizes(pictures: list, cfg) -> tuple[dict, list[str]]:
     """Read images before the model is built: return the shape of each readable one, and the errors of the others.
 
-    Images of many sizes limit PyTorch's caches of oneDNN primitives, which read the variables before their first
-    primitive. By default each keeps 1024 primitives, many for each size.
+    For images of many sizes, PyTorch's caches of oneDNN primitives are limited. By default each keeps 1024 primitives,
+    many for each size. The caches read their variables before the first primitive.
 
     Raises:
         RunError: None of the images can be read.
@@ -200,8 +206,7 @@ def check_out(args: argparse.Namespace, pictures: list) -> None:
             out.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=out).close()
         read = {osp.realpath(path): path for path in pictures}
-        # MMDetection and MMSegmentation keep the names of the images
-        for path in (out / name for name in (*drawing_names(pictures), *map(osp.basename, pictures))):
+        for path in (out / name for name in names_below(pictures)):
             if osp.realpath(path) in read or path.is_dir():
                 check_out_file(path, *read.values())
         return
@@ -221,33 +226,24 @@ def name_classes(inferencer, classes) -> None:
     inferencer.model.dataset_meta = inferencer.visualizer.dataset_meta = extend_palette(meta)
 
 
-def build_inferencer(args: argparse.Namespace, scope: str):
+def build_inferencer(cfg, checkpoint: str, device: Optional[str]):
+    scope = cfg.default_scope
     init_default_scope(scope)
     if scope == 'mmdet':
         from mmdet.apis import DetInferencer
 
-        return DetInferencer(args.config, args.checkpoint, args.device, show_progress=False)
+        return DetInferencer(cfg, checkpoint, device, show_progress=False)
     if scope == 'mmseg':
         from mmseg.apis import MMSegInferencer
 
-        inferencer = MMSegInferencer(args.config, args.checkpoint, device=args.device)
+        inferencer = MMSegInferencer(cfg, checkpoint, device=device)
         inferencer.show_progress = False
         return inferencer
     from mmpretrain import ImageClassificationInferencer
     from mmpretrain.utils import progress
 
     progress.disable_progress_bar = True  # one per image
-    return ImageClassificationInferencer(args.config, args.checkpoint, device=args.device)
-
-
-def drawing_names(pictures: list) -> list:
-    """Return a unique file name for the drawing of each image: ``a.png`` for a.jpg, or ``a.jpg.png`` if a.png is
-    taken."""
-    names: list = []
-    for path in map(Path, pictures):
-        name = f'{path.stem}.png'
-        names.append(f'{path.name}.png' if name in names else name)
-    return names
+    return ImageClassificationInferencer(cfg, checkpoint, device=device)
 
 
 def load_model(args: argparse.Namespace, cfg):
@@ -264,7 +260,7 @@ def load_model(args: argparse.Namespace, cfg):
     if isinstance(head, dict) and head.get('task_heads'):
         raise RunError(f'{args.config}: labels of several tasks are not drawn; tools/test.py --out writes them.')
     with setup_errors(args.config):
-        inferencer = build_inferencer(args, scope)
+        inferencer = build_inferencer(cfg, args.checkpoint, args.device)
     # inferencers load the weights that fit, and keep the initial values of the others
     checkpoint = CheckpointLoader.load_checkpoint(args.checkpoint, 'cpu', logger='silent')
     try:
@@ -282,6 +278,10 @@ def load_model(args: argparse.Namespace, cfg):
         name_classes(inferencer, names)
     inferencer.visualizer._vis_backends = {}  # as upstream's hooks do: drawings go nowhere else
     return inferencer
+
+
+class Failed(Exception):
+    """Raised if the model fails on an image, for example on one that is too small."""
 
 
 class Predictor:
@@ -313,12 +313,21 @@ class Predictor:
             path (str): The image.
             name (str): Name of its files, without suffix.
             file_name (str): Its name in ``--save-json``.
+
+        Raises:
+            Failed: The model fails on the image.
         """
         args, given = self.args, path
         if self.scope == 'mmpretrain':
             given = read_picture(path, self.cfg)  # of a path, the inferencer reads three channels of eight bits
-        data = next(iter(self.inferencer.preprocess([given], batch_size=1)))
-        (sample,) = self.inferencer.forward(data[1] if self.scope == 'mmdet' else data)
+        try:
+            data = next(iter(self.inferencer.preprocess([given], batch_size=1)))
+            (sample,) = self.inferencer.forward(data[1] if self.scope == 'mmdet' else data)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            if os.environ.get('MMLINATTN_TRACEBACK') == '1' or isinstance(error, RunError):
+                raise
+            reason = f'the model refuses it: {described(error)} (MMLINATTN_TRACEBACK=1 shows where)'
+            raise Failed(reason) from error
         if self.scope == 'mmdet' and 'pred_instances' in sample:
             self.scores.append(max(sample.pred_instances.scores.tolist(), default=0.0))
         if args.save_txt:
@@ -375,9 +384,6 @@ def show(drawn: np.ndarray, wait: int) -> bool:
         raise RunError(f'--show: no window can be opened: {error.err}.') from error
 
 
-REFUSALS = (AssertionError, RuntimeError, ValueError)  # of an image too small for the model, for example
-
-
 def run_images(predictor: Predictor, pictures: list, errors: list[str]) -> None:
     """Predict images one by one. If the model fails on an image, the others are still predicted.
 
@@ -385,17 +391,12 @@ def run_images(predictor: Predictor, pictures: list, errors: list[str]) -> None:
         RunError: The model fails on an image, or ``errors`` has messages of unreadable images.
     """
     args, count = predictor.args, 0
-    drawings = drawing_names(pictures) if predictor.scope == 'mmpretrain' else [*map(osp.basename, pictures)]
     names = [osp.splitext(name)[0] for name in names_below(pictures, '.txt')]
-    for picture, drawing, name in zip(pictures, drawings, names):
+    for picture, drawing, name in zip(pictures, names_below(pictures), names):
         try:
             sample = predictor.predict(picture, name, osp.basename(picture))
-        except REFUSALS as error:
-            if os.environ.get('MMLINATTN_TRACEBACK') == '1' or isinstance(error, RunError):
-                raise
-            errors.append(
-                f'image {picture!r}: the model refuses it: {described(error)} (MMLINATTN_TRACEBACK=1 shows where)'
-            )
+        except Failed as error:
+            errors.append(f'image {picture!r}: {error}')
             continue
         count += 1
         if predictor.scope == 'mmpretrain':
@@ -427,13 +428,8 @@ def run_video(predictor: Predictor, source: str) -> None:
             try:
                 with frame_file(frame, predictor.cfg) as path:
                     sample = predictor.predict(path, name, name)
-            except REFUSALS as error:
-                if os.environ.get('MMLINATTN_TRACEBACK') == '1' or isinstance(error, RunError):
-                    raise
-                raise RunError(
-                    f'video {source!r}: the model refuses its frames: {described(error)} (MMLINATTN_TRACEBACK=1 shows '
-                    'where)'
-                ) from error
+            except Failed as error:
+                raise RunError(f'video {source!r}, frame {count}: {error}') from error
             count += 1
             if not (args.out or args.show):
                 continue
@@ -459,7 +455,7 @@ def run_video(predictor: Predictor, source: str) -> None:
 
 def print_outputs(args: argparse.Namespace, count: str) -> None:
     for path in filter(None, (args.out, args.save_json, args.save_txt, args.save_labels)):
-        notice(f'{count} in {osp.abspath(path)}')
+        print(f'{count} in {osp.abspath(path)}')
 
 
 def main(args: argparse.Namespace) -> None:
@@ -468,10 +464,10 @@ def main(args: argparse.Namespace) -> None:
     with clean_end(), one_line_errors(), contextlib.ExitStack() as stack:
         if args.max_frames is not None and args.max_frames < 1:
             raise RunError(f'--max-frames={args.max_frames}: expected at least 1.')
-        cfg = read_config(args.config)
+        cfg = read_with_options(args)
         scope = cfg.get('default_scope')
-        if scope not in ('mmdet', 'mmseg', 'mmpretrain'):
-            raise RunError(f'{args.config}: default_scope = {scope!r} is none of mmdet, mmseg, mmpretrain.')
+        if scope not in PIP_NAMES:
+            raise RunError(f'{args.config}: default_scope={scope!r}: expected one of {tuple(PIP_NAMES)}.')
         args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
         require(cfg, args.config, 'model', 'test_dataloader')
         pictures: list = []

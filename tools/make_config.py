@@ -17,9 +17,11 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
+from mmlinattn_console import tool_parser
+
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     parser.add_argument('data', type=Path, metavar='DATA', help='folder, or one annotation file with its images beside')
     parser.add_argument('--task', required=True, choices=['detection', 'segmentation', 'classification'])
     parser.add_argument(
@@ -30,13 +32,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--size', type=int, help="longer side of detectors' images, side of crops [as the images are]")
     parser.add_argument('--channels', type=int, help='of the images [as they are; grey ones of 8 bits are read as RGB]')
     parser.add_argument('--classes', nargs='+', metavar='NAME', help='class names in the order of their numbers')
-    settle = parser.add_argument_group('options that choose between two readings of the data')
-    settle.add_argument('--boxes', choices=['corners', 'sides', 'centre'], help='meaning of the four numbers of a box')
-    settle.add_argument('--units', choices=['pixels', 'shares'], help='unit of the numbers of a box')
-    settle.add_argument('--images', type=Path, metavar='DIR', help='folder of the images')
-    settle.add_argument('--labels', type=Path, metavar='FILE', help='file or folder of the labels')
+    readings = parser.add_argument_group('options that choose between two readings of the data')
+    readings.add_argument('--boxes', choices=['corners', 'sides', 'centre'], help='meaning of the numbers of a box')
+    readings.add_argument('--units', choices=['pixels', 'shares'], help='unit of the numbers of a box')
+    readings.add_argument('--images', type=Path, metavar='DIR', help='folder of the images')
+    readings.add_argument('--labels', type=Path, metavar='FILE', help='file or folder of the labels')
     for split in ('train', 'val'):
-        settle.add_argument(f'--{split}', type=Path, metavar='LIST', help=f'list, folder or label file of {split}')
+        readings.add_argument(f'--{split}', type=Path, metavar='LIST', help=f'list, folder or label file of {split}')
     parser.add_argument('--scratch', action='store_true', help='start without the released weights')
     parser.add_argument('--overwrite', action='store_true', help='replace a config that was edited')
     return parser.parse_args()
@@ -70,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
     print('\n'.join(f'  {line}' for line in lines))
     print(f'{args.out}: trained one step on your images (loss {trial.loss:.4g}) and predicted. Next:')
     print(f'{console_command()} train {args.out}')
-    print(f'{console_command()} demo IMAGE {args.out} work_dirs/{args.out.stem} --out found.jpg')
+    print(f'{console_command()} demo {args.out} work_dirs/{args.out.stem} IMAGE --out found.jpg')
 
 
 if __name__ == '__main__':

@@ -12,10 +12,12 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
+from mmlinattn_console import tool_parser
+
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description='Write a synthetic data set of shapes, whole or not at all.',
+    parser = tool_parser(
+        'Write a synthetic data set of shapes, whole or not at all.',
         epilog='A data set with the same settings is kept; anything else in OUT is never touched.',
     )
     parser.add_argument('out', type=Path, metavar='OUT', help='folder to write: the data_root')
@@ -59,7 +61,8 @@ def main() -> None:
                 task = progress.add_task(f'{args.format} shapes', total=args.num_train + args.num_val)
                 written = write_dataset(args.out, spec, lambda: progress.advance(task))
         except SettingError as error:
-            raise RunError(f'--{error.name.replace("_", "-")} {error.rule}') from error
+            option = error.name.replace('_', '-')
+            raise RunError(f'--{option}={error.value!r}: expected {error.allowed}.') from error
         except OSError as error:
             raise RunError(f'OUT {str(args.out)!r} cannot be written: {error}') from error
         state = 'wrote' if written else 'already there, unchanged:'

@@ -56,7 +56,7 @@ mkdir -p "$WORK_DIR"
 started=$SECONDS
 
 step "2/5 data set: $DATA"
-# The tool keeps a data set with these settings and refuses a folder with other content.
+# The tool keeps a data set with these settings and raises for a folder with other content.
 logged "$PY" tools/make_shapes_dataset.py "$DATA" --format coco --num-train 716 --num-val 60
 
 made_from=$(fingerprint "$CONFIG" "$DATA"/annotations/*.json)-$DATA

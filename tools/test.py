@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Test a detector, segmentor or classifier; ``default_scope`` of the config says which."""
+"""Test a detector, segmentor or classifier: the task of ``default_scope`` in the config."""
 
 import argparse
 import os
@@ -10,11 +10,11 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
-from mmlinattn_console import add_common_arguments, add_model_arguments, add_prediction_arguments
+from mmlinattn_console import add_common_arguments, add_model_arguments, add_prediction_arguments, tool_parser
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = tool_parser(__doc__)
     add_model_arguments(parser)
     parser.add_argument('--out', help='write the predictions to this .pkl file')
     parser.add_argument(
@@ -38,7 +38,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--amp',
         action='store_true',
-        help='float16, as metrics of upstream refuse bfloat16 (off without an accelerator)',
+        help='float16, as metrics of upstream do not take bfloat16 (off without an accelerator)',
     )
     add_common_arguments(parser)
     return parser.parse_args()
@@ -198,10 +198,9 @@ def main(args: argparse.Namespace) -> None:
             metrics = runner.test()
         if args.out and args.out_item == 'metrics' and runner.rank == 0:
             mmengine.dump(metrics, args.out)
-        if args.show_dir:
-            notice(f'images are in {osp.abspath(args.show_dir)}')
-        for path in filter(None, (args.out, args.save_json, args.save_txt, args.save_labels)):
-            notice(f'predictions are in {osp.abspath(path)}')
+        written = (args.out, args.show_dir, args.save_json, args.save_txt, args.save_labels)
+        for path in filter(None, written if runner.rank == 0 else ()):
+            print(f'predictions are in {osp.abspath(path)}')
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Train a detector, segmentor or classifier; ``default_scope`` of the config says which."""
+"""Train a detector, segmentor or classifier: the task of ``default_scope`` in the config."""
 
 import argparse
 import runpy
@@ -8,12 +8,12 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
 
-from mmlinattn_console import add_common_arguments
+from mmlinattn_console import add_common_arguments, add_config_arguments, tool_parser
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', metavar='CONFIG', help='config file')
+    parser = tool_parser(__doc__)
+    add_config_arguments(parser)
     parser.add_argument(
         '--resume',
         nargs='?',
@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--auto-scale-lr',
         action='store_true',
-        help='scale the learning rate by images an update / auto_scale_lr.base_batch_size',
+        help='scale the learning rate by images per update / auto_scale_lr.base_batch_size',
     )
     parser.add_argument('--no-validate', action='store_true', help='do not evaluate while training')
     parser.add_argument(

@@ -140,6 +140,20 @@ def read_config(path: str) -> Config:
     return cfg
 
 
+def read_with_options(args: argparse.Namespace) -> Config:
+    """Read the config of a tool that starts no run, and apply ``--cfg-options``.
+
+    Raises:
+        RunError: See :func:`read_config`; or an option does not fit the config.
+    """
+    cfg, options = read_config(args.config), args.cfg_options or {}
+    try:
+        cfg.merge_from_dict(index_hooks(cfg, options))
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise RunError(f'--cfg-options {options} does not fit the config: {error}') from error
+    return cfg
+
+
 def check_scope(config: str, scope: str) -> None:
     """Import the package of a config's ``default_scope``, and for MMDetection run operators of MMCV.
 

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
+from .arguments import SOURCES
 from .task import CHANCE, QUESTION
 from .variants import STUDIES, Study
 
@@ -92,8 +93,8 @@ def table(results: dict) -> str:
     study, runs = STUDIES[results['study']](), by_variant(results)
     settings = results['settings']
     lines = [
-        f'Study `{results["study"]}` ({study.source}); task: {QUESTION}. {settings["iterations"]} steps of '
-        f'{settings["batch"]} images of {settings["size"]} x {settings["size"]} for every variant, '
+        f'Study `{results["study"]}` ({SOURCES[results["study"]]}); task: {QUESTION}. {settings["iterations"]} steps of'
+        f' {settings["batch"]} images of {settings["size"]} x {settings["size"]} for every variant, '
         f'{settings["num_val"]} images to test on, chance {CHANCE:.1f} %. In percent, mean and standard deviation '
         'over seeds.',
         '',

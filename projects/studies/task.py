@@ -1,8 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Task of the studies: images drawn in memory, a classifier, and its accuracy."""
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from mmengine.registry import MODELS
@@ -10,18 +8,7 @@ from torch import Tensor, nn
 
 from mmlinattn.tooling.datasets.shapes import SHAPES, draw_scene
 
-
-class Settings(NamedTuple):
-    """Settings of all variants of a study, explained by ``ablation_study.py --help``."""
-
-    iterations: int = 300
-    batch: int = 32
-    num_train: int = 4096
-    num_val: int = 512
-    size: int = 64
-    lr: float = 2e-3
-    tinted: float = 0.5
-
+from .arguments import Settings
 
 QUESTION = 'name the form of the largest of three to five shapes in clutter'
 CHANCE = 100 / len(SHAPES)  # accuracy of a guess, in percent

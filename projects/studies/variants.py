@@ -26,13 +26,11 @@ class Study(NamedTuple):
     """Variants of a study, and the pairs that its paper compares.
 
     Attributes:
-        source (str): The paper's tables.
         variants (dict[str, Variant]): Variants by name.
         pairs (list): (better variant in the paper, worse variant, difference). The difference is the data set of
             :attr:`Variant.paper`, a number of percent, or None if the paper prints no number.
     """
 
-    source: str
     variants: dict
     pairs: list
 
@@ -59,7 +57,7 @@ def _ravlt(mixer='rala', mlp_ratio: float = 2.0, **options) -> dict:
 
 
 def _pvt(mixer, **changed) -> dict:
-    """Return the config of a two-stage PVT with ``mixer`` in all blocks, in which only attention mixes tokens."""
+    """Return the config of a two-stage PVT with ``mixer`` in all blocks; only attention mixes tokens."""
     arch = dict(embed_dims=(48, 96), depths=(2, 3), num_heads=(3, 6), mlp_ratios=(2, 2), sr_ratios=1, grids=(16, 8))
     arch = {**arch, 'drop_path_rate': 0.0, **changed}
     return dict(type='LinearPVT', arch=arch, stage_attns=(mixer,) * 2, out_indices=(1,))
@@ -96,7 +94,7 @@ def _rala_study() -> Study:
     pairs = [
         ('full', variant, 'ImageNet') for variant in ('without KV augmentation', 'without output gate', 'without CPE')
     ]
-    return Study('RALA Tab. 9 and 10, Fig. 8', variants, pairs)
+    return Study(variants, pairs)
 
 
 def _inline_study() -> Study:
@@ -117,7 +115,7 @@ def _inline_study() -> Study:
         ('exp, injective', 'exp, linear', None),
         ('identity, injective, local residual', 'identity, injective', None),
     ]
-    return Study('InLine Tab. 1, 3 and 4', variants, pairs)
+    return Study(variants, pairs)
 
 
 def _flatten_study() -> Study:
@@ -133,7 +131,7 @@ def _flatten_study() -> Study:
         ('relu linear, depth-wise', 'relu linear', None),
         ('focused, depth-wise', 'focused', None),
     ]
-    return Study('FLatten Tab. 4 and 5', variants, pairs)
+    return Study(variants, pairs)
 
 
 def _hallucinated_study() -> Study:
@@ -167,12 +165,12 @@ def _hallucinated_study() -> Study:
     )
     others = ('IHH, CHH', 'smaller FFN ratio', 'cFFN, r = 1', 'cFFN, r = 3', 'cFFN of M1, r = 2')
     pairs += [('cFFN, r = 2', variant, 'Tiny-ImageNet') for variant in others]
-    return Study('hMHSA Tab. 2, 3, 5 and 7', variants, pairs)
+    return Study(variants, pairs)
 
 
 def _attentions_study() -> Study:
     variants = {name: Variant(_pvt(name)) for name in sorted(TOKEN_MIXERS.module_dict)}
-    return Study('every attention in one backbone', variants, [])
+    return Study(variants, [])
 
 
 STUDIES: dict[str, Callable[[], Study]] = dict(

@@ -124,7 +124,7 @@ def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind, co
 @pytest.mark.parametrize('option', ['max_epochs', 'a=[1,(2]'])
 def test_options_without_a_value_are_a_usage_error(capsys, option):
     parser = argparse.ArgumentParser()
-    mmlinattn_console.add_common_arguments(parser)
+    mmlinattn_console.add_config_arguments(parser)
     with pytest.raises(SystemExit):
         parser.parse_args(['--cfg-options', option])
     assert f'argument --cfg-options: {option}: expected KEY=VALUE' in capsys.readouterr().err

@@ -15,8 +15,7 @@ from helpers.tool_runs import QUICK, TOOLS
 
 from mmlinattn.tooling import configs, running
 from mmlinattn.tooling.analysis import inspecting
-from mmlinattn.tooling.export import FORMATS
-from mmlinattn.tooling.export.cli import HOLD_BOXES
+from mmlinattn.tooling.export import BOX_FORMATS, FORMATS
 from mmlinattn.tooling.export.models import SMALLEST
 from mmlinattn.utils.errors import RunError
 
@@ -231,7 +230,7 @@ def test_arguments_repeat_lists_of_the_package():
 
     parser, export = options('export.py')
     assert export['format'].choices == list(FORMATS)
-    assert f'(--format {HOLD_BOXES})' in parser.description and f'{SMALLEST}x{SMALLEST}' in export['dynamic'].help
+    assert f'(--format {BOX_FORMATS})' in parser.description and f'{SMALLEST}x{SMALLEST}' in export['dynamic'].help
     _, inspect = options('analysis_tools/inspect_attention.py')
     assert inspect['what'].choices == (*inspecting.MEASURES, 'maps')
     assert inspect['num_queries'].default == inspecting.NUM_QUERIES

@@ -15,6 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == '__main__':
     if not (ROOT / 'projects' / 'studies').is_dir():
         sys.exit(f'error: {ROOT / "projects" / "studies"} is not there: studies run from a checkout')
+    from projects.studies.arguments import parse_args
+
+    args = parse_args()  # before PyTorch is imported: --help answers at once
     from projects.studies.main import main
 
-    main()
+    main(args)

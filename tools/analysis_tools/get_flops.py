@@ -10,12 +10,12 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
-from mmlinattn_console import Settings
+from mmlinattn_console import add_config_arguments, tool_parser
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config', metavar='CONFIG', help='config file of a detector, segmentor or classifier')
+    parser = tool_parser(__doc__)
+    add_config_arguments(parser)
     parser.add_argument(
         '--shape',
         nargs=2,
@@ -23,7 +23,6 @@ def parse_args() -> argparse.Namespace:
         metavar=('H', 'W'),
         help='height and width [800 1280 for detectors, 512 2048 for segmentors, the test crop for classifiers]',
     )
-    parser.add_argument('--cfg-options', nargs='+', action=Settings, metavar='KEY=VALUE', help='override settings')
     return parser.parse_args()
 
 
@@ -35,7 +34,7 @@ from mmengine.logging import MMLogger
 from mmlinattn.tooling.analysis.counting import KINDS
 from mmlinattn.tooling.analysis.flops import Cost, count_model
 from mmlinattn.tooling.command_line import clean_end, one_line_errors, setup_errors
-from mmlinattn.tooling.configs import index_hooks, read_config
+from mmlinattn.tooling.configs import read_with_options
 
 
 def report(cost: Cost) -> str:
@@ -59,10 +58,7 @@ def main(args: argparse.Namespace) -> None:
     warnings.simplefilter('ignore')  # of model constructors
     MMLogger.get_instance('mmengine', log_level='ERROR')
     with clean_end(), one_line_errors(), setup_errors(args.config):
-        cfg = read_config(args.config)
-        if args.cfg_options:
-            cfg.merge_from_dict(index_hooks(cfg, args.cfg_options))
-        print(report(count_model(cfg, args.shape)))
+        print(report(count_model(read_with_options(args), args.shape)))
 
 
 if __name__ == '__main__':

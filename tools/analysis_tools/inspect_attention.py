@@ -16,13 +16,13 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout and missing packages
 
-from mmlinattn_console import Settings, add_model_arguments
+from mmlinattn_console import add_model_arguments, tool_parser
 
 WHAT = ('rank', 'confusion', 'locality', 'sharpness', 'ccs', 'maps')
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser(__doc__)
     add_model_arguments(parser, may_be_random=True)
     parser.add_argument('images', nargs='+', metavar='IMAGE', help='images; numbers are means over them')
     parser.add_argument('--out', type=Path, required=True, help='folder for summary.json and the plots')
@@ -48,7 +48,6 @@ def parse_args() -> argparse.Namespace:
         help='sampled queries: the most rows of an attention map in memory [196, the tokens of a DeiT at 224]',
     )
     parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ... [cpu]')
-    parser.add_argument('--cfg-options', nargs='+', action=Settings, metavar='KEY=VALUE', help='override settings')
     return parser.parse_args()
 
 
@@ -67,18 +66,19 @@ from mmlinattn.tooling.analysis.capture import arrangements, watched
 from mmlinattn.tooling.analysis.inspecting import averaged, full_map, measure_block
 from mmlinattn.tooling.analysis.measures import CONFUSION_DISTANCE
 from mmlinattn.tooling.command_line import one_line_errors, writing
-from mmlinattn.tooling.configs import check_checkpoint, read_config
+from mmlinattn.tooling.configs import PIP_NAMES, check_checkpoint, read_with_options
 from mmlinattn.tooling.images import read_picture
 from mmlinattn.utils.errors import RunError
 
 
 def checked(args: argparse.Namespace) -> Config:
     """Return the config after all checks that do not need the model."""
-    cfg = read_config(args.config)
+    cfg = read_with_options(args)
     if args.checkpoint.lower() != 'none':
         args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
-    if cfg.get('default_scope') not in ('mmdet', 'mmseg', 'mmpretrain'):
-        raise RunError(f'{args.config}: default_scope is none of mmdet, mmseg, mmpretrain.')
+    scope = cfg.get('default_scope')
+    if scope not in PIP_NAMES:
+        raise RunError(f'{args.config}: default_scope={scope!r}: expected one of {tuple(PIP_NAMES)}.')
     if args.num_queries < 2:
         raise RunError(f'--num-queries={args.num_queries}: expected at least 2.')
     if args.shape and min(args.shape) < 32:
@@ -89,11 +89,9 @@ def checked(args: argparse.Namespace) -> Config:
     try:
         torch.empty(0, device=args.device)
     except RuntimeError as error:
-        raise RunError(f'--device {args.device}: {str(error).splitlines()[0]}') from error
+        raise RunError(f'--device={args.device!r}: {str(error).splitlines()[0]}') from error
     with writing(args.out):
         args.out.mkdir(parents=True, exist_ok=True)
-    if args.cfg_options:
-        cfg.merge_from_dict(args.cfg_options)
     return cfg
 
 
@@ -118,7 +116,7 @@ def inspect_picture(model, picture, args, progress, query, pixel) -> list:
     def measure(block):
         entries.append(measure_block(block, numbers, args.num_queries, generator))
         if 'maps' in args.what:
-            if block.ratio:  # keys outside any map are in the full maps only
+            if block.ratio:  # keys on no grid are in the full attention maps only
                 maps.append(pictures.collect_query(block, picture, *query))
             full.append((block.name, block.mixer_name, full_map(block).cpu().numpy()))
         progress()

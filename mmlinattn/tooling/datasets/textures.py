@@ -58,7 +58,7 @@ def _bands(distance: np.ndarray, period: float) -> np.ndarray:
 
 
 def contrasting_colour(rng: np.random.Generator, others: list[np.ndarray], hue: float | None) -> np.ndarray:
-    """Return the most different from ``others`` of eight random colours, saturated ones of ``hue`` if given, (3,)."""
+    """Draw eight random colours, of ``hue`` if given, and return the one (3,) that differs most from ``others``."""
     if hue is None:
         candidates = rng.uniform(0, 255, (8, 3))
     else:

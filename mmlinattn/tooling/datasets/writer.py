@@ -19,11 +19,11 @@ GENERATOR_VERSION = 7  # raise it if the same arguments give other images or ann
 
 
 class SettingError(ValueError):
-    """Raised for a setting out of range, with its ``name`` and ``rule``: the allowed and the given values."""
+    """Raised for a setting out of range, with its name, its value and the allowed values."""
 
-    def __init__(self, name: str, rule: str) -> None:
-        super().__init__(f'{name} {rule}')
-        self.name, self.rule = name, rule
+    def __init__(self, name: str, value: Any, allowed: str) -> None:
+        super().__init__(f'{name}={value!r}: expected {allowed}')
+        self.name, self.value, self.allowed = name, value, allowed
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,14 @@ class DatasetSpec:
 
     def __post_init__(self):
         if self.format not in LAYOUTS:
-            raise SettingError('format', f'must be one of {", ".join(LAYOUTS)}, got {self.format!r}')
+            raise SettingError('format', self.format, f'one of {tuple(LAYOUTS)}')
         for name, least in (('num_train', 1), ('num_val', 1), ('seed', 0)):
             if getattr(self, name) < least:
-                raise SettingError(name, f'must be at least {least}, got {getattr(self, name)}')
+                raise SettingError(name, getattr(self, name), f'at least {least}')
         if len(self.size) != 2 or not all(MIN_SIDE <= side <= MAX_SIDE for side in self.size):
-            allowed = f'a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels'
-            raise SettingError('size', f'must be {allowed}, got {self.size}')
+            raise SettingError('size', self.size, f'a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels')
         if not 0 <= self.size_jitter <= 0.5:
-            raise SettingError('size_jitter', f'must be from 0 to 0.5, got {self.size_jitter}')
+            raise SettingError('size_jitter', self.size_jitter, 'a number from 0 to 0.5')
 
 
 def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any] = lambda: None) -> bool:

@@ -49,8 +49,7 @@ class DetectorGraph(nn.Module):
         self.register_buffer('score_thr', torch.tensor(float(test_cfg.get('score_thr', 0))))
 
     def metadata(self) -> dict:
-        """Return the score threshold, which the graph applies, and the mask threshold, which the application has to
-        apply."""
+        """Return the score threshold of the graph, and the mask threshold for the application."""
         model: Any = self.model
         masks = model.roi_head.test_cfg.mask_thr_binary if 'masks' in self.outputs else None
         return dict(score_threshold=round(self.score_thr.item(), 6), mask_threshold=masks)
@@ -200,8 +199,8 @@ def _check_extractor(extractor: Any) -> None:
     from mmdet.models.roi_heads import SingleRoIExtractor
 
     layers = getattr(extractor, 'roi_layers', ())
-    plain = all(type(layer).__name__ == 'RoIAlign' and layer.pool_mode == 'avg' for layer in layers)
-    _check(type(extractor) is SingleRoIExtractor and plain, extractor)
+    is_known = all(type(layer).__name__ == 'RoIAlign' and layer.pool_mode == 'avg' for layer in layers)
+    _check(type(extractor) is SingleRoIExtractor and is_known, extractor)
 
 
 class Candidates(nn.Module):
@@ -331,7 +330,7 @@ def _mean(stages: list[Tensor]) -> Tensor:
 
 
 def _rows(level: Tensor, width: int) -> Tensor:
-    """Flatten a head's map to a row for each anchor: (B, A width, H, W) -> (B, H W A, width)."""
+    """Flatten a head's output to a row for each anchor: (B, A width, H, W) -> (B, H W A, width)."""
     return level.permute(0, 2, 3, 1).reshape(level.shape[0], -1, width)
 
 

@@ -28,7 +28,7 @@ class Format:
     needs: tuple[str, ...] = ()  # packages to write and run it with
     holds_boxes = False  # heads of detectors, with non-maximum suppression
     prefers_convolutions = False  # is faster with the modules of ``as_convolutions``
-    smallest_of_pyramids = 32  # smallest side, in pixels, of a model with a head or neck on maps of up to stride 64
+    smallest_of_pyramids = 32  # smallest side in pixels of models with coarse feature maps, up to stride 64
 
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
         """Write a graph for all sides from ``smallest`` pixels on; None: for the example's size alone."""
@@ -61,7 +61,7 @@ class Format:
                 )
 
 
-def _open(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:
+def _dynamic_shapes(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:
     """Return the example and its ``dynamic_shapes``; None for these if ``smallest`` is None (fixed size). With dynamic
     shapes, the batch is at least two, as exporters specialise a batch of one."""
     if smallest is None:
@@ -73,12 +73,12 @@ def _open(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:
 
 class TorchExport(Format):
     suffix = '.pt2'
-    smallest_of_pyramids = 65  # convolutions in upstream heads and necks have guards for maps of one pixel
+    smallest_of_pyramids = 65  # convolutions in upstream heads and necks have guards for feature maps of one pixel
 
     # through open files: torch.export takes no paths but .pt2
     @quiet()
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
-        example, shapes = _open(example, smallest)
+        example, shapes = _dynamic_shapes(example, smallest)
         # strict=True, the default before torch 2.7, reads the code and knows no context like StridedPools
         program = torch.export.export(model, (example,), dynamic_shapes=shapes, strict=False)
         with open(path, 'wb') as file:
@@ -137,33 +137,16 @@ class Onnx(Format):
 
         named = dict(input_names=['image'], output_names=metadata['outputs'], verbose=False)
         properties = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
-        if 'boxes' in metadata['outputs']:
-            self._trace(model, example, path, smallest is not None, named, properties)
-            return
-        example, shapes = _open(example, smallest)
-        program: Any = torch.onnx.export(model, (example,), dynamo=True, dynamic_shapes=shapes, **named)
-        program.model.metadata_props.update(properties)
-        program.save(str(path))
-        graph = onnx.load(str(path))
-        split_products(graph)
-        onnx.save(graph, str(path))
-
-    def _trace(
-        self, model: nn.Module, example: Tensor, path: Path, is_open: bool, named: dict, properties: dict
-    ) -> None:
-        """Write a detector by tracing, with dynamic sizes if ``is_open``.
-
-        ``torch.export`` would add guards for coarse pyramid levels of one pixel.
-        """
-        import onnx
-
-        register_onnx_symbolic(OPSET)
-        axes = {
-            'image': {0: 'batch', 2: 'height', 3: 'width'},
-            **{name: {0: 'batch'} for name in named['output_names']},
-        }
-        named.update(dynamic_axes=axes if is_open else None, opset_version=OPSET)
-        torch.onnx.export(model, (example,), str(path), dynamo=False, **named)
+        if 'boxes' in metadata['outputs']:  # torch.export would add guards for coarse pyramid levels of one pixel
+            register_onnx_symbolic(OPSET)
+            axes = {name: {0: 'batch'} for name in metadata['outputs']}
+            axes['image'] = {0: 'batch', 2: 'height', 3: 'width'}
+            named.update(dynamic_axes=None if smallest is None else axes, opset_version=OPSET)
+            torch.onnx.export(model, (example,), str(path), dynamo=False, **named)
+        else:
+            example, shapes = _dynamic_shapes(example, smallest)
+            program: Any = torch.onnx.export(model, (example,), dynamo=True, dynamic_shapes=shapes, **named)
+            program.save(str(path))
         graph = onnx.load(str(path))
         split_products(graph)
         onnx.helper.set_model_props(graph, properties)
@@ -233,3 +216,4 @@ FORMATS: dict[str, Format] = {
     'torchscript': TorchScript(),
     'openvino': OpenVino(),
 }
+BOX_FORMATS = ' or '.join(name for name, form in FORMATS.items() if form.holds_boxes)

@@ -2,7 +2,6 @@
 """Wrap models as graphs from image to result, describe them by metadata, and compare exported files with the model."""
 
 import math
-import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from .detectors import DetectorGraph, detector_graph
 from .formats import FORMATS
 from .replacements import StridedPools, as_convolutions, replace_modules
 
-SMALLEST = 32  # pixels a side, as the backbones take them
+SMALLEST = 32  # pixels per side, the limit of the backbones
 FIRST_PREDICTS = ('DAHead', 'EncHead')  # MMSegmentation's heads of several results that predict by the first
 TOLERANCE = 1e-3  # standard deviations of an output; a graph that is wrong at a size is off by 0.3 and more
 BOX_UNIT = 'of the image and of the best score, for 9 of 10 boxes'
@@ -84,7 +83,7 @@ class ExportableModel(nn.Module):
 
     Attributes:
         task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
-        outputs (list[str]): Names of the outputs; None for the maps of a neck.
+        outputs (list[str]): Names of the outputs; None for the feature maps of a neck.
 
     Shape: (B, channels, H, W) -> scores (B, classes) of a classifier; labels (B, H, W) of a segmentor, and logits (B,
     classes, H, W) if it is tested in windows; feature maps of a detector's neck, or of its backbone if it has no neck;
@@ -165,6 +164,12 @@ class ExportableModel(nn.Module):
 
     def output_names(self, outputs) -> list[str]:
         return self.outputs or [f'feat{i}' for i in range(len(outputs))]
+
+    def metadata(self) -> dict:
+        """Return settings for applications that turn the outputs into labels."""
+        if self.boxes is not None:
+            return dict(self.boxes.metadata(), pad_size_divisor=1)
+        return {} if self.task == 'detector' else decision(self.head)
 
 
 def decision(head: Any) -> dict:
@@ -251,8 +256,8 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
 def deviation(outputs, expected) -> float:
     """Return the largest deviation of outputs from expected outputs, in standard deviations of the expected output.
 
-    For integers (labels) it is the share of different elements. For constant expected outputs it is relative to their
-    magnitude. It is infinite if shapes differ or values are not finite.
+    For integers (labels) it is the fraction of different elements. For constant expected outputs it is relative to
+    their magnitude. It is infinite if shapes differ or values are not finite.
     """
     outputs, expected = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, expected))
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
@@ -309,9 +314,9 @@ class Export(NamedTuple):
     files: list[Path]
     metadata: dict
     errors: dict[tuple, float]
-    unit: str = 'standard deviations'
-    precision: str = 'f32'
-    default_errors: dict[tuple, float] = {}
+    unit: str
+    precision: str
+    default_errors: dict[tuple, float]
 
 
 @torch.no_grad()
@@ -333,14 +338,14 @@ def export_model(
         model, cfg: Model, see :class:`ExportableModel`, and its config.
         target (Path): File to write.
         form (str): Format, a key of :data:`~mmlinattn.tooling.export.formats.FORMATS`.
-        sizes (Sizes): Shape of the example, and whether other shapes are accepted.
+        sizes (Sizes): Shape of the example, and range of other accepted shapes.
         checkpoint_meta (dict, optional): ``meta`` of the checkpoint, for the class names.
         neck (bool): Export a detector up to its neck, even in formats that support boxes.
 
     Raises:
         RunError: The model cannot be exported, or the file deviates from it.
     """
-    backend, unit = FORMATS[form], Export._field_defaults['unit']
+    backend = FORMATS[form]
     exportable = ExportableModel(model, boxes=backend.holds_boxes and not neck)
     if neck and exportable.task != 'detector':
         raise RunError(f'--neck is for detectors; the config builds a {exportable.task}.')
@@ -348,10 +353,11 @@ def export_model(
         sizes = sizes._replace(smallest=backend.smallest_of_pyramids)
     sizes.check()
     images = [torch.randn(shape) for shape in (sizes.shape, *sizes.others())]
+    boxes, score_thr = exportable.boxes, None
     compare: Callable[..., float] = deviation
-    boxes = exportable.boxes
+    unit = 'standard deviations'
     if boxes is not None:
-        compare, threshold, unit = detection_deviation, boxes.score_thr.item(), BOX_UNIT
+        compare, unit, score_thr, threshold = detection_deviation, BOX_UNIT, 0.0, boxes.score_thr.item()
         boxes.score_thr.zero_()  # so that there are boxes to compare, whatever the image
     try:
         expected = [exportable(image) for image in images]
@@ -359,24 +365,22 @@ def export_model(
         raise RunError(f'{type(model).__name__} does not run on images alone: {described(error)}') from error
     exportable.fold(backend.prefers_convolutions)
     meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]))
-    if exportable.task != 'detector':
-        meta.update(decision(exportable.head))
     if boxes is not None:
         boxes.score_thr.fill_(threshold)
-        meta.update(boxes.metadata(), pad_size_divisor=1)
+    meta.update(exportable.metadata())
     target = Path(target)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix='.export-') as folder:
         part = Path(folder) / target.name
         try:
             backend.write(exportable, images[0], part, sizes.smallest if sizes.dynamic else None, meta)
-            run = backend.load(part, score_thr=None if boxes is None else 0.0)
+            run = backend.load(part, score_thr)
             outputs = [run(image) for image in images]
         except Exception as error:  # each exporter and runtime has its own
             raise RunError(f'{form} cannot express this model: {printable(described(error))}') from error
         errors = {tuple(image.shape): compare(*pair) for image, *pair in zip(images, outputs, expected)}
         precision, default_errors = backend.default_precision(part), {}
         if precision != 'f32':
-            run = backend.load(part, score_thr=None if boxes is None else 0.0, precision=precision)
+            run = backend.load(part, score_thr, precision)
             default_errors = {tuple(image.shape): compare(run(image), truth) for image, truth in zip(images, expected)}
         del run
         if max(errors.values()) > TOLERANCE:
@@ -385,7 +389,5 @@ def export_model(
                 f'the {form} graph deviates from the model by more than {TOLERANCE} {unit} ({listed}); '
                 f'{target} was not written.'
             )
-        files = sorted(Path(folder).iterdir())
-        for path in files:
-            os.replace(path, target.parent / path.name)
-    return Export([target.parent / path.name for path in files], meta, errors, unit, precision, default_errors)
+        files = [path.replace(target.parent / path.name) for path in sorted(Path(folder).iterdir())]
+    return Export(files, meta, errors, unit, precision, default_errors)

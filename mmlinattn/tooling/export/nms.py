@@ -43,11 +43,11 @@ def _symbolic(g, boxes, scores, iou_threshold, max_kept):
     # from opset 13 on axes are inputs; the threshold of 0 drops scores of 0
     limits = constant([max_kept]), constant([iou_threshold], torch.float), constant([0.0], torch.float)
     kept = g.op('NonMaxSuppression', boxes, g.op('Unsqueeze', scores, constant([1])), *limits)
-    places = g.op('Gather', kept, constant([0, 2]), axis_i=1)  # image, class, box -> image, box
+    index = g.op('Gather', kept, constant([0, 2]), axis_i=1)  # image, class, box -> image, box
     count = g.op('Slice', g.op('Shape', kept), constant([0]), constant([1]))
     ones = g.op('Expand', constant([1.0], torch.float), count)
     nothing = g.op('Mul', scores, constant(0.0, torch.float))
-    return g.op('ScatterND', nothing, places, ones).setType(scores.type())
+    return g.op('ScatterND', nothing, index, ones).setType(scores.type())
 
 
 def register_onnx_symbolic(opset: int) -> None:

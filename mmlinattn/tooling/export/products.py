@@ -48,7 +48,7 @@ def split_products(model: Any) -> None:
 
 
 def _linear_layer(split: Any, makers: dict, constants: dict) -> Optional[tuple]:
-    """Return the input's name, the weight (C, C') and the bias (C',) of the layer whose channels ``split`` splits."""
+    """Return input name, weight (C, C') and bias (C',) of the linear layer before a ``Split`` node; None for others."""
     if split.op_type != 'Split' or len(split.input) < 2 or split.input[1] not in constants:
         return None
     axes = [attribute.i for attribute in split.attribute if attribute.name == 'axis']

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
+from mmengine.utils import to_2tuple
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -29,8 +30,8 @@ class StridedPools(TorchFunctionMode):
 class BinMeans(nn.Module):
     """``nn.AdaptiveAvgPool2d`` as two matmuls.
 
-    Exporters support adaptive pools only for one size of the map, or not at all. As in PyTorch, bin i of n covers rows
-    ``floor(i H / n)`` up to, excluding, ``ceil((i + 1) H / n)``.
+    Exporters support adaptive pools only for one size of the feature map, or not at all. As in PyTorch, bin i of n
+    covers rows ``floor(i H / n)`` up to, excluding, ``ceil((i + 1) H / n)``.
 
     Args:
         bins (tuple[int, int]): Rows and columns of the result.
@@ -77,8 +78,8 @@ def _with_residual(conv: nn.Conv2d) -> nn.Conv2d:
     return new
 
 
-class OnMaps(nn.Sequential):
-    """Layers on (B, C, H, W) maps, called with (B, H, W, C) maps."""
+class ChannelsFirst(nn.Sequential):
+    """Layers on feature maps (B, C, H, W), called with feature maps (B, H, W, C)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
@@ -88,32 +89,31 @@ def as_convolutions(module: Any) -> Optional[nn.Module]:
     """Return a feed-forward network with a depth-wise convolution, or a conditional position encoding, as convolutions
     alone; None for other modules and for altered layers.
 
-    ONNX Runtime keeps a chain of convolutions in its blocked layout. Between linear layers it transposes the hidden
-    map, its largest, twice.
+    ONNX Runtime keeps a chain of convolutions in its blocked layout. Between linear layers it transposes the
+    hidden feature map, its largest, twice.
     """
     kind = type(module)
     if kind not in (ConvFFN, DWConvFFN, ResidualDWConv) or any(is_altered(each) for each in module.modules()):
         return None
     if kind is ResidualDWConv:
         is_plain = module.padding_mode == 'zeros' and not module.of_gelu
-        return OnMaps(_with_residual(module)) if is_plain else None
+        return ChannelsFirst(_with_residual(module)) if is_plain else None
     kinds = (nn.Linear, ResidualDWConv if kind is ConvFFN else nn.Conv2d, nn.Linear)
     if tuple(map(type, (module.fc1, module.dwconv, module.fc2))) != kinds or module.dwconv.padding_mode != 'zeros':
         return None
     first, last = _as_convolution(module.fc1), _as_convolution(module.fc2)
     if kind is ConvFFN:
-        return OnMaps(first, nn.GELU(), _with_residual(module.dwconv), last)
-    return OnMaps(first, module.dwconv, nn.GELU(), last)
+        return ChannelsFirst(first, nn.GELU(), _with_residual(module.dwconv), last)
+    return ChannelsFirst(first, module.dwconv, nn.GELU(), last)
 
 
 def replacement(module: Any) -> Optional[nn.Module]:
     """Return an exportable module equivalent to an adaptive pool or to MMSegmentation's ``Upsample``; None for other
     modules."""
     if type(module) is nn.AdaptiveAvgPool2d:
-        size: Any = module.output_size
-        bins = (size, size) if isinstance(size, int) else tuple(size)
+        bins = tuple(to_2tuple(module.output_size))
         return None if bins == (1, 1) or None in bins else BinMeans(bins)
-    # mmseg.models.utils.Upsample: makes a Python number of the size of the map
+    # mmseg.models.utils.Upsample: makes a Python number of the size of the feature map
     if type(module).__name__ == 'Upsample' and type(module).__module__.startswith('mmseg.') and not module.size:
         factor = module.scale_factor
         return nn.Upsample(scale_factor=factor, mode=module.mode, align_corners=module.align_corners)
@@ -121,8 +121,10 @@ def replacement(module: Any) -> Optional[nn.Module]:
 
 
 def replace_modules(model: nn.Module, new: Callable[[Any], Optional[nn.Module]] = replacement) -> None:
-    """Replace modules for which ``new`` returns another one, in place: by default adaptive pools and MMSegmentation's
-    ``Upsample``."""
+    """Replace modules by the results of ``new``, in place, unless these are None.
+
+    By default, adaptive pools and MMSegmentation's ``Upsample`` are replaced.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             other = new(child)

@@ -11,6 +11,7 @@ from torch import nn
 
 from mmlinattn.utils.errors import RunError
 from projects.studies import study, training
+from projects.studies.arguments import parse_args
 from projects.studies.main import main
 from projects.studies.report import table
 from projects.studies.study import run_study
@@ -149,9 +150,9 @@ def test_results_of_something_else_are_not_overwritten(tmp_path, text):
     [
         (['--iterations', 0], '--iterations=0: expected at least 1'),
         (['--num-train', 4, '--batch', 8], '--num-train=4: expected at least 8'),
-        (['--tinted', 1.1], '--tinted=1.1: expected a value in [0, 1]'),
-        (['--device', 'abacus'], '--device=abacus'),
+        (['--tinted', 1.1], '--tinted=1.1: expected a number from 0 to 1.'),
+        (['--device', 'abacus'], "--device='abacus': "),
     ],
 )
 def test_bad_arguments(tmp_path, fails, args, message):
-    assert message in fails(main, '--study', 'rala', '--out', tmp_path / 'out', *args)
+    assert message in fails(lambda: main(parse_args()), '--study', 'rala', '--out', tmp_path / 'out', *args)

@@ -89,7 +89,7 @@ def test_a_data_set_that_is_partly_moved_is_none(tmp_path, monkeypatch):
 def test_refused_settings_of_a_data_set(name, value):
     allowed = dict(format='coco', num_train=1, num_val=1, seed=0, size=(64, 8192), size_jitter=0.5)
     DatasetSpec(**allowed)
-    with pytest.raises(ValueError, match=f'^{name} must be .*, got '):
+    with pytest.raises(ValueError, match=f'^{name}=.*: expected '):
         DatasetSpec(**{**allowed, name: value})
     assert DatasetSpec('coco', 1, 1) == DatasetSpec('coco', 1, 1, 0, (160, 160), 0.0)
 
