@@ -2,7 +2,7 @@
 """Derive configs with another backbone from an upstream config.
 
 In the first candidate, necks and heads get the channels of the new feature maps (:class:`~.wiring.Wiring`). The second
-one is for families whose configs do not name these channels. It is tried if the smoke test of the first one fails:
+one is for families with configs that do not name these channels. It is tried if the smoke test of the first one fails:
 
 - Detectors and segmentors get upstream's channels by a ``MapAdapter``: C4 R-CNN, NAS-FCOS, SSD, CGNet, LR-ASPP,
   SETR-MLA.
@@ -44,9 +44,10 @@ def candidates(network: dict, measured: Measured, new: ZooBackbone, task: str) -
         return [_for_decoder(network, measured, new)]
     if task == 'mmdet' and any(out.stride != new.stages[i].stride for out, i in zip(old, chosen)):
         # anchors and points depend on the strides; segmentors resize all feature maps
-        remark = f'the head needs strides {" ".join(str(out.stride) for out in old)}: MapAdapter resizes the maps'
+        strides = ' '.join(str(out.stride) for out in old)
+        remark = f'the head needs strides {strides}: MapAdapter resizes the feature maps'
         return [_adapted(network, measured, new, nearest_stages(old, new.stages), remark)]
-    remark = 'the network needs fixed widths: MapAdapter makes them by 1x1 convolutions'
+    remark = 'the network needs fixed channels: MapAdapter makes them by 1x1 convolutions'
     adapted = _adapted(network, measured, new, chosen, remark)
     without_neck = _without_pyramid_neck(network, measured, new) if task == 'mmseg' else None
     return [without_neck or Candidate(_wired(network, old, measured.size, new, chosen)), adapted]
@@ -73,7 +74,7 @@ def _without_pyramid_neck(network: dict, measured: Measured, new: ZooBackbone) -
     made = run_necks(necks, old, measured.size)
     if not made or assign_stages(made, new.stages, deepest_last=True) != list(range(len(made))):
         return None
-    remark = f'{bare_name(necks[0].get("type"))} made a pyramid of plain maps; the backbone is one itself'
+    remark = f'{bare_name(necks[0].get("type"))} is left out: the backbone is a pyramid itself'
     return Candidate(_wired({**network, 'neck': None}, made, measured.size, new, list(range(len(made)))), remark)
 
 
@@ -95,11 +96,11 @@ def _for_plain(network: dict, measured: Measured, new: ZooBackbone) -> Candidate
         sizes = dict(in_channels=single.channels, out_channels=fpn['out_channels'], num_outs=fpn['num_outs'])
         pyramid = dict(type='SimpleFeaturePyramid', **sizes)
         return Candidate({**network, 'backbone': new.with_outputs([0]), 'neck': pyramid})
-    return _adapted(network, measured, new, [0] * len(old), 'MapAdapter makes a pyramid of the map of stride 16')
+    return _adapted(network, measured, new, [0] * len(old), 'MapAdapter makes a pyramid of the stride-16 feature map')
 
 
 def _wired(network: dict, old: list[FeatureMap], size: tuple[int, int], new: ZooBackbone, chosen: list[int]) -> dict:
-    """Return the config whose necks and heads read stage ``chosen[i]`` of the new backbone as feature map ``i``."""
+    """Return the config with necks and heads that read stage ``chosen[i]`` of the new backbone as feature map ``i``."""
     keep, necks = positions_read(network, len(old)), listed(network.get('neck'))
     maps, result = [new.stages[i] for i in chosen], {**network, 'backbone': new.with_outputs([chosen[i] for i in keep])}
     wiring: Optional[Wiring] = Wiring(old, maps, keep, deep=len(old) == 1 or bool(necks))
@@ -122,7 +123,7 @@ def _behind(
 
 
 def _adapted(network: dict, measured: Measured, new: ZooBackbone, sources: list[int], remark: str) -> Candidate:
-    """Return the candidate with a ``MapAdapter``, which gives the new feature maps upstream's channels and strides.
+    """Return the candidate with a ``MapAdapter`` from the new feature maps to upstream's channels and strides.
 
     Output ``i`` of the adapter is made from stage ``sources[i]``.
     """
@@ -152,12 +153,13 @@ def _for_classifiers(network: dict, measured: Measured, backbone: ZooBackbone) -
         stages = assign_stages(old, backbone.stages, deepest_last=True) or stages
     old = old if len(stages) > 1 else old[-1:]
     new, cfg, made = [backbone.stages[i] for i in stages], backbone.with_outputs(stages), necks
-    pools = bool(necks) and bare_name(necks[0].get('type')).endswith('GlobalAveragePooling')
+    first = necks[0] if necks else {}
+    pools = bare_name(first.get('type')).endswith('GlobalAveragePooling')
     if backbone.plain and (old[-1].stride is None or pools):  # its class token, without pooling
         cfg['out_type'], made, new = 'cls_token', necks[pools:], [FeatureMap(new[0].channels, None)]
-    elif old[-1].stride is None and necks and necks[0].get('with_avg_pool') is False:  # of self-supervised training
-        made = [{**necks[0], 'with_avg_pool': True}, *necks[1:]]
-        remark = f'{necks[0]["type"]} averages the last map in place of tokens'
+    elif old[-1].stride is None and first.get('with_avg_pool') is False:  # of self-supervised training
+        made = [{**first, 'with_avg_pool': True}, *necks[1:]]
+        remark = f'{first["type"]} averages the last feature map in place of tokens'
     made = [Wiring(old, new)(neck) for neck in made]
     wiring = _behind(necks, old, made, new, measured.size)
     if wiring and wiring.old_strides[-1] is None and wiring.new_strides[-1]:
@@ -165,22 +167,25 @@ def _for_classifiers(network: dict, measured: Measured, backbone: ZooBackbone) -
     neck: Any = made
     if len(made) < 2 and not isinstance(network.get('neck'), (list, tuple)):
         neck = made[0] if made else None
-    result = {**network, 'backbone': cfg, 'neck': neck}
-    head = network.get('head')
+    result, head = {**network, 'backbone': cfg, 'neck': neck}, network.get('head')
     if not head:
         return [Candidate(result, remark)]
     wired = Candidate({**result, 'head': (wiring or Wiring(old, new))(head, 0, 'head')}, remark)
-    classes = head.get('num_classes')
-    if classes:
-        return [wired, _with_linear_head(result, head, classes, backbone)]
-    classes = network['backbone'].get('num_classes')  # the head is a loss alone (LeNet, VGG)
-    return [_with_linear_head(result, head, classes, backbone)] if classes else [wired]
+    return _with_linear_head(wired, head, network['backbone'].get('num_classes'), backbone)
 
 
-def _with_linear_head(network: dict, head: dict, classes: int, backbone: ZooBackbone) -> Candidate:
-    """Return the candidate with a linear classifier on the last feature map, and the loss of ``head``."""
-    last = len(backbone.stages) - 1
-    linear = dict(type='LinearClsHead', num_classes=classes, in_channels=backbone.stages[last].channels)
+def _with_linear_head(wired: Candidate, head: dict, of_backbone: Optional[int], new: ZooBackbone) -> list[Candidate]:
+    """Return a candidate, and a second one with a linear classifier on the last feature map and the loss of ``head``.
+
+    Upstream backbones that classify themselves have ``of_backbone`` classes, and a head that is a loss alone (LeNet,
+    VGG). For these only the second candidate is returned.
+    """
+    classes = head.get('num_classes') or of_backbone
+    if not classes:
+        return [wired]
+    last = len(new.stages) - 1
+    linear = dict(type='LinearClsHead', num_classes=classes, in_channels=new.stages[last].channels)
     linear.update({key: head[key] for key in ('loss', 'topk', 'cal_acc') if key in head})
-    parts = dict(backbone=backbone.with_outputs([last]), neck=_POOL, head=linear)
-    return Candidate({**network, **parts}, f'LinearClsHead on the last map replaces {head.get("type")}')
+    parts = dict(backbone=new.with_outputs([last]), neck=_POOL, head=linear)
+    second = Candidate({**wired.network, **parts}, f'LinearClsHead on the last feature map replaces {head.get("type")}')
+    return [wired, second] if head.get('num_classes') else [second]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from mmengine.config import ConfigDict
 from mmengine.registry import MODELS, init_default_scope
+from mmengine.utils import to_2tuple
 
 from ...utils.building import without_pretrained
 from ...utils.errors import RunError, described, printable
@@ -38,13 +39,13 @@ def measure(upstream: Upstream) -> Measured:
     cfg = without_pretrained(upstream.network['backbone'])
     _check_supported(upstream, cfg)
     size = cfg.get('img_size') or (upstream.image_size if upstream.task == 'mmpretrain' else None) or upstream.sizes[0]
-    size = (size, size) if isinstance(size, int) else tuple(size)
+    size = tuple(to_2tuple(size))
     noise, branches = torch.rand(2, upstream.image_channels, *size), []
     with quiet(), torch.no_grad():
         try:
             backbone = _build(cfg)
             outs = backbone(noise)
-            if upstream.task == 'mmseg' and torch.is_tensor(outs):  # segmentors may return more maps in training
+            if upstream.task == 'mmseg' and torch.is_tensor(outs):  # there may be more of them in training
                 backbone.train()
                 branches = _maps(backbone(noise), size[0])
         except Exception as error:  # anything may be raised by a model of another project
@@ -53,7 +54,7 @@ def measure(upstream: Upstream) -> Measured:
             ) from error
     found = _maps(outs, size[0])
     if not found:
-        raise Unsupported(upstream.base, f'{cfg["type"]} returns no maps or tokens')
+        raise Unsupported(upstream.base, f'{cfg["type"]} returns no feature maps or tokens')
     alike = [i for i, branch in enumerate(branches) if branch == found[0]]
     return Measured(branches, size, alike[0]) if len(alike) == 1 and len(branches) > 1 else Measured(found, size)
 
@@ -63,7 +64,7 @@ def _check_supported(upstream: Upstream, backbone: dict) -> None:
     network = upstream.network
     kind = bare_name(network.get('type'))
     if backbone.get('output_cls_token'):
-        raise Unsupported(upstream.base, 'its head reads a class token beside each map')
+        raise Unsupported(upstream.base, 'its head reads a class token beside each feature map')
     if kind == 'ImageClassifier' and not network.get('head'):
         raise Unsupported(upstream.base, 'it has no head, so that nothing trains')
     init_default_scope(upstream.task)
@@ -103,7 +104,7 @@ def _maps(outs: Any, side: int) -> list[FeatureMap]:
     found = []
     for out in outs if isinstance(outs, (list, tuple)) else [outs]:
         if isinstance(out, (list, tuple)) and out:
-            out = out[0]  # a map and its class token
+            out = out[0]  # a feature map and its class token
         if not isinstance(out, torch.Tensor) or out.dim() not in (2, 3, 4):
             return []
         stride = max(1, round(side / out.shape[2])) if out.dim() == 4 else None

@@ -8,7 +8,7 @@ from mmengine.config import Config
 from ...utils.errors import RunError
 from ...utils.registering import bare_name
 from ..configs import LOADERS
-from .upstream import Upstream, find_dict, listed
+from .upstream import Upstream, dicts, listed
 from .zoo import ZooBackbone, recipe
 
 # ImageNet's mean and standard deviation of the released weights, RGB
@@ -19,11 +19,9 @@ _RECIPES = (('FPNHead', 'fpn_80k'), ('RetinaNet', 'retinanet_1x'))
 
 def normalise(model: dict, task: str) -> None:
     """Set mean, standard deviation and channel order of the released weights in every preprocessor of a model."""
-    for key, value in model.items():
-        if not isinstance(value, dict):
-            continue
-        if key != 'data_preprocessor' or isinstance(value.get('data_preprocessor'), dict):
-            normalise(value, task)
+    for node in dicts(model):
+        value = node.get('data_preprocessor')
+        if not isinstance(value, dict) or isinstance(value.get('data_preprocessor'), dict):  # the latter: a wrapper's
             continue
         mean = value.get('mean')
         mean = list(mean) if isinstance(mean, (list, tuple)) else []
@@ -44,7 +42,7 @@ def check_pipelines(cfg: Config) -> None:
         RunError: A data set of ``cfg`` has ``Normalize`` in its pipeline.
     """
     for loader in LOADERS:
-        if find_dict(cfg.to_dict().get(loader), dict(type='Normalize')):
+        if any(bare_name(step.get('type')) == 'Normalize' for step in dicts(cfg.to_dict().get(loader))):
             raise RunError(
                 f'{loader}: Normalize in the pipeline (MMDetection 2, MMSegmentation 0) would normalise images twice. '
                 'Move its mean, std and to_rgb to data_preprocessor (bgr_to_rgb, to_rgb in classifiers).'

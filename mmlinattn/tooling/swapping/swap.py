@@ -85,11 +85,14 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
 def _first_that_trains(
     source: Upstream, new: ZooBackbone, optim_wrapper: Optional[dict]
 ) -> tuple[Candidate, SmokeResult]:
-    """Return the first candidate that trains every parameter of the backbone and predicts as upstream does."""
+    """Return the first candidate that trains every parameter of the backbone and predicts without an error.
+
+    A prediction may fail if it fails with upstream's own backbone, too.
+    """
     network = source.network
     found = candidates(network, measure(source), new, source.task)
     for size in source.sizes:
-        errors = [] if found else [f'the maps of {network["backbone"]["type"]} are none of a pyramid']
+        errors = [] if found else [f'the feature maps of {network["backbone"]["type"]} are none of a pyramid']
         for candidate in found:
             result = smoke_test(candidate.network, source, size, optim_wrapper)
             if result.without_gradient:

@@ -3,6 +3,7 @@
 
 import difflib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -17,9 +18,9 @@ from ..images import image_channels, test_size
 
 # beginnings of the names of backbones that only their own heads can read
 _OWN_HEADS = dict(
-    HourglassNet='an hourglass gives equal maps of one stride, each supervised by a head of its own',
+    HourglassNet='an hourglass gives equal feature maps of one stride, each supervised by a head of its own',
     TridentResNet='its head reads three branches of shared weights, which only TridentResNet has',
-    DetectoRS='its recursive pyramid feeds the maps of the neck back into this backbone',
+    DetectoRS='its recursive pyramid feeds the feature maps of the neck back into this backbone',
 )
 
 
@@ -31,7 +32,7 @@ class Unsupported(RunError):
 
 
 class NoModel(RunError):
-    """Raised for a config without a model, which other configs inherit."""
+    """Raised for a config without a model, a base of other configs."""
 
 
 class Upstream(NamedTuple):
@@ -54,7 +55,7 @@ class Upstream(NamedTuple):
 
     @property
     def model(self) -> dict:
-        """Copy of the model as Python's own dicts, with MMPretrain's preprocessor inside."""
+        """Copy of the model's config as Python's own dicts, with MMPretrain's preprocessor inside."""
         cfg = self.cfg.to_dict()
         if cfg.get('data_preprocessor'):
             cfg['model'].setdefault('data_preprocessor', cfg['data_preprocessor'])
@@ -62,14 +63,15 @@ class Upstream(NamedTuple):
 
     @property
     def network(self) -> dict:
-        """Part of the model that has ``backbone`` and ``neck``, see :func:`split_encoder`."""
+        """Part of the model's config that has ``backbone`` and ``neck``, see :func:`split_encoder`."""
         return split_encoder(self.model[self.inner] if self.inner else self.model)
 
     @property
     def has_masks(self) -> bool:
         """True if the training data has masks."""
-        loading = (dict(with_mask=True), dict(type='LoadPanopticAnnotations'))  # the latter loads them by default
-        return any(find_dict(self.cfg.get('train_dataloader'), wanted) is not None for wanted in loading)
+        steps = dicts(self.cfg.get('train_dataloader'))
+        # LoadPanopticAnnotations loads them by default
+        return any(step.get('with_mask') or bare_name(step.get('type')) == 'LoadPanopticAnnotations' for step in steps)
 
     @property
     def image_channels(self) -> int:
@@ -116,17 +118,13 @@ def join_encoder(network: dict) -> dict:
     return {**rest, 'image_encoder': [network['backbone'], *network['neck']]}
 
 
-def find_dict(node: Any, wanted: dict) -> Optional[dict]:
-    """Return the first dict inside ``node`` with the values ``wanted``, or None. Scopes of ``type`` are ignored."""
+def dicts(node: Any) -> Iterator[dict]:
+    """Yield all dicts in a part of a config, outer ones first."""
     if isinstance(node, dict):
-        values = {**node, 'type': bare_name(node.get('type'))}
-        if all(key in node and values[key] == value for key, value in wanted.items()):
-            return node
+        yield node
         node = list(node.values())
-    if isinstance(node, (list, tuple)):
-        found = (find_dict(item, wanted) for item in node)
-        return next((each for each in found if each is not None), None)
-    return None
+    for child in node if isinstance(node, (list, tuple)) else ():
+        yield from dicts(child)
 
 
 def read_upstream(spec: str) -> Upstream:
@@ -179,5 +177,5 @@ def _find_config(spec: str) -> tuple[str, Path]:
         close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         hint = f'; did you mean {" or ".join(f"{scope}::{other}" for other in close)}?' if close else ''
         raise RunError(f'UPSTREAM={spec!r}: {scope} has no such config{hint}')
-    # MMEngine accepts folders of plain letters only; gn+ws and legacy_1.x are reached through `_base_`
+    # MMEngine accepts folders of letters only; gn+ws and legacy_1.x are reached through `_base_`
     return spec if re.match(r'\w+::\w+/', spec) else f'{scope}::_base_/../{name}', root / name

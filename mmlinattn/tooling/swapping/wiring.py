@@ -7,10 +7,10 @@ of them.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
-from .upstream import listed
+from .upstream import dicts, listed
 from .zoo import FeatureMap
 
 _CHANNELS = ('_in_channels', '_in_planes', '_inplanes')
@@ -23,8 +23,8 @@ _NO_READERS = ('backbone', 'neck', 'train_cfg', 'test_cfg', 'data_preprocessor',
 def assign_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap], deepest_last: bool) -> Optional[list[int]]:
     """Return the stages, ascending, that replace upstream's feature maps.
 
-    They match by stride. The last feature maps of dilated networks share a stride and match by order. Of equal matches
-    the deepest is taken. The result is None for too many feature maps, or strides that do not ascend.
+    They match by stride. The last feature maps of dilated networks share a stride and match by order. Among
+    equal matches the deepest is taken. The result is None for too many feature maps, or strides that do not ascend.
 
     Args:
         old: The upstream feature maps.
@@ -57,25 +57,22 @@ def positions_read(network: dict, count: int) -> list[int]:
     if necks:
         return list(range(count))[necks[0].get('start_level') or 0 :]
     for head in (head for key, part in network.items() if key not in _NO_READERS for head in listed(part)):
-        indices, channels = list(_indices(head)), head.get('in_channels') if isinstance(head, dict) else None
+        indices, channels = _indices(head), head.get('in_channels') if isinstance(head, dict) else None
         if channels and not indices:  # as MMSegmentation's heads
             indices = [-1] if isinstance(channels, int) else list(range(count))
         found.update(i % count for i in indices)
     return sorted(found) or list(range(count))
 
 
-def _indices(node: Any) -> Iterator[int]:
-    """Yield ``in_index`` of a head and the heads inside."""
-    if isinstance(node, dict):
+def _indices(head: Any) -> list[int]:
+    """Return ``in_index`` of a head and of the heads inside."""
+    found: list[int] = []
+    for node in dicts(head):
         index = node.get('in_index')
-        if index is not None:
-            yield from [index] if isinstance(index, int) else index
+        found += [index] if isinstance(index, int) else index or []
         if 'c1_in_channels' in node:  # DeepLabV3+ reads the first feature map, too
-            yield 0
-        node = list(node.values())
-    if isinstance(node, (list, tuple)):
-        for item in node:
-            yield from _indices(item)
+            found.append(0)
+    return found
 
 
 class Wiring:
@@ -132,9 +129,10 @@ class Wiring:
         return self.keep.index(index % self.count)
 
     def _channels(self, value: Any, index: Any, is_read: bool) -> Any:
-        """Return the new channels for upstream's ``value``, a number or a list; ``value`` itself if none match.
+        """Return the channels of the new feature maps in place of ``value``, upstream's channels as a number or a list.
 
-        ``index`` is the ``in_index`` beside it, or None. If ``is_read``, numbers without ``index`` match, too.
+        Other numbers are returned unchanged. ``index`` is the ``in_index`` beside ``value``, or None. A number without
+        ``index`` is compared with upstream's feature maps only if ``is_read``.
         """
         if isinstance(value, (list, tuple)):
             runs = [range(first, first + len(value)) for first in range(self.count - len(value), -1, -1)]
