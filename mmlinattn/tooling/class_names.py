@@ -58,9 +58,9 @@ def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional
 
 
 def _of_data(cfg: Config) -> tuple:
-    """Return class names of the test data set: of ``metainfo``, of ``classes``, and of ``METAINFO`` of its class.
+    """Return the class names in ``metainfo``, in ``classes``, and in ``METAINFO`` of the class of the test data set.
 
-    Those that it lacks are None.
+    Missing ones are None.
     """
     _, dataset = next(dataset_configs(cfg, 'test_dataloader'), ('', {}))
     known: Any = {}

@@ -94,9 +94,8 @@ WHOLE = (
     *('mmpretrain.models', 'mmdet.models', 'mmseg.models', 'mmlinattn'),
 )
 REPORTED = (
-    *('torch', 'torchvision', 'numpy', *OPENCV, 'setuptools', 'transformers'),
-    *('mmengine', 'mmcv', 'mmcv-lite', 'mmlinattn-mmcv-ops', 'mmdet', 'mmsegmentation', 'mmpretrain', 'mmlinattn'),
-    *('onedl-mmengine', 'onedl-mmcv', 'onedl-mmdetection', 'onedl-mmsegmentation', 'onedl-mmpretrain'),
+    *('torch', 'torchvision', 'numpy', 'setuptools', 'transformers', 'mmlinattn-mmcv-ops', 'mmlinattn'),
+    *(name for family in FAMILIES.values() for name in family),
 )
 
 
@@ -106,7 +105,7 @@ class Repair(NamedTuple):
     remove: tuple = ()  # distributions
     first: tuple = ()  # whole commands
     install: tuple = ()  # arguments of pip
-    alone: tuple = ()  # arguments of pip, without dependencies, which would bring opencv-python back
+    alone: tuple = ()  # arguments of pip, without dependencies: these would bring opencv-python back
 
     def __add__(self, other: tuple) -> 'Repair':
         return Repair(*(tuple(dict.fromkeys((*mine, *theirs))) for mine, theirs in zip(self, other)))
@@ -213,7 +212,7 @@ def _installed(module: str) -> Repair:
 
 
 def _reinstalled(module: str) -> Repair:
-    """Return the repair of a module: install its distribution anew, and remove others that write the same files."""
+    """Return the repair of a module: install its distribution again, and remove others that write the same files."""
     family = FAMILIES.get(module)
     if module == 'torch':
         return _torch()

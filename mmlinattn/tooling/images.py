@@ -11,6 +11,7 @@ import numpy as np
 from mmcv.transforms import Compose
 from mmengine.config import Config
 from mmengine.registry import DATASETS, MODELS, init_default_scope
+from mmengine.utils import to_2tuple
 
 from ..utils.errors import RunError, described
 from ..utils.registering import bare_name
@@ -122,7 +123,7 @@ def test_size(cfg: Config) -> Optional[tuple[int, int]]:
             size = None if step.get('keep_ratio') else step['scale']
     if size is None:
         return None
-    width, height = (size, size) if isinstance(size, int) else size  # MMCV's order
+    width, height = to_2tuple(size)  # MMCV's order
     given = preprocessor(cfg)
     divisor = given.get('pad_size_divisor') or (given.get('test_cfg') or {}).get('size_divisor') or 1
     return -(-height // divisor) * divisor, -(-width // divisor) * divisor
@@ -139,8 +140,7 @@ def resizing(cfg: Config) -> dict:
     for step in test_pipeline(cfg):
         kind = bare_name(step['type'])
         if step.get('crop_size'):
-            size = step['crop_size']
-            found['crop'] = [size, size] if isinstance(size, int) else list(size)[::-1]
+            found['crop'] = list(to_2tuple(step['crop_size']))[::-1]
         elif step.get('scale') and 'Resize' in kind:
             found['resize'] = {key: list(value) if isinstance(value, tuple) else value for key, value in step.items()}
             del found['resize']['type']
@@ -157,8 +157,7 @@ def usual_size(cfg: Config) -> tuple[int, int]:
     if exact or scope == 'mmpretrain':
         return exact or (224, 224)
     if scope == 'mmseg':
-        size = cfg.get('crop_size') or 512
-        return (size, size) if isinstance(size, int) else tuple(size)
+        return tuple(to_2tuple(cfg.get('crop_size') or 512))
     scales = [step['scale'] for step in test_pipeline(cfg) if isinstance(step.get('scale'), (list, tuple))]
     short, long = (min(scales[-1]), max(scales[-1])) if scales else (800, 1333)
     height, width = (math.ceil(side / 32) * 32 for side in (short, min(long, short * 3 / 2)))

@@ -10,7 +10,7 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 def keep_freed_memory() -> bool:
     """Let glibc's malloc keep freed memory for the next tensors, instead of returning it to the system.
 
-    By default it returns large blocks, and each new feature map faults its pages in again: a fifth of the time of a
+    By default it returns large blocks, and each new feature map needs page faults: a fifth of the time of a
     forward pass on a CPU. ``MMLINATTN_KEEP_MEMORY=0`` and settings of malloc in the environment (``MALLOC_*``,
     ``GLIBC_TUNABLES``) leave malloc as it is. Other allocators and systems are left alone.
 

@@ -254,9 +254,7 @@ class PredictionFilesHook(Hook):
         self.threshold = default if args.score_thr is None else args.score_thr
         self.seen = 0
         self.entries: list[list[dict]] = []
-        self.drawings: dict[str, str] = {}
-        self.texts: dict[str, str] = {}
-        self.labels: dict[str, str] = {}
+        self.names: dict[str, dict[str, str]] = {}  # file names by suffix and image; drawings have the suffix ''
         self.ids = AnnotationIds()
         self.values: list[int] = []
 
@@ -275,9 +273,7 @@ class PredictionFilesHook(Hook):
         if not (args.show_dir or args.save_txt or args.save_labels):
             return
         paths = [str(info['img_path']) for info in infos_of(dataset) if info.get('img_path')]
-        self.drawings = dict(zip(paths, names_below(paths)))
-        self.texts = dict(zip(paths, names_below(paths, '.txt')))
-        self.labels = dict(zip(paths, names_below(paths, '.png')))
+        self.names = {suffix: dict(zip(paths, names_below(paths, suffix))) for suffix in ('', '.txt', '.png')}
 
     def after_test_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
         args = self.args
@@ -287,11 +283,11 @@ class PredictionFilesHook(Hook):
             if (args.show or args.show_dir) and index % args.interval == 0:
                 # some data sets of MMPretrain have images in memory only
                 image = self._read(path) if path else data_batch['inputs'][i].permute(1, 2, 0).byte().cpu().numpy()
-                self._draw(runner, sample, image, self.drawings.get(path, f'{index}.png'), index)
+                self._draw(runner, sample, image, self.names.get('', {}).get(path, f'{index}.png'), index)
             if args.save_txt:
-                write_yolo(Path(args.save_txt, self.texts[path]), sample, self.threshold, args.save_conf)
+                write_yolo(Path(args.save_txt, self.names['.txt'][path]), sample, self.threshold, args.save_conf)
             if args.save_labels:
-                write_mask(Path(args.save_labels, self.labels[path]), sample, self.values)
+                write_mask(Path(args.save_labels, self.names['.png'][path]), sample, self.values)
             if args.save_json:
                 number, name = sample.get('img_id', osp.basename(path)), osp.basename(path)
                 self.entries.append(coco_results(sample, number, self.ids.categories, name))

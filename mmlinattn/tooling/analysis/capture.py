@@ -147,7 +147,7 @@ def watched(model: nn.Module, on_block: Callable[[BlockCall], None]) -> Iterator
 
     Raises:
         ValueError: The model has no attention of this project, or the batch has several images.
-        NotImplementedError: The order in which an attention arranges its tokens is unknown.
+        NotImplementedError: An attention has an unknown order of tokens.
     """
     attentions = arrangements(model)
     if not attentions:

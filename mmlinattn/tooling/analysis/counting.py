@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Count multiply-adds and peak activation memory of PyTorch code by module and kind, on real or meta tensors."""
+"""Count multiply-adds and peak activation memory of PyTorch code by module and kind, on CPU or meta tensors."""
 
 import contextlib
 import weakref
@@ -30,7 +30,8 @@ _KIND_OF = {
 class OpCounter(TorchDispatchMode):
     """Context that counts multiply-adds by module name, with the formulas of ``torch.utils.flop_counter``.
 
-    Unlike in ``FlopCounterMode``, some functions count as a whole (:class:`_Functions`), and memory is measured.
+    Unlike in ``FlopCounterMode``, some functions count as a whole (:class:`_Functions`), memory is measured, and names
+    do not depend on the first module that is called.
 
     Args:
         model (nn.Module): Model that gives the names of its modules.
@@ -107,10 +108,10 @@ class _Functions(TorchFunctionMode):
     """Function mode for functions with operations that the counter cannot classify or should not count as executed.
 
     - Every matmul inside ``linear`` counts as a linear layer.
-    - ``scaled_dot_product_attention`` counts as the fused kernel: two matmuls, and no N x N map in memory. On meta
-      tensors PyTorch would build the map.
+    - ``scaled_dot_product_attention`` counts as the fused kernel: two matmuls, and no N x N attention map in memory.
+      PyTorch would build it on meta tensors.
     - Hallucinated attention counts as in its paper, which builds the attention maps: two matmuls, a 3x3 convolution of
-      half of the maps (intra-head), and a mixture of the maps (cross-head).
+      half of them (intra-head), and a mixture of all (cross-head).
     - A convolution with predicted kernels counts as an ordinary convolution.
     """
 

@@ -77,7 +77,7 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
     try:
         with torch.device('meta'):
             model = revert_sync_batchnorm(build_model(cfg))
-    except RunError:  # constructors of adapters initialise real tensors
+    except RunError:  # constructors of adapters need tensors with values
         model = revert_sync_batchnorm(build_model(cfg)).to('meta')
     model.eval()  # not chained: distillers of MMDetection return None
     image = torch.empty(1, image_channels(cfg), *shape, device='meta')

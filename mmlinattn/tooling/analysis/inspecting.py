@@ -82,8 +82,8 @@ def _measure_window(block: BlockCall, window: Window, rows: Tensor, names) -> di
         entry['locality'] = dict(chance=9 / num_keys, if_uniform=uniform)
         for name, map_ in (('', weights), ('_with_local', both)):
             if map_ is not None:
-                total, share = measures.neighbourhood_weight(map_, near)
-                entry['locality'].update({f'sum{name}': total.tolist(), f'share{name}': share.tolist()})
+                total, fraction = measures.neighbourhood_weight(map_, near)
+                entry['locality'].update({f'sum{name}': total.tolist(), f'share{name}': fraction.tolist()})
     if 'sharpness' in names:
         negative = (measures.magnitudes(weights) * (weights < 0)).sum(dim=-1)
         entry['sharpness'] = dict(

@@ -54,8 +54,8 @@ def neighbourhood_weight(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]
         weights (Tensor): Attention weights, (heads, n, M).
         near (Tensor): (n, M) bool, True for keys in the neighbourhood of a query.
     """
-    total, share = ((t * near).sum(dim=-1).mean(dim=-1) for t in (weights, magnitudes(weights)))
-    return total, share
+    total, fraction = ((t * near).sum(dim=-1).mean(dim=-1) for t in (weights, magnitudes(weights)))
+    return total, fraction
 
 
 def magnitudes(weights: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def evenly_spaced(number: int, limit: int) -> list[int]:
     return sorted({round(i) for i in np.linspace(0, number - 1, min(number, limit))})
 
 
-def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path, mark: tuple = ()) -> None:
+def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path, cross: tuple = ()) -> None:
     """Plot a grid with one row per block, at most :data:`SHOWN_BLOCKS` evenly spaced ones.
 
     Args:
@@ -78,7 +78,7 @@ def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path
         size: Width and height of a panel in inches.
         title: Title of the figure.
         path: File to write.
-        mark: Column and row of a cross drawn in each panel; empty for none.
+        cross: Column and row of a cross drawn in each panel; empty for none.
     """
     rows = [rows[i] for i in evenly_spaced(len(rows), SHOWN_BLOCKS)]
     columns = max(len(panels) for _, panels in rows)
@@ -91,7 +91,7 @@ def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path
             if panel is not None:
                 axis.imshow(panel[1], interpolation='nearest', **panel[2])
                 axis.set_title(panel[0], fontsize=6.5, pad=2)
-                axis.plot(*mark, marker='+', color='lime', markersize=7, markeredgewidth=1.6)
+                axis.plot(*cross, marker='+', color='lime', markersize=7, markeredgewidth=1.6)
     figure.suptitle(title, fontsize=8)
     _save(figure, path)
 
@@ -122,7 +122,7 @@ def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tu
 def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -> None:
     """Plot the attention maps of all queries and keys, as in FLatten Fig. 3 and hMHSA.
 
-    ``found`` has the names of block and attention, and the maps (heads, n, m), for one row per block.
+    ``found`` has the names of block and attention, and the attention maps (heads, n, m), for one row per block.
     """
     rows = []
     for block, mixer, maps in found:
@@ -133,7 +133,7 @@ def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -
             panels.append((f'head {head}, ±{peak:.2g}', maps[head], options))
         rows.append((f'{block}\n{mixer}\nqueries ↓  keys →', panels))
     title = (
-        f'{name}: weights of all queries (rows) on all keys (columns), row by row of the map, evenly sampled\n'
+        f'{name}: weights of all queries (rows) on all keys (columns), row by row of the feature map, evenly sampled\n'
         'red: positive, blue: negative, scale in each title; grey: outside of its window'
     )
     _plot_grid(rows, (1.5, 1.6), title, path)
@@ -189,7 +189,7 @@ PLOTS = dict(
             *_lines('sharpness', 'top_1', 'top_9', 'top_25', 'negative'),
         ],
     ),
-    ccs=('cosine similarity of the maps of two heads', [Line(('ccs',))]),
+    ccs=('cosine similarity of the attention maps of two heads', [Line(('ccs',))]),
 )
 """Title and lines of the plot of each measure."""
 

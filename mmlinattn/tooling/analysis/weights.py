@@ -59,7 +59,7 @@ def mixer_weights(
 
 
 def mixer_state(mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, *args, **terms) -> Optional[Tensor]:
-    """Return the state of a linear attention: the d x e matrix ``keys^T @ values`` by which its queries are multiplied.
+    """Return the state of a linear attention: the d x e matrix ``keys^T @ values``, the right factor of its queries.
 
     It is the first matmul of matrices (d, M) and (M, e) in the reference implementation of the op.
 
@@ -151,7 +151,7 @@ def local_weights(convolve: Callable[[Tensor], Tensor], v: Tensor, heads: int, r
 
 
 def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows: Rows) -> tuple[Tensor, float]:
-    """Return the matrix by which a function multiplies the values of each head, computed as its derivative at ``v``.
+    """Return the matrix of a function that is linear in the values of each head, computed as its derivative at ``v``.
 
     This holds if the channels of a head share one matrix, and each output channel depends on the same channel of the
     values. Each channel gives another row, so that one backward pass gives as many rows as a head has channels.
