@@ -18,7 +18,7 @@ from ..attention import Grid, StageContext
 from ..checkpoints.loading import load_pretrained
 from ..forward_pass import forget_weights, prepare, recompute
 from ..layers import FactorisedLinear, MapLayerNorm, build_ffn, is_batch_norm
-from ..ops.sizes import clone_if_open, to_image
+from ..ops.sizes import clone_if_dynamic, to_image
 from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
 
@@ -149,7 +149,7 @@ class Backbone(Arch, BaseModule):
         return next((part for part in self.parts() if f'{key}.'.startswith(f'{part.name}.')), None)
 
     def cast_groups(self) -> list[list[nn.Module]]:
-        """Return the modules whose weights autocast casts together."""
+        """Return groups of modules whose weights are cast to autocast's dtype in one operation."""
         groups: dict[int, list[nn.Module]] = {}
         for part in self.parts():
             if part.is_built and part.cast_group is not None:
@@ -413,7 +413,7 @@ class PyramidBackbone(Backbone):
         return self.patch_embeds[stage](x)
 
     def stage_context(self, stage: int, x: Tensor) -> StageContext:
-        """Return the context of a stage for the map that enters its blocks."""
+        """Return the context of a stage for the feature map that enters its blocks."""
         return StageContext(Grid(x.shape[1], x.shape[2]))
 
     def features(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -427,7 +427,7 @@ class PyramidBackbone(Backbone):
             raw = to_image(x)
             out = norms[str(i)](raw) if str(i) in norms else raw
             if i in self.out_indices:
-                outs.append(clone_if_open(out if self.out_norm else raw).contiguous())
+                outs.append(clone_if_dynamic(out if self.out_norm else raw).contiguous())
             if self.norms_feed_on:
                 x = out.permute(0, 2, 3, 1)
         return tuple(outs)

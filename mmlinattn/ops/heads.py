@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .sizes import clone_if_open, is_known
+from .sizes import clone_if_dynamic, is_known
 
 # Elements of a block on CPUs. Smaller blocks mean more parallel regions, and each waits for its last thread.
 BLOCK_NUMEL = 2**21
@@ -22,7 +22,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 def merge_heads(x: Tensor) -> Tensor:
     """Merge heads: (B, heads, N, d) -> (B, N, heads * d), a view if the heads of a token are adjacent in memory."""
-    return clone_if_open(x.transpose(1, 2)).flatten(2)
+    return clone_if_dynamic(x.transpose(1, 2)).flatten(2)
 
 
 def split_heads_5d(x: Tensor, num_heads: int) -> Tensor:
@@ -44,7 +44,7 @@ def merge_heads_5d(x: Tensor) -> Tensor:
     _, batch, heads, tokens, width = x.shape
     if is_known(heads) and heads == 1:
         return x.reshape(batch, tokens, width)
-    return clone_if_open(x.transpose(2, 3)).reshape(batch, tokens, heads * width)
+    return clone_if_dynamic(x.transpose(2, 3)).reshape(batch, tokens, heads * width)
 
 
 def split_pair(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:

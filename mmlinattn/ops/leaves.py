@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..utils import private_apis
 from . import dispatch
 from .dispatch import AnalyticGradient
-from .sizes import clone_if_open
+from .sizes import clone_if_dynamic
 
 HALF = torch.float16, torch.bfloat16
 Spans = Union[int, str, tuple[int, ...]]
@@ -324,7 +324,8 @@ class ResidualDWConv(Conv2d):
         self.of_gelu = of_gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        image, settings = clone_if_open(x.permute(0, 3, 1, 2)), (self.stride, self.padding, self.dilation, self.groups)
+        image = clone_if_dynamic(x.permute(0, 3, 1, 2))
+        settings = self.stride, self.padding, self.dilation, self.groups
         if self.padding_mode != 'zeros':
             image = F.gelu(image) if self.of_gelu else image
             image = image + super().forward(image)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .sizes import clone_if_open, is_known, round_up, to_image, unflatten
+from .sizes import clone_if_dynamic, is_known, round_up, to_image, unflatten
 
 
 def pad_by(x: Tensor, beyond: int) -> Tensor:
@@ -27,7 +27,7 @@ def pad_to_multiple(x: Tensor, step: int) -> Tensor:
 
 def cut_patches(x: Tensor, size: int) -> Tensor:
     """Cut (B, H, W, C) into (B, H / size, W / size, size, size, C); H and W are multiples of ``size``."""
-    return clone_if_open(unflatten(unflatten(x, 2, (-1, size)), 1, (-1, size)).transpose(2, 3))
+    return clone_if_dynamic(unflatten(unflatten(x, 2, (-1, size)), 1, (-1, size)).transpose(2, 3))
 
 
 def mean_pool(x: Tensor, size: int, dim: int) -> Tensor:

@@ -66,7 +66,7 @@ def unflatten(x: Tensor, dim: int, sizes) -> Tensor:
     return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
 
 
-def clone_if_open(x: Tensor) -> Tensor:
+def clone_if_dynamic(x: Tensor) -> Tensor:
     """Return a contiguous clone of ``x`` in a graph with a dynamic size that may be 1, otherwise ``x`` itself.
 
     For a non-contiguous tensor PyTorch compares the size with 1, and export would add this comparison as a guard.
@@ -78,8 +78,8 @@ def clone_if_open(x: Tensor) -> Tensor:
 
 
 def to_image(x: Tensor) -> Tensor:
-    """Move channels first: (B, H, W, C) -> (B, C, H, W), a view unless :func:`clone_if_open` copies it."""
-    return clone_if_open(x.permute(0, 3, 1, 2))
+    """Move channels first: (B, H, W, C) -> (B, C, H, W), a view unless :func:`clone_if_dynamic` copies it."""
+    return clone_if_dynamic(x.permute(0, 3, 1, 2))
 
 
 def from_image(x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Grid(NamedTuple):
 def to_map(x: Tensor, grid: Grid) -> Tensor:
     """View patch tokens of (B, prefix + h * w, C) as a map (B, C, h, w) in channels-last memory."""
     image = x[:, grid.prefix :].reshape(x.shape[0], grid.height, grid.width, x.shape[2]).permute(0, 3, 1, 2)
-    return clone_if_open(image)
+    return clone_if_dynamic(image)
 
 
 def on_grid(conv, x: Tensor, grid: Grid) -> Tensor:

@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from . import dispatch
-from .sizes import Grid, arange, as_tensor, clone_if_open, is_known, round_up, unflatten
+from .sizes import Grid, arange, as_tensor, clone_if_dynamic, is_known, round_up, unflatten
 
 
 class Windows(NamedTuple):
@@ -163,13 +163,13 @@ def _spans(size: int, window: int) -> list[tuple[slice, slice, int]]:
 
 
 class DynamicWindows:
-    """:class:`Windows` for tracing and export of maps of dynamic size, with the same operations at every size.
+    """:class:`Windows` for tracing and export of feature maps of dynamic size, with the same operations at every size.
 
-    Windows larger than the map are padded instead of cropped, and every window has a mask. The shift is computed in the
-    traced graph, as it is 0 along an axis with a single window.
+    Windows larger than the feature map are padded instead of cropped, and every window has a mask. The shift is
+    computed in the traced graph, as it is 0 along an axis with a single window.
 
     Args:
-        height, width: Size of the map, as symbols or tensors.
+        height, width: Size of the feature map, as symbols or tensors.
         window: Height and width of a window; None for the whole axis.
         shift (bool): Shift by half a window.
     """
@@ -204,9 +204,9 @@ class DynamicWindows:
         for dim, axis in enumerate(self.axes, 1):
             if axis.shifts:
                 x = x.index_select(dim, axis.shifted(1, x))
-        # not einops: `clone_if_open` has to run between its permutation and its reshape
+        # not einops: `clone_if_dynamic` has to run between its permutation and its reshape
         x = unflatten(unflatten(x, 2, (columns.count, columns.window)), 1, (rows.count, rows.window))
-        return clone_if_open(x.transpose(2, 3)).flatten(0, 2).flatten(1, 2)
+        return clone_if_dynamic(x.transpose(2, 3)).flatten(0, 2).flatten(1, 2)
 
     def partition_qkv(self, x: Tensor, widths: tuple[int, ...]) -> Sequence[Tensor]:
         """Cut queries, keys and values as :meth:`Windows.partition_qkv` does."""
@@ -216,7 +216,7 @@ class DynamicWindows:
         """Invert :meth:`partition`, as :meth:`Windows.merge` does."""
         if not self.has_windows:
             return unflatten(x, 1, self.window)
-        x = clone_if_open(unflatten(unflatten(x, 1, self.window), 0, (batch, *self.counts)).transpose(2, 3))
+        x = clone_if_dynamic(unflatten(unflatten(x, 1, self.window), 0, (batch, *self.counts)).transpose(2, 3))
         x = x.flatten(3, 4).flatten(1, 2)
         for dim, axis in enumerate(self.axes, 1):
             if axis.has_windows:
@@ -234,7 +234,7 @@ class DynamicWindows:
         return real.flatten(2).flatten(0, 1).repeat(x.shape[0], 1)
 
     def regions_of_tokens(self, x: Tensor) -> Optional[Tensor]:
-        """Return the regions as :meth:`Windows.regions_of_tokens` does; None if windows are shifted at no size."""
+        """Return the regions as :meth:`Windows.regions_of_tokens` does; None if the attention has no shift."""
         if not any(axis.shifts for axis in self.axes):
             return None
         rows, columns = (axis.region(x) for axis in self.axes)

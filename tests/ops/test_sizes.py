@@ -27,7 +27,7 @@ def test_numbers_are_known_and_tensors_are_not(old, monkeypatch):
 
 def test_known_sizes_copy_no_map():
     x = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
-    assert sizes.clone_if_open(x) is x
+    assert sizes.clone_if_dynamic(x) is x
     image = sizes.to_image(x)
     assert image.shape == (2, 5, 3, 4) and image.data_ptr() == x.data_ptr()
     assert image.is_contiguous(memory_format=torch.channels_last)
@@ -42,7 +42,7 @@ def test_dynamic_shapes_that_may_be_one_are_copied(least, copied):
     torch._check(height >= least)
     with FakeTensorMode(shape_env=environment):
         x = torch.empty(height, 4, 3).transpose(1, 2)
-        found = sizes.clone_if_open(x)
+        found = sizes.clone_if_dynamic(x)
     assert (found is not x) is copied and found.stride() == ((12, 4, 1) if copied else (12, 1, 3))
 
 
