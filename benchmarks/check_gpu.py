@@ -117,8 +117,8 @@ def machine():
 
 
 def values(name: str):
-    """Yield a row for each dtype and form of a backbone: the relative error of outputs and gradients against float64,
-    and the error of the reference implementation."""
+    """Yield a row for each dtype and variant of a backbone: relative errors of outputs and gradients against float64,
+    and those of the reference implementation."""
     import launches
 
     from mmlinattn import ops
@@ -254,7 +254,7 @@ def layouts(name: str):
 
 
 def measured(call: Callable[[], Any]) -> dict:
-    """Return milliseconds (median) and MiB of a call, and seconds of the first one, which compiles."""
+    """Return milliseconds (median) and MiB of a call, and seconds of the first one, with compilation."""
     seconds = []
     cuda.synchronize()
     for i in range(setup.repeats + 2):
@@ -355,7 +355,7 @@ def advice(parts: dict) -> list[str]:
     )
     if one and merged:
         lines.append(f'Optimizer of Mask R-CNN: {one["optimizer_ms"]:.2f} ms, merged {merged["optimizer_ms"]:.2f} ms')
-    lines.append(f'Hosts right: { {True: "yes", False: "no", None: "not known"}[values_right(parts)] }.')
+    lines.append(f'Backbones right: { {True: "yes", False: "no", None: "not known"}[values_right(parts)] }.')
     return lines
 
 
@@ -371,7 +371,7 @@ def cell(row: dict, peer: Optional[float]) -> str:
 
 def report(parts: dict) -> list[str]:
     lines = ['# mmlinattn on this GPU', '', *map(str, rows_of(parts, 'machine'))]
-    lines += ['', '## Form to take', '', *(f'- {line}' for line in advice(parts)), '', '## Values beside float64']
+    lines += ['', '## Variant to take', '', *(f'- {line}' for line in advice(parts)), '', '## Values beside float64']
     rows = [
         (name, row['case'], f'{row["error"]:.1e}', f'{row["plain"]:.1e}', 'yes' if row['right'] else '**no**')
         for name in BACKBONES

@@ -2,7 +2,7 @@
 """Kernel launches and Python calls of a training step on a GPU, counted on a CPU.
 
 Operators are counted by a dispatch mode while the CPU takes the path of a GPU (``ops.dispatch.as_on_gpu``) under the
-autocast rules of CUDA. Views and allocations launch nothing. Counts do not depend on widths or batch size, so the
+autocast rules of CUDA. Views and allocations launch nothing. Counts do not depend on channels or batch size, so the
 models are narrow.
 """
 
@@ -270,6 +270,6 @@ def build(name: str, drop_path_rate: float = 0.0, shrink: int = 4) -> nn.Module:
     config = dict(BACKBONES[name])
     kind = MODELS.get(config['type'])
     arch = dict(kind.arch_zoo[config.pop('arch')])
-    if config['type'] != 'LinearNextViT':  # whose groups of 32 channels want the published widths
+    if config['type'] != 'LinearNextViT':  # its groups of 32 channels need the published channels
         arch['embed_dims'] = tuple(dim // shrink for dim in arch['embed_dims'])
     return MODELS.build(dict(config, arch=arch, drop_path_rate=drop_path_rate))

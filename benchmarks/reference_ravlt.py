@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Reference implementation of RAVLT for benchmarks and tests.
 
-It has NCHW feature maps with permutes around each LayerNorm and attention, 1x1 convolutions, N x N softmax maps, and
-one tensor for each factor of RALA Eq. 2-6. It computes the same function as the :class:`mmlinattn.backbones.RAVLT`
-with its weights.
+It has NCHW feature maps with permutes around each LayerNorm and attention, 1x1 convolutions, N x N softmax attention
+maps, and one tensor for each factor of RALA Eq. 2-6. It computes the same function as
+:class:`mmlinattn.backbones.RAVLT` with its weights.
 """
 
 import torch

@@ -40,7 +40,7 @@ def calls(name: str, mode: str, side: int, dim: int, heads: int) -> tuple[Callab
     Args:
         name (str): Attention.
         mode (str): ``'train'`` adds the backward pass.
-        side (int): Height and width of the map in tokens.
+        side (int): Height and width of the feature map in tokens.
         dim, heads (int): Channels and heads.
     """
     torch.manual_seed(0)
@@ -157,9 +157,9 @@ def draw(path: Path, args, seconds: dict) -> None:
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--only', nargs='+', choices=names(), default=names(), help='attentions')
-    parser.add_argument('--sides', nargs='+', type=int, default=list(SIDES), help='square maps, ascending: N = side^2')
+    parser.add_argument('--sides', nargs='+', type=int, default=list(SIDES), help='of square feature maps, ascending')
     parser.add_argument('--modes', nargs='+', choices=tuple(MODES), default=list(MODES))
-    parser.add_argument('--dim', type=int, default=256, help='width')
+    parser.add_argument('--dim', type=int, default=256, help='channels')
     parser.add_argument('--heads', type=int, default=8)
     parser.add_argument(
         '--threads',

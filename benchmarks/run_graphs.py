@@ -27,7 +27,7 @@ from mmlinattn.tooling.export import FORMATS, ExportableModel
 from mmlinattn.tooling.export.models import deviation
 
 SHAPES = [(batch, 3, height, width) for batch, height, width in graphs.SHAPES]
-ONE_PIXEL = (1, 3, 32, 32)  # of the last map
+ONE_PIXEL = (1, 3, 32, 32)  # of the last feature map
 
 
 class Pyramid(nn.Module):
@@ -62,8 +62,8 @@ def measure(backbone: str, form: str, mix: tuple, folder: Path) -> dict:
         folder (Path): Folder for the file.
 
     Returns:
-        dict: ``largest`` deviation, ``one_pixel`` (deviation for a last map of one pixel, or ``'refused'``), and CPU
-            ``seconds`` of the export.
+        dict: ``largest`` deviation, ``one_pixel`` (the same for a last feature map of one pixel, or ``'refused'``), and
+            CPU ``seconds`` of the export.
     """
     model, backend = build(backbone, mix), FORMATS[form]
     torch.manual_seed(1)
@@ -99,7 +99,7 @@ def table(results: list[dict]) -> str:
             values = [r['largest'] for r in found]
             ones = [r['one_pixel'] for r in found]
             values += [one for one in ones if one != 'refused']
-            remark = ' (32x32 refused)' if 'refused' in ones else ''
+            remark = ' (32x32 unsupported)' if 'refused' in ones else ''
             cells.append(f'{max(values):.0e}{remark}')
         lines.append(f'| `{backbone}` | ' + ' | '.join(cells) + ' |')
     return '\n'.join(lines) + '\n'

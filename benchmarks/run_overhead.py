@@ -6,7 +6,7 @@
 
 Two runs of one config in one process, one with the hooks of ``configs/_base_/default_runtime.py`` and one without any
 ``custom_hooks``, take turns iteration by iteration: same weights, same data, each with its own loader and log. The
-ratio is of the medians. Beside it, the share of an iteration that is spent inside the hooks. It misses their
+ratio is of the medians. Beside it, the fraction of an iteration that is spent inside the hooks. It misses their
 effect elsewhere (the loader's workers). On a GPU it includes the wait for the loss. Other work on the machine hardly
 changes it.
 """
@@ -85,7 +85,7 @@ def stepper(runner: Runner) -> Callable[[], None]:
 
 
 def clock_hooks(runner: Runner) -> list[float]:
-    """Time the hooks of this project around each iteration. Return a list to which each call appends its seconds."""
+    """Time the hooks of this project around each iteration. Return a list; each call appends its seconds."""
     spent = []
 
     def clocked(method):

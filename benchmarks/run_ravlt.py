@@ -203,7 +203,7 @@ def work(args, report: Report, cases: list[Case]) -> None:
         f'Matrix products of {cases[0].dtype} run at {rate / 1e9:.0f} GFLOP/s in the same run. '
         f'Forward, batch {cases[0].batch}, {size[0]}x{size[1]}; a multiply-add is two operations.',
     )
-    report.table('model', 'multiply-adds', 'time', 'share of the rate', 'time by operator')
+    report.table('model', 'multiply-adds', 'time', 'fraction of the rate', 'time by operator')
     for case in cases:
         build = partial(RAVLT, case.arch, stage_attns=ATTNS[case.attns])
         macs = measure.multiply_adds(build, case.batch, 3, *case.size)
@@ -290,7 +290,7 @@ def parse(argv=None):
     parser.add_argument('--train-size', nargs=2, type=int, default=(640, 640), metavar=('H', 'W'))
     parser.add_argument(
         '--linear-sizes', nargs=2, type=int, default=(512, 1536), metavar=('LOW', 'HIGH'),
-        help='sides of the two square images whose costs are compared',
+        help='sides of two square images, to compare their costs',
     )  # fmt: skip
     parser.add_argument(
         '--dtypes', nargs='+', choices=('bfloat16', 'float16', 'float32'),

@@ -63,7 +63,7 @@ MODELS = {
     'InLine-Swin-T, global': Model(lambda: LinearSwin('inline-tiny', window_size=None), 'tab:red', '-'),
     'Swin-T (softmax, 7x7 windows)': Model(lambda: LinearSwin('softmax-tiny'), 'tab:red', ':'),
     'FLatten-PVT-T': Model(lambda: LinearPVT('flatten-tiny'), 'tab:green', '-'),
-    'PVT-T, softmax over whole maps': Model(
+    'PVT-T, softmax over whole feature maps': Model(
         lambda: LinearPVT(dict(LinearPVT.arch_zoo['softmax-tiny'], sr_ratios=1)), 'tab:green', '--'
     ),
     'PVT-T (softmax, reduced keys)': Model(lambda: LinearPVT('softmax-tiny'), 'tab:green', ':'),
@@ -274,7 +274,7 @@ def plot(found: dict[str, list[Point]], path: Path, what: list[str]) -> None:
                 lowest.append(known[0][1])
                 axis.plot(*zip(*known), model.line, color=model.colour, marker='o', markersize=4, label=name)
         guide = [min(lowest) * 0.6 * (side / sides[0]) ** 2 for side in sides]
-        axis.plot(sides, guide, color='0.6', linewidth=5, alpha=0.4, label='slope of what grows with the pixels')
+        axis.plot(sides, guide, color='0.6', linewidth=5, alpha=0.4, label='slope of linear growth with the pixels')
         axis.set_xscale('log', base=2)
         axis.set_yscale('log')
         axis.set_xticks(sides, [f'{side} x {side}' for side in sides])
@@ -296,7 +296,7 @@ def plot(found: dict[str, list[Point]], path: Path, what: list[str]) -> None:
     )
     figure.suptitle(
         'Cost of a forward pass by the size of the image, batch 1, float32\n'
-        'solid: linear attention, dashed: softmax over whole maps, dotted: softmax in windows or on reduced keys',
+        'solid: linear attention, dashed: softmax over all tokens, dotted: softmax in windows or on reduced keys',
         fontsize=11,
     )
     figure.tight_layout(rect=(0, 0.16, 1, 1))

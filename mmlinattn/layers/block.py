@@ -22,8 +22,8 @@ class Block(Leaf, BaseModule):
 
     Args:
         dim (int): Channels C.
-        attn (nn.Module): Called with a map (or tokens) of C channels and the stage's context; returns the same shape.
-        ffn (nn.Module): Feed-forward network on maps of C channels.
+        attn (nn.Module): Called with a feature map (or tokens) of C channels and the stage's context; keeps the shape.
+        ffn (nn.Module): Feed-forward network on feature maps of C channels.
         norm_cfg (dict): Config of both norms, over the last axis.
         drop_path (float): Rate of stochastic depth.
         layer_scale (float, optional): Initial value of gamma; None for no layer scale.

@@ -77,12 +77,12 @@ class PatchConv2d(Conv2d):
 
 
 class PatchEmbed(BaseModule):
-    """A strided convolution and a norm over channels, on maps zero-padded at the bottom and right to whole strides.
+    """A strided convolution and a norm over channels, on inputs zero-padded at the bottom and right to whole strides.
 
     Args:
-        in_dim (int): Channels of the map.
+        in_dim (int): Channels of the input.
         dim (int): Channels C of the result.
-        kernel_size, stride, padding (int): Of the convolution; ``kernel_size - 2 * padding`` has to
+        kernel_size, stride, padding (int): Settings of the convolution; ``kernel_size - 2 * padding`` has to
             be positive and may not exceed the stride.
         norm_cfg (dict, optional): Norm over channels; None for none.
 

@@ -13,7 +13,7 @@ from ..ops.sizes import round_up
 
 @MODELS.register_module()
 class MapAdapter(BaseModule):
-    """Convert maps to the channels and strides that the next module expects.
+    """Convert feature maps to the channels and strides that the next module expects.
 
     Each output is a 1x1 convolution of one input, resized (bilinear) if the strides differ.
 

@@ -97,8 +97,10 @@ def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
 
 
 def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float, keeps_base: bool = False) -> tuple[Tensor, ...]:
-    """Return the focused map of (B, N, C) before its norm is restored, the restoring factor (B, N, 1), r and |r|. The
-    map overwrites r unless ``keeps_base``."""
+    """Return ``r ** power`` up to a scale, the factor (B, N, 1) that gives it the norm of r, r (B, N, C), and |r|.
+
+    ``r = (ReLU(x) + eps) * inverse_scale``. The power overwrites r unless ``keeps_base``.
+    """
     r = x.to(inverse_scale.dtype).relu()
     r = torch.addcmul(inverse_scale * eps, r, inverse_scale, out=r)
     norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)

@@ -116,7 +116,7 @@ def _folds(step: Any) -> bool:
 
 
 def chain(x: Tensor, steps: Sequence[Step]) -> Tensor:
-    """Call ``steps`` one after another, as few kernels."""
+    """Call layers and functions in sequence, with neighbours fused to one kernel where possible, see :func:`plan`."""
     kernels = plan(steps)
     if not _fits_strips(x, kernels):
         return _run(x, kernels)

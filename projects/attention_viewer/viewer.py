@@ -46,7 +46,7 @@ class AttentionViewer:
             RunError: The image is too small or too narrow.
         """
         if image.ndim != 3 or image.shape[2] != 3 or min(image.shape[:2]) < 8:
-            raise RunError(f'image of shape {image.shape}: expected (H, W, 3) with at least 8 pixels a side')
+            raise RunError(f'image of shape {image.shape}: expected (H, W, 3) with at least 8 pixels per side')
         return self._cached(image.tobytes(), image.shape)
 
     def _run(self, pixels: bytes, shape: tuple) -> ForwardPass:

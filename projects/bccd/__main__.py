@@ -24,7 +24,7 @@ SPLITS = {'train': 'trainval', 'test': 'test'}  # 292 and 72 images
 
 _swin = dict(type='mmdet.SwinTransformer', out_indices=(1, 2, 3), drop_path_rate=0.0)  # its defaults are Swin-T's
 _resnet = dict(type='mmdet.ResNet', depth=50, out_indices=(1, 2, 3), norm_eval=False)
-# name -> backbone, widths of the maps of strides 8, 16 and 32
+# name -> backbone, channels of the feature maps of strides 8, 16 and 32
 BACKBONES = {
     'ravlt_t': (
         dict(type='RAVLT', arch='tiny', out_indices=(1, 2, 3), norm_cfg=dict(type='BN'), drop_path_rate=0.0),

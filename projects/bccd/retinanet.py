@@ -10,10 +10,10 @@ _base_ = [
 size = (256, 192)  # width, height; the photographs have 640x480
 metainfo = dict(classes=('RBC', 'WBC', 'Platelets'))
 
-width = 128  # width of pyramid and heads: half of COCO's recipe, for two cores; also half as many convolutions
+width = 128  # channels of pyramid and heads: half of COCO's recipe, for two cores; also half as many convolutions
 
 model = dict(
-    # maps of strides 8, 16 and 32
+    # feature maps of strides 8, 16 and 32
     neck=dict(start_level=0, out_channels=width),
     bbox_head=dict(
         num_classes=3,

@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument('--sample', type=int, default=20, help='number of defects [%(default)s]')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--tests', nargs='+', help='tests to run [those of the mirroring folder]')
-    parser.add_argument('--seconds', type=float, default=600, help='time limit of a run, which counts as noticed')
+    parser.add_argument('--seconds', type=float, default=600, help='time limit of a run; longer ones count as noticed')
     parser.add_argument('--out', type=Path, default=Path('work_dirs/mutants'))
     args = parser.parse_args()
     copy, kept = args.out / 'copy', args.out / 'results.json'

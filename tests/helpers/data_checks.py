@@ -56,7 +56,7 @@ NAMES = ('cat', 'dog', 'owl')
 
 
 def coco(folder, names=NAMES, name='a.json', box=(), **changes):
-    """Write images, and a COCO file with gaps between category ids and one object of each category."""
+    """Write images, and a COCO file with gaps between category ids and one object, with ``box``, of each category."""
     for entry in IMAGES:
         Image.new('RGB', (40, 30)).save(folder / entry['file_name'])
     ids = [7 * i + 3 for i in range(len(names))]

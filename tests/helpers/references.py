@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Reference implementations of all attentions: the equation of the paper with its N x N map A, (B, heads, N, N),
+"""Reference implementations of all attentions: the equation of the paper with its attention map A, (B, heads, N, N),
 and ``out = A v``.
 
 A new attention adds rows to :data:`ATTENTIONS` and :data:`ERRORS`, and a function with the name of its type. Equations
@@ -86,7 +86,7 @@ def tokens(batch, count, learns=True):
     return torch.randn(batch, count, DIM, dtype=torch.float64, requires_grad=learns)
 
 
-FORMS = ['auto', 'elsewhere', 'reference']  # elsewhere: the path of a GPU, on this CPU
+FORMS = ['auto', 'elsewhere', 'reference']  # elsewhere: the code path of a GPU, on this CPU
 
 
 @contextlib.contextmanager
@@ -148,14 +148,14 @@ def linear_map(q, k, size=None, eps=1e-6):
     """Return the attention map of linear attention for mapped queries and keys (InLine Eq. 2), (B, heads, N, N).
 
     ``A_ij = (R_i q_i) . (R_j k_j) / sum_m(q_i . k_m)``, with ``eps`` added to the mean over the keys. R is the rotary
-    encoding of a map of ``size`` (height, width), or the identity.
+    encoding of a feature map of ``size`` (height, width), or the identity.
     """
     normaliser = similarity(q, k).mean(dim=-1, keepdim=True) + eps
     return similarity(q, k, size) / k.shape[2] / normaliser
 
 
 def rala_map(q, k, size=None, weight_scale=1.0, eps=1e-6):
-    """Attention map of RALA, Eq. 2-4: the map of linear attention for keys ``a_j k_j``.
+    """Attention map of RALA, Eq. 2-4: the attention map of linear attention for keys ``a_j k_j``.
 
     ``a_j = N exp(q_g . k_j s) / sum_m exp(q_g . k_m s)``, with ``q_g = mean_i q_i`` and s the ``weight_scale``; without
     it all a_j are one.
@@ -273,7 +273,7 @@ def hallucinated(mixer, spec, q, k, v, grid, size, bias, context):
 
 def hydra(mixer, spec, q, k, v, grid, size, bias, context):
     q, k, v = (side_by_side(t) for t in (q, k, v))
-    weights = torch.einsum('bic,bjc->bcij', unit(q), unit(k))  # a map for every channel
+    weights = torch.einsum('bic,bjc->bcij', unit(q), unit(k))  # an attention map for every channel
     return torch.einsum('bcij,bjc->bic', weights, v)
 
 
@@ -307,7 +307,7 @@ def angular(mixer, spec, q, k, v, grid, size, bias, context):
 def reference(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=None, context=None):
     """Compute ``W_o ((mix(q, k, v) + DWConv(v)) * gate)`` of tokens ``x`` (B, N, C).
 
-    Queries and keys are rotated (rotary encoding) if ``size``, the map's (height, width), is given.
+    Queries and keys are rotated (rotary encoding) if ``size``, the feature map's (height, width), is given.
     """
     spec, key_grid, widths = ATTENTIONS[name], key_grid or grid, attention.mixer.widths
     weights = attention.qkv.weight.split(attention.widths)

@@ -58,7 +58,7 @@ def run(*command, cwd, **env):
 
 
 def start(*command, cwd, **env):
-    """Start a command in a process group of its own; it waits in iteration ``HOLD``."""
+    """Start a command in a process group of its own; ``HoldHook`` makes it wait in the iteration of ``HOLD``."""
     return subprocess.Popen(
         [str(word) for word in command],
         start_new_session=True,

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Maps of a click, and access to the page."""
+"""Attention maps of a click, and access to the page."""
 
 import sys
 from pathlib import Path
