@@ -19,7 +19,7 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def to_map(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """Convert tokens (B, N, C) to a feature map (B, C, h, w)."""
+    """Convert tokens (B, N, C) to a map (B, C, h, w)."""
     return x.transpose(1, 2).unflatten(2, size)
 
 
@@ -28,13 +28,13 @@ def to_tokens(x: Tensor) -> Tensor:
 
 
 def cut(x: Tensor, window: tuple[int, int]) -> Tensor:
-    """Cut a feature map (B, H, W, C) into windows (B * windows, tokens, C)."""
+    """Cut a map (B, H, W, C) into windows (B * windows, tokens, C)."""
     x = x.unflatten(2, (-1, window[1])).unflatten(1, (-1, window[0]))
     return x.permute(0, 1, 3, 2, 4, 5).flatten(0, 2).flatten(1, 2)
 
 
 def join(x: Tensor, window: tuple[int, int], size: tuple[int, int]) -> Tensor:
-    """Join windows of :func:`cut` to the feature map of ``size`` (height, width)."""
+    """Join windows of :func:`cut` to the map of ``size`` (height, width)."""
     rows, columns = size[0] // window[0], size[1] // window[1]
     x = x.unflatten(1, window).unflatten(0, (-1, rows, columns)).permute(0, 1, 3, 2, 4, 5)
     return x.flatten(3, 4).flatten(1, 2)
@@ -84,10 +84,7 @@ class Released:
     # --- attentions, (B, N, C) -> (B, N, C) ---------------------------------------------------------------------------
 
     def mix(self, kind: str, name: str, q, k, v, heads: int, size, source, bias=0.0, rotary=False) -> Tensor:
-        """Mix the values by the attention ``kind``. The last h * w tokens form a grid of ``size`` (h, w).
-
-        InLine predicts its kernels from the average of the tokens ``source``.
-        """
+        """Mix the values. InLine averages the tokens ``source``; ``size`` is the grid of the last h * w tokens."""
         prefix = q.shape[1] - size[0] * size[1]
         values, scale = v, (q.shape[-1] // heads) ** -0.5
         if kind == 'focused':

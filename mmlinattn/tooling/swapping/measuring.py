@@ -54,7 +54,7 @@ def measure(upstream: Upstream) -> Measured:
             ) from error
     found = _maps(outs, size[0])
     if not found:
-        raise Unsupported(upstream.base, f'{cfg["type"]} returns no feature maps or tokens')
+        raise Unsupported(upstream.base, f'{cfg["type"]} returns no maps or tokens')
     alike = [i for i, branch in enumerate(branches) if branch == found[0]]
     return Measured(branches, size, alike[0]) if len(alike) == 1 and len(branches) > 1 else Measured(found, size)
 
@@ -64,7 +64,7 @@ def _check_supported(upstream: Upstream, backbone: dict) -> None:
     network = upstream.network
     kind = bare_name(network.get('type'))
     if backbone.get('output_cls_token'):
-        raise Unsupported(upstream.base, 'its head reads a class token beside each feature map')
+        raise Unsupported(upstream.base, 'its head reads a class token beside each map')
     if kind == 'ImageClassifier' and not network.get('head'):
         raise Unsupported(upstream.base, 'it has no head, so that nothing trains')
     init_default_scope(upstream.task)

@@ -18,7 +18,7 @@ from ..images import image_channels, test_size
 
 # beginnings of the names of backbones that only their own heads can read
 _OWN_HEADS = dict(
-    HourglassNet='an hourglass gives equal feature maps of one stride, each supervised by a head of its own',
+    HourglassNet='an hourglass gives equal maps of one stride, each supervised by a head of its own',
     TridentResNet='its head reads three branches of shared weights, which only TridentResNet has',
     DetectoRS='its recursive pyramid feeds the feature maps of the neck back into this backbone',
 )

@@ -62,12 +62,12 @@ def test_names_of_upstream_configs(upstream, message):
     [
         (
             'mmdet::cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco.py',
-            'an hourglass gives equal feature maps of one stride',
+            'an hourglass gives equal maps of one stride',
         ),
         ('mmpretrain::mae/mae_vit-base-p16_8xb512-amp-coslr-300e_in1k.py', 'masked image modelling'),
         ('mmpretrain::spark/spark_sparse-resnet50_8xb512-amp-coslr-800e_in1k.py', 'masked image modelling'),
         ('mmpretrain::dinov2/vit-small-p14_dinov2-pre_headless.py', 'it has no head'),
-        ('mmseg::dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py', 'a class token beside each feature map'),
+        ('mmseg::dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py', 'a class token beside each map'),
     ],
 )
 def test_unsupported_networks_have_one_line(upstream, reason):
@@ -141,7 +141,7 @@ def test_maps_are_measured():
 
 
 def test_backbones_without_maps():
-    with pytest.raises(Unsupported, match='returns no feature maps or tokens$'):
+    with pytest.raises(Unsupported, match='returns no maps or tokens$'):
         measure(upstream_of(dict(type='Measurable')))
     with pytest.raises(RunError, match='its own backbone does not run here: LookupError: of two lines$'):
         measure(upstream_of(dict(type='Measurable', fails=True)))
