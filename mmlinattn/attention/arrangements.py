@@ -23,8 +23,8 @@ class ReducedAttention(ReducedKeysAttention):
 
     Args:
         dim, num_heads, mixer, kwargs: See :class:`Attention`.
-        ratio (int): Reduction of height and width; the map is zero-padded to a multiple of it.
-        norm_cfg (dict): Norm of the reduced map.
+        ratio (int): Reduction of height and width; the feature map is zero-padded to a multiple of it.
+        norm_cfg (dict): Norm of the reduced feature map.
 
     Raises:
         ValueError: For a ratio above 1 with a mixer or ``local_kernel`` that convolves the values of the whole map.
@@ -56,11 +56,11 @@ def check_order(mixer, spec) -> None:
 class WindowAttention(Attention):
     """Attention within windows, shifted or not; padding never changes the output of a valid token.
 
-    Linear projections run on the whole map, before windows are cut and after they are merged.
+    Linear projections run on the whole feature map, before windows are cut and after they are merged.
 
     Args:
         dim, num_heads, mixer, kwargs: See :class:`Attention`.
-        window (tuple[int, int], optional): Largest height and width of a window; None for the whole map.
+        window (tuple[int, int], optional): Largest height and width of a window; None for the whole feature map.
         shift (bool): Shift the windows by half, as in every second block of Swin.
         relative_bias (bool): Add Swin's relative position bias if the mixer supports a bias.
 
@@ -114,7 +114,7 @@ class WindowAttention(Attention):
         """Return the bias of the attention map, (1 or B * windows, heads, N, N); None if there is none.
 
         It sums the relative position bias and ``hidden`` (windows, 1, N, N), the additive mask that keeps regions of a
-        shifted map apart.
+        shifted feature map apart.
         """
         # four dimensions: for a bias of three, PyTorch does not use its fused attention
         bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]
@@ -130,7 +130,7 @@ class StripeAttention(BaseModule):
         dim (int): Channels C, a multiple of ``num_heads``.
         num_heads (int): Number of heads, even.
         mixer (str | dict): The attention of both halves.
-        stripe (int): Width of a stripe in tokens; it is as long as the map.
+        stripe (int): Width of a stripe in tokens; it is as long as the feature map.
         local_kernel (int, optional): Size of the locally-enhanced position encoding of the values.
 
     Raises:
@@ -180,5 +180,5 @@ class StripeAttention(BaseModule):
 
 
 def windows_of(stage: StageContext, x: Tensor) -> MapWindows:
-    """Return the shared windows of the stage, or new ones of the map ``x`` if the context has none."""
+    """Return the shared windows of the stage, or new ones of the feature map ``x`` if the context has none."""
     return stage.windows or MapWindows(x)

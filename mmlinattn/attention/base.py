@@ -139,7 +139,7 @@ class Attention(LePEMixer):
 
 
 class GlobalAttention(Attention):
-    """:class:`Attention` over a whole map, (B, H, W, C) -> (B, H, W, C)."""
+    """:class:`Attention` over a whole feature map, (B, H, W, C) -> (B, H, W, C)."""
 
     def forward(self, x: Tensor, stage: StageContext) -> Tensor:
         return super().forward(x.flatten(1, 2), stage).reshape(x.shape)
@@ -158,7 +158,7 @@ class ReducedKeysAttention(Attention):
         self.kv = Linear(dim, k + v, bias=bias)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Return the smaller map for keys and values: (B, H, W, C) -> (B, h, w, C)."""
+        """Return the smaller feature map for keys and values: (B, H, W, C) -> (B, h, w, C)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, stage: StageContext) -> Tensor:

@@ -12,10 +12,10 @@ from ..ops.windows import DynamicWindows, Windows
 
 
 class MapWindows:
-    """Windows of one map and their masks, made when a block first asks for them and shared with later blocks.
+    """Windows of one feature map and their masks, made when a block first asks for them and shared with later blocks.
 
     Args:
-        x (Tensor): The map, (B, H, W, C).
+        x (Tensor): The feature map, (B, H, W, C).
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -48,7 +48,7 @@ class StageContext(NamedTuple):
     Attributes:
         grid (Grid): Grid of the stage's tokens.
         rotary (Tensor, optional): Rotary encoding, see :func:`mmlinattn.ops.rotary_table`.
-        windows (MapWindows, optional): Windows of the map, for attention in windows and stripes.
+        windows (MapWindows, optional): Windows of the feature map, for attention in windows and stripes.
         source (Tensor, optional): Map or tokens to average for mixers with ``context``; by default the attention's
             input.
     """
@@ -60,5 +60,5 @@ class StageContext(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, rotary: Optional[Tensor] = None) -> 'StageContext':
-        """Return the context of a map (B, H, W, C): its grid, its windows, and the given rotary encoding."""
+        """Return the context of a feature map (B, H, W, C): its grid, its windows, and the given rotary encoding."""
         return cls(Grid(x.shape[1], x.shape[2]), rotary, MapWindows(x))

@@ -116,12 +116,12 @@ class LocalMixer(TokenMixer):
 
 
 class RepeatedConv2d(Conv2d):
-    """Depth-wise convolution of (B, C, h, w) maps, each kernel used by several channels.
+    """Depth-wise convolution of (B, C, h, w) feature maps, each kernel used by several channels.
 
     Args:
         channels (int): Number of kernels.
         repeats (int): Channels that share a kernel, C / channels.
-        kernel_size (tuple[int, int]): Odd height and width; the map keeps its size.
+        kernel_size (tuple[int, int]): Odd height and width; the feature map keeps its size.
         interleaved (bool): True if channels that share a kernel are adjacent; False if they are ``channels`` apart.
         bias (bool): Add a bias.
     """
@@ -174,7 +174,7 @@ def get_mixer(spec: Union[str, dict]) -> tuple[type['TokenMixer'], dict]:
 
 
 def check_local_kernel(size: Optional[int]) -> Optional[int]:
-    """Return ``size``: None for no convolution, or the kernel size of one that keeps the size of its map.
+    """Return ``size``: None for no convolution, or the kernel size of one that keeps the size of its feature map.
 
     Raises:
         ValueError: If ``size`` is neither None nor an odd int >= 1.

@@ -158,7 +158,7 @@ class Backbone(Arch, BaseModule):
 
     def ignorable_keys(self, key: str) -> bool:
         """Return True for a checkpoint's key that this model leaves out by its arguments: stages or blocks after the
-        last output, and norms of maps that are not returned."""
+        last output, and norms of feature maps that are not returned."""
         part = self.part_of(key)
         return part is not None and not part.is_built
 
@@ -211,7 +211,7 @@ class Backbone(Arch, BaseModule):
             norm (bool, optional): Has to equal the model's ``out_norm``; None accepts either.
             stop_early (bool): Ignored: the model has no stages after the last output.
             output_fmt (str): ``'NCHW'``.
-            intermediates_only (bool): Return the selected maps without the last output.
+            intermediates_only (bool): Return the selected feature maps without the last output.
 
         Returns:
             list[Tensor] | tuple[Tensor, list[Tensor]]: Selected maps (B, C_i, H_i, W_i) in ascending order, with the
@@ -333,7 +333,7 @@ class Backbone(Arch, BaseModule):
 
 
 def build_output_norm(norm_cfg: dict, dim: int) -> nn.Module:
-    """Build a norm of (B, C, H, W) maps; ``'LN'`` gives a LayerNorm over the channels."""
+    """Build a norm of (B, C, H, W) feature maps; ``'LN'`` gives a LayerNorm over the channels."""
     options = dict(norm_cfg)
     return MapLayerNorm(dim, **options) if options.pop('type') == 'LN' else build_norm_layer(norm_cfg, dim)[1]
 
@@ -376,7 +376,7 @@ class PyramidBackbone(Backbone):
         self.stages = ModuleList()
 
     def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
-        """Build the input layer of a stage: image or map (B, H, W, in_dim) -> (B, h, w, dim), coarser."""
+        """Build the input layer of a stage: image or feature map (B, H, W, in_dim) -> (B, h, w, dim), coarser."""
         raise NotImplementedError
 
     def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:

@@ -28,7 +28,7 @@ class LinearNextViT(PyramidBackbone):
     mix an attention with a convolution.
 
     Every stage but the first ends in a transformer block; in the long third stage, every fifth block is one. Linear
-    attentions use all keys of the map, quadratic ones keys averaged over patches of the side ``sr_ratios``.
+    attentions use all keys of the feature map, quadratic ones keys averaged over patches of the side ``sr_ratios``.
 
     Args:
         arch (str | dict): ``hmhsa-small``, ``softmax-{small,base,large}``, or a dict with ``embed_dims`` (width of a

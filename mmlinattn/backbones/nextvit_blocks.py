@@ -20,7 +20,7 @@ SHARE = 0.75  # share of the attention in a transformer block's channels and sto
 
 
 def norm_map(norm: nn.Module, x: Tensor) -> Tensor:
-    """Apply a batch norm to a (B, H, W, C) map."""
+    """Apply a batch norm to a (B, H, W, C) feature map."""
     return norm(to_image(x)).permute(0, 2, 3, 1)
 
 
@@ -130,7 +130,7 @@ class AveragedKeysAttention(ReducedKeysAttention):
         self.norm = build_map_norm(norm_cfg, dim)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Average the map for keys and values: (B, H, W, C) -> (B, h, w, C), with h = 1 for ``'sequence'``."""
+        """Average the feature map for keys and values: (B, H, W, C) -> (B, h, w, C), with h = 1 for ``'sequence'``."""
         dim, ratio = self.mixer.dim, self.ratio
         mean = mean_pool(x, ratio, dim) if self.reduction == 'grid' else sequence_mean(x, ratio**2, dim)
         return self.norm(mean).permute(0, 2, 3, 1)
@@ -140,10 +140,10 @@ class ConvBlock(BaseModule):
     """Next convolution block: ``x + ConvAttention(x)``, then ``x + FFN(BN(x))``.
 
     Args:
-        in_dim (int): Channels of the map that enters.
+        in_dim (int): Channels of the feature map that enters.
         dim (int): Channels C of the block; if it differs from ``in_dim``, a 1x1 convolution comes first.
         group_dim (int): See :class:`ConvAttention`.
-        ffn (nn.Module): Takes and gives maps of C channels.
+        ffn (nn.Module): Takes and gives feature maps of C channels.
         norm_cfg (dict): All norms.
         drop_path (float): Rate of stochastic depth.
     """
@@ -168,8 +168,8 @@ class TransformerBlock(BaseModule):
     ``a = x + Attention(BN(x)); y = Conv1x1(a); c = y + ConvAttention(y); z = concat(a, c); out = z + FFN(BN(z))``.
 
     Args:
-        in_dim (int): Channels of the map that enters.
-        attn (nn.Module): Attention on maps of ``attn_dim`` channels.
+        in_dim (int): Channels of the feature map that enters.
+        attn (nn.Module): Attention on feature maps of ``attn_dim`` channels.
         attn_dim (int): Channels of x and a; if it differs from ``in_dim``, a 1x1 convolution comes first.
         dim (int): Channels of the result, above ``attn_dim``.
         group_dim, ffn, norm_cfg, drop_path: See :class:`ConvBlock`.

@@ -11,7 +11,7 @@ from ..ops.sizes import unflatten
 from .base import PyramidBackbone
 
 NORM = dict(type='LN', eps=1e-6)
-INNER_NORM = dict(type='LN', eps=1e-5)  # norm of patch embeddings and of reduced maps for keys
+INNER_NORM = dict(type='LN', eps=1e-5)  # norm of patch embeddings and of reduced feature maps for keys
 
 
 def spatial_attention(backbone: PyramidBackbone, stage: int, spec: Any) -> Attention:
@@ -29,12 +29,12 @@ class LinearPVT(PyramidBackbone):
     """Pyramid Vision Transformer with any attention (Wang et al. 2021; InLine Tab. 15, FLatten supplement).
 
     Each stage adds a position table, resized to the map, to its patch embedding. Linear attentions use all keys of the
-    map; quadratic ones use keys of a map reduced by ``sr_ratios`` (spatial-reduction attention).
+    feature map; quadratic ones use keys of a feature map reduced by ``sr_ratios`` (spatial-reduction attention).
 
     Args:
         arch (str | dict): ``{inline,flatten,softmax}-{tiny,small,medium,large}``, or a dict with ``embed_dims``,
             ``depths``, ``num_heads`` and optionally ``mlp_ratios``, ``sr_ratios``, ``grids`` (trained sizes of the
-            maps), ``stage_attns``, ``drop_path_rate``.
+            feature maps), ``stage_attns``, ``drop_path_rate``.
         in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy,
             init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
 

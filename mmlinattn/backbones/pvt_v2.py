@@ -19,7 +19,7 @@ class LinearPVTv2(PyramidBackbone):
     Args:
         arch (str | dict): ``{flatten,softmax}-{b0,b1,b2,b3,b4}``, ``hmhsa-b1``, or a dict with ``embed_dims``,
             ``depths``, ``num_heads`` and optionally ``mlp_ratios``, ``ffn``, ``sr_ratios``, ``grids`` (trained sizes of
-            the maps), ``stage_attns``, ``drop_path_rate``.
+            the feature maps), ``stage_attns``, ``drop_path_rate``.
         in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy,
             init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
     """

@@ -133,7 +133,7 @@ class RAVLT(PyramidBackbone):
         grid = Grid(x.shape[1], x.shape[2])
         if not self.rotary:
             return StageContext(grid)
-        # angles in float32 even for a map in half precision: indices above 256 are not exact in bfloat16
+        # angles in float32 even for a feature map in half precision: indices above 256 are not exact in bfloat16
         return StageContext(grid, rotary_table(*grid[:2], self.head_dims[stage], x, accumulation_dtype(x)))
 
     @torch.no_grad()

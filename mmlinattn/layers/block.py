@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The transformer block of all backbones, and its feed-forward networks on (B, H, W, C) maps."""
+"""The transformer block of all backbones, and its feed-forward networks on (B, H, W, C) feature maps."""
 
 from typing import Any, Optional
 
@@ -77,14 +77,14 @@ class SourceBlock(Block):
 
 class TokenBlock(Block):
     """:class:`Block` on tokens (B, N, C) with a feed-forward network that takes maps. Each class token passes the
-    network as a map of one pixel."""
+    network as a feature map of one pixel."""
 
     def feed_forward(self, x: Tensor, stage) -> Tensor:
         height, width, prefix = stage.grid[:3]
         image = self.ffn(unflatten(x[:, prefix:], 1, (height, width))).flatten(1, 2)
         if not prefix:
             return image
-        class_tokens = self.ffn(x[:, :prefix].flatten(0, 1)[:, None, None])  # each a map of one pixel
+        class_tokens = self.ffn(x[:, :prefix].flatten(0, 1)[:, None, None])  # each a feature map of one pixel
         return torch.cat((class_tokens.reshape(x.shape[0], prefix, -1), image), dim=1)
 
 
@@ -92,7 +92,7 @@ class TokenBlock(Block):
 
 
 class MLP(BaseModule):
-    """Feed-forward network on (B, H, W, C) maps or (B, N, C) tokens: linear, GELU, linear.
+    """Feed-forward network on (B, H, W, C) feature maps or (B, N, C) tokens: linear, GELU, linear.
 
     Args:
         dim (int): Channels C.

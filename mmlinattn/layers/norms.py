@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Norms of tokens and maps."""
+"""Norms of tokens and feature maps."""
 
 from mmcv.cnn import build_norm_layer
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from ..ops.leaves import LayerNorm
 
 
 def build_map_norm(norm_cfg: dict, dim: int) -> nn.Module:
-    """Build a norm of (B, C, H, W) maps.
+    """Build a norm of (B, C, H, W) feature maps.
 
     Raises:
         ValueError: For a norm over the last axis (``'LN'``).
@@ -21,7 +21,7 @@ def build_map_norm(norm_cfg: dict, dim: int) -> nn.Module:
 
 
 def build_token_norm(norm_cfg: dict, dim: int) -> nn.Module:
-    """Build a norm over the last axis, for (B, N, C) tokens or (B, H, W, C) maps.
+    """Build a norm over the last axis, for (B, N, C) tokens or (B, H, W, C) feature maps.
 
     Raises:
         ValueError: For a norm over the second axis, which holds tokens or rows here instead of channels.

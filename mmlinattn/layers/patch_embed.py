@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Stems, patch embeddings and down-sampling between stages, on (B, H, W, C) maps."""
+"""Stems, patch embeddings and down-sampling between stages, on (B, H, W, C) feature maps."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class ConvDownsample(BaseModule):
 class PatchConv2d(Conv2d):
     """Convolution of non-overlapping patches by a matmul: (B, C, H, W) of whole patches -> (B, C', H / k, W / k).
 
-    oneDNN's convolutions of such kernels return wrong results in bfloat16 on CPUs with AMX, for maps of 8 to 24
+    oneDNN's convolutions of such kernels return wrong results in bfloat16 on CPUs with AMX, for feature maps of 8 to 24
     channels (PyTorch 2.11).
 
     Args:
@@ -115,7 +115,7 @@ class PatchEmbed(BaseModule):
 
 
 class PatchMerging(BaseModule):
-    """Swin's down-sampling: concatenate each 2x2 patch, norm, linear without bias. Odd maps are zero-padded.
+    """Swin's down-sampling: concatenate each 2x2 patch, norm, linear without bias. Odd feature maps are zero-padded.
 
     Shape: (B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), C').
     """

@@ -26,7 +26,7 @@ def resample(dim: int, stride: int) -> tuple[nn.Module, int]:
         return nn.Sequential(OrderedDict(layers)), dim // 4
     if stride == 8:
         return nn.ConvTranspose2d(dim, dim // 2, 2, 2), dim // 2
-    # an odd map rounds up, as a pyramid of strided convolutions and the anchors of the heads do
+    # an odd feature map rounds up, as a pyramid of strided convolutions and the anchors of the heads do
     return (nn.Identity() if stride == 16 else nn.MaxPool2d(2, 2, ceil_mode=True)), dim
 
 
@@ -36,14 +36,14 @@ class SimpleFeaturePyramid(BaseModule):
     backbone to strides 4, 8, 16 and 32.
 
     Args:
-        in_channels (int): Channels of the map of stride 16, a multiple of 4.
+        in_channels (int): Channels of the feature map of stride 16, a multiple of 4.
         out_channels (int): Channels of all outputs.
-        num_outs (int): 4, or 5 to add a map of stride 64 for the RPN: every second position of the last one.
+        num_outs (int): 4, or 5 to add a feature map of stride 64 for the RPN: every second position of the last one.
         init_cfg (dict, optional): MMEngine's initialisation. None takes uniform Xavier for convolutions, as
             MMDetection's FPN.
 
     Raises:
-        ValueError: For ``num_outs`` other than 4 and 5, an ``in_channels`` that is no multiple of 4, or a map
+        ValueError: For ``num_outs`` other than 4 and 5, an ``in_channels`` that is no multiple of 4, or a feature map
             with another number of channels.
 
     Shape: one map (B, in_channels, h, w) of stride 16, or the last of a sequence -> ``num_outs`` maps of
@@ -85,7 +85,7 @@ class SimpleFeaturePyramid(BaseModule):
     def forward(
         self, feats: Union[Tensor, Sequence[Tensor]], image_size: Optional[tuple[int, int]] = None
     ) -> tuple[Tensor, ...]:
-        """Return the maps of all levels, finest first.
+        """Return the feature maps of all levels, finest first.
 
         Args:
             feats (Tensor | Sequence[Tensor]): The map of stride 16, or a sequence of maps that ends in it.
@@ -96,7 +96,7 @@ class SimpleFeaturePyramid(BaseModule):
 
         Raises:
             ValueError: For a map with other channels than ``in_channels``, or if ``image_size`` does not have as many
-                16x16 patches as the map.
+                16x16 patches as the feature map.
         """
         x = feats if isinstance(feats, Tensor) else feats[-1]
         if x.dim() != 4 or x.shape[1] != self.in_channels:

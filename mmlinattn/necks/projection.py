@@ -15,16 +15,16 @@ class ConvProjectionNeck(BaseModule):
     In MMPretrain it stands between a backbone with ``out_norm=False`` and ``LinearClsHead``.
 
     Args:
-        in_channels (int): Channels of the map of the backbone's last stage.
+        in_channels (int): Channels of the feature map of the backbone's last stage.
         out_channels (int): Channels of the vector (RAVLT: 1024).
         norm_cfg (dict, optional): Norm after the convolution. None takes ``dict(type='BN')``.
         init_cfg (dict, optional): MMEngine's initialisation. None takes a truncated normal of deviation 0.02 for the
             convolution (release).
 
     Raises:
-        ValueError: For a map with another number of channels.
+        ValueError: For a feature map with another number of channels.
 
-    Shape: one map (B, in_channels, H, W), or the last of a sequence -> tuple of one vector (B, out_channels).
+    Shape: one feature map (B, in_channels, H, W), or the last of a sequence -> tuple of one vector (B, out_channels).
 
     Examples:
         >>> import torch

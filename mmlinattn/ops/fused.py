@@ -31,7 +31,7 @@ from .leaves import (
 )
 from .sizes import from_image, to_image
 
-STRIP_NUMEL = 2**22  # elements of a strip of the hidden map: 16 MiB in float32
+STRIP_NUMEL = 2**22  # elements of a strip of the hidden feature map: 16 MiB in float32
 _CALL = nn.Module.__call__, nn.Module._call_impl
 _TORCH_FORWARDS = nn.Linear.forward, nn.Conv2d.forward, nn.Conv2d._conv_forward
 _FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, Conv2d, ConvOfGELU, ResidualDWConv)}
@@ -142,7 +142,7 @@ def _run(x: Tensor, kernels: Sequence[Kernel]) -> Tensor:
 
 
 def _fits_strips(x: Tensor, kernels: Sequence[Kernel]) -> bool:
-    """Return True for a large hidden map between two linear layers, whose rows depend on few rows of ``x``."""
+    """Return True for a large hidden feature map between two linear layers, whose rows depend on few rows of ``x``."""
     first, last = kernels[0], kernels[-1]
     if x.dim() != 4 or not (first.plain and last.plain and type(first.step) is type(last.step) is Linear):
         return False
@@ -152,7 +152,7 @@ def _fits_strips(x: Tensor, kernels: Sequence[Kernel]) -> bool:
 
 
 def _keeps_rows(layer: nn.Module) -> bool:
-    """Return True for a linear layer, and for a convolution that keeps the size of its map."""
+    """Return True for a linear layer, and for a convolution that keeps the size of its feature map."""
     if not isinstance(layer, nn.Conv2d):
         return True
     (rows, columns), one = layer.kernel_size, (1, 1)

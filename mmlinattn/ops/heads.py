@@ -34,7 +34,7 @@ def split_heads_5d(x: Tensor, num_heads: int) -> Tensor:
     drop the axis of size 1 before the permutation, and Inductor would see a 4-d tensor.
     """
     batch, tokens, channels = x.shape
-    if num_heads == 1:  # runtimes copy a map to move an axis of size 1
+    if num_heads == 1:  # runtimes copy a feature map to move an axis of size 1
         return x.reshape(1, batch, 1, tokens, channels)
     return x.reshape(1, batch, tokens, num_heads, channels // num_heads).transpose(2, 3)
 

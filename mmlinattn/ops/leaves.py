@@ -163,7 +163,7 @@ class LayerNorm(Leaf, nn.LayerNorm, metaclass=EqualClass):
 
 def add_scaled(x: Tensor, branch: Tensor, gamma: Optional[Tensor], drop_path: nn.Module) -> Tensor:
     """Add a residual branch, ``x + DropPath(gamma * branch)``. Stochastic depth acts on gamma for each image, not on
-    the map.
+    the feature map.
 
     The gradient launches three kernels, that of ``torch.addcmul`` five.
 
@@ -254,14 +254,14 @@ def conv_of_gelu(
         weight (Tensor): (C', C / groups, k, k).
         bias (Tensor, optional): (C',).
         stride, padding, dilation, groups: As in ``F.conv2d``.
-        residual (bool): Add ``gelu(x)``; needs C' = C and a map of the same size.
+        residual (bool): Add ``gelu(x)``; needs C' = C and a feature map of the same size.
 
     Returns:
         Tensor: (B, C', H', W'), as of ``F.conv2d``.
     """
     settings = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, residual=residual)
     is_plain = not torch.is_grad_enabled() or x.numel() == 0 or isinstance(padding, str)
-    # under autocast, F.conv2d casts float32 maps
+    # under autocast, F.conv2d casts float32 feature maps
     is_plain = is_plain or (x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type))
     if is_plain or dispatch.needs_reference(x, weight, bias):
         return conv_of_gelu_reference(x, weight, bias, **settings)
@@ -311,7 +311,7 @@ class ConvOfGELU(Conv2d):
 
 
 class ResidualDWConv(Conv2d):
-    """``y + DWConv(y)`` on (B, H, W, C) maps: conditional position encoding, and the local term of RAVLT's FFN.
+    """``y + DWConv(y)`` on (B, H, W, C) feature maps: conditional position encoding, and the local term of RAVLT's FFN.
 
     Args:
         dim (int): Channels C.

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Padding, patches and pooling of (B, H, W, C) maps that stay right in graphs of dynamic sizes."""
+"""Padding, patches and pooling of (B, H, W, C) feature maps that stay right in graphs of dynamic sizes."""
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ def pad_by(x: Tensor, beyond: int) -> Tensor:
 def pad_to_multiple(x: Tensor, step: int) -> Tensor:
     """Zero-pad (B, H, W, C) at the bottom and right to multiples of ``step``."""
     height, width = (round_up(side, step) - side for side in x.shape[1:3])
-    if is_known(height, width) and not (height or width):  # padding by nothing would copy the map
+    if is_known(height, width) and not (height or width):  # padding by nothing would copy the feature map
         return x
     return F.pad(x, (0, 0, 0, width, 0, height))
 

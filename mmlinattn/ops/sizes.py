@@ -92,7 +92,7 @@ class Grid(NamedTuple):
 
     ``within``: height and width to which position tables are resized, if they differ from ``height`` and ``width``. A
     window that is cropped at the right or lower border uses the table of the whole window, from its top left. In graphs
-    of dynamic sizes the grid of a window includes padding, and ``within`` is the window cropped to the map.
+    of dynamic sizes the grid of a window includes padding, and ``within`` is the window cropped to the feature map.
     ``regions``: (windows, N), 0 to 3, for cyclically shifted windows; tokens of different regions are no neighbours.
     """
 
@@ -108,7 +108,7 @@ class Grid(NamedTuple):
 
 
 def to_map(x: Tensor, grid: Grid) -> Tensor:
-    """View patch tokens of (B, prefix + h * w, C) as a map (B, C, h, w) in channels-last memory."""
+    """View patch tokens of (B, prefix + h * w, C) as a feature map (B, C, h, w) in channels-last memory."""
     image = x[:, grid.prefix :].reshape(x.shape[0], grid.height, grid.width, x.shape[2]).permute(0, 3, 1, 2)
     return clone_if_dynamic(image)
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Windows over (B, H, W, C) maps: padding to whole windows, cyclic shift, partition, and the inverse."""
+"""Windows over (B, H, W, C) feature maps: padding to whole windows, cyclic shift, partition, and the inverse."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,12 @@ from .sizes import Grid, arange, as_tensor, clone_if_dynamic, is_known, round_up
 
 
 class Windows(NamedTuple):
-    """Partition of a map of ``height`` x ``width`` into windows, after padding and a cyclic shift.
+    """Partition of a feature map of ``height`` x ``width`` into windows, after padding and a cyclic shift.
 
     Attributes:
-        height, width: Size of the map.
+        height, width: Size of the feature map.
         window: Height and width of a window.
-        shift: Rows and columns by which the padded map is rolled up and left before the partition, as in Swin.
+        shift: Rows and columns by which the padded feature map is rolled up and left before the partition, as in Swin.
     """
 
     height: int
@@ -54,7 +54,7 @@ class Windows(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True if a single window is the map itself."""
+        """True if a single window is the feature map itself."""
         return self.window == (self.height, self.width)
 
     def grid(self, x: Tensor) -> Grid:
@@ -107,7 +107,7 @@ class Windows(NamedTuple):
         return x[:, : self.height, : self.width]
 
     def _pad_and_partition(self, x: Tensor) -> Tensor:
-        """Compute :meth:`partition` by one copy, without a padded map."""
+        """Compute :meth:`partition` by one copy, without a padded feature map."""
         (rows, columns), (h, w) = self.counts, self.window
         out = x.new_empty(x.shape[0], rows, columns, h, w, x.shape[3])
         out[:, -1, :, h - (self.padded[0] - self.height) :] = 0
@@ -117,7 +117,7 @@ class Windows(NamedTuple):
         return out.flatten(0, 2).flatten(1, 2)
 
     def _merge_and_crop(self, x: Tensor) -> Tensor:
-        """Compute :meth:`merge` by one copy, without a padded map."""
+        """Compute :meth:`merge` by one copy, without a padded feature map."""
         out = x.new_empty(x.shape[0] // math.prod(self.counts), self.height, self.width, x.shape[2])
         for windows, region in self._regions(x.unflatten(1, self.window).unflatten(0, (-1, *self.counts)), out):
             region.copy_(windows)
@@ -220,13 +220,13 @@ class DynamicWindows:
         x = x.flatten(3, 4).flatten(1, 2)
         for dim, axis in enumerate(self.axes, 1):
             if axis.has_windows:
-                # not a slice: exporters would have to prove that it is not longer than the map
+                # not a slice: exporters would have to prove that it is not longer than the feature map
                 x = x.index_select(dim, axis.shifted(-1, x))
         return x
 
     def token_mask(self, x: Tensor) -> Optional[Tensor]:
         """Return the mask of the valid tokens of each window of ``x`` (B, H, W, C), (B * windows, h * w) bool. The
-        result is None if a single window is the map at every size."""
+        result is None if a single window is the feature map at every size."""
         if not self.has_windows:
             return None
         rows, columns = ((axis.shifted(1, x, by_window=True) < axis.size) for axis in self.axes)
@@ -253,7 +253,7 @@ class Axis:
         self.count = 1 if window is None else self.padded // window
 
     def clipped(self, x: Tensor):
-        """Return the length of a window, at most the size of the map."""
+        """Return the length of a window, at most the size of the feature map."""
         return as_tensor(self.size, x, torch.long).clamp(max=self.window) if self.has_windows else self.size
 
     def shift(self, x: Tensor) -> Tensor:
