@@ -18,7 +18,7 @@ HEADLESS = 'opencv-python-headless'
 NOT_SEEN = (*OWN, 'pkg_resources', '_distutils', 'distutils-', 'cv2', 'opencv', 'transformers', 'mmcv', 'mmseg', 'ftfy')
 NOT_SEEN += ('mmlinattn_mmcv',)
 SETUPTOOLS, OPERATORS = '"setuptools>=77,<82"', str(ROOT / 'mmcv_ops')
-# commands that break the environment, modules in the lines of check_env.py, parts of the repair command
+# what was done to the environment, the modules of the lines, parts of the command
 BROKEN = {
     'newest setuptools': (['install setuptools>=82'], ['mmengine'], [SETUPTOOLS]),
     'oldest setuptools': (['install setuptools==60.2.0'], ['mmengine'], [SETUPTOOLS]),
