@@ -115,6 +115,26 @@ def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
     return np.where(known[at] == read, labels[at], np.uint8(IGNORED)).astype(np.uint8)
 
 
+class _Reading(NamedTuple):
+    """Class names in the order of the labels, and the label of each value."""
+
+    names: list[str]
+    table: dict[int, int]
+    note: str = ''
+
+
+class _Masks(NamedTuple):
+    """Masks of a data set, and the class names that go with them."""
+
+    image: Path  # the first
+    mask: Path
+    seen: ValueCounts
+    values: list[int]  # ascending
+    listed: dict[int, str]  # class names by value or colour
+    named: Optional[list[str]]  # class names in the order of the values
+    given: Optional[list[str]]  # those of --classes
+
+
 def interpret(
     data: Data, image: Path, mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
@@ -126,43 +146,19 @@ def interpret(
         seen: Values of all masks.
         notes: Notes for the user, extended in place.
     """
-    values, listed, given = sorted(seen.pixels), read_values(data), data.options.classes
+    values, listed = sorted(seen.pixels), read_values(data)
     greys = {i: listed[_IS_COLOUR + i * _GREY] for i in range(256) if _IS_COLOUR + i * _GREY in listed}
     listed = greys if greys.keys() >= {*values} else listed
     named = data.names('classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt', *[] if listed else ['labels.txt'])
-    numbers = sorted(value for value in listed if value < _IS_COLOUR)
-    of_255 = [IGNORED in each for each in seen.values if len(each) > 1]
-    if values == [0, 1, IGNORED] and any(of_255) and not any({1, IGNORED} <= each for each in seen.values):
-        raise RunError(
-            f'{of_255.count(False)} masks have the values 0 and 1, {sum(of_255)} the values 0 and 255: two codings of '
-            'one class. Write one of them.'
-        )
-    known = None if named or listed else _known_layout(image, mask, values)
-    blurred = _blurred(seen, named)
-    if seen.coloured:
-        names, table = _of_colours(listed, given, mask, seen, notes)
-    elif known:
-        names, table = known
-        notes.append("the values are Cityscapes' ids: its 19 classes are learnt")
-    elif blurred:
-        names, table = named or ['background', 'foreground'], blurred
-        notes.append(
-            f'the masks have {len(values)} values, as masks of {values[0]} and {values[-1]} that were enlarged with '
-            f'interpolation or saved with loss: above {(values[0] + values[-1]) / 2:g} is the second class'
-        )
-    elif numbers and not given:
-        unknown = [value for value in values if value not in numbers and value != IGNORED]
-        if unknown:
-            raise RunError(f'the masks have the value {unknown[0]}, which the list of values does not name.')
-        names, table = [listed[value] for value in numbers], {value: label for label, value in enumerate(numbers)}
-    else:
-        names, table = interpret_values(values, named, seen.is_indexed)
-        if names[0] == 'class_0':
-            file = data.root / 'classes.txt'
-            notes.append(f'the classes have no names: give --classes, or write {file}, one name per line')
-    table.setdefault(IGNORED, IGNORED)
+    _refuse_two_codings(seen, values)
+    masks = _Masks(image, mask, seen, values, listed, named, data.options.classes)
+    reading = next(filter(None, (read(masks) for read in _READINGS)))
+    names, table = reading.names, {IGNORED: IGNORED, **reading.table}
+    notes += [reading.note] if reading.note else []
     ignored = [format_value(value) for value in values if table.get(value) == IGNORED]
-    meanings = some(f'{format_value(value)} is {names[label]}' for value, label in table.items() if label != IGNORED)
+    meanings = some(
+        f'{format_value(value)} is {names[label]}' for value, label in reading.table.items() if label != IGNORED
+    )
     notes.append(f'{"colour" if seen.coloured else "label"} {meanings}')
     kept = [label for label, name in enumerate(names) if name.strip().lower() not in _VOID]
     if len(kept) < len(names):
@@ -176,46 +172,77 @@ def interpret(
     return names, table
 
 
-def _known_layout(image: Path, mask: Path, values: list[int]) -> Optional[tuple[list[str], dict[int, int]]]:
-    """Return class names and labels by value for the ids of Cityscapes (and KITTI); None otherwise."""
-    is_kitti = (image.parent.name, mask.parent.name) == ('image_2', 'semantic')
-    are_train_ids = 'labelTrainIds' in mask.name
-    if not are_train_ids and 'labelIds' not in mask.name and not is_kitti:
+def _refuse_two_codings(seen: ValueCounts, values: list[int]) -> None:
+    """Raise an error if some masks have the values 0 and 1, and others 0 and 255."""
+    of_255 = [IGNORED in each for each in seen.values if len(each) > 1]
+    if values == [0, 1, IGNORED] and any(of_255) and not any({1, IGNORED} <= each for each in seen.values):
+        raise RunError(
+            f'{of_255.count(False)} masks have the values 0 and 1, {sum(of_255)} the values 0 and 255: two codings of '
+            'one class. Write one of them.'
+        )
+
+
+def _of_cityscapes(masks: _Masks) -> Optional[_Reading]:
+    """Read the ids of Cityscapes, which KITTI has too."""
+    is_kitti = (masks.image.parent.name, masks.mask.parent.name) == ('image_2', 'semantic')
+    are_train_ids = 'labelTrainIds' in masks.mask.name
+    if masks.named or masks.listed or not (are_train_ids or 'labelIds' in masks.mask.name or is_kitti):
         return None
     from mmseg.utils import get_classes
 
-    names = get_classes('cityscapes')
-    if are_train_ids:
-        return (names, _identity(values)) if all(value < len(names) for value in values if value != IGNORED) else None
+    names, values = get_classes('cityscapes'), masks.values
     train_ids = {number: label for label, number in enumerate(_CITYSCAPES_IDS)}
-    return names, {value: train_ids.get(value, IGNORED) for value in values}
+    table = _identity(values) if are_train_ids else {value: train_ids.get(value, IGNORED) for value in values}
+    if any(len(names) <= label != IGNORED for label in table.values()):
+        return None
+    return _Reading(names, table, "the values are Cityscapes' ids: its 19 classes are learnt")
 
 
-def _identity(values: Iterable[int]) -> dict[int, int]:
-    return {value: value for value in values}
-
-
-def _blurred(seen: ValueCounts, names: Optional[list[str]]) -> Optional[dict[int, int]]:
-    """Return labels by value for two-class masks that were interpolated or saved as JPEG; None for other masks.
-
-    In such masks, values between the two change from pixel to pixel.
+def _of_two_blurred(masks: _Masks) -> Optional[_Reading]:
+    """Read two-class masks that were interpolated or saved as JPEG: inner values change from pixel to pixel.
 
     Raises:
-        RunError: Label images of more than two classes have such values.
+        RunError: Segmentation masks of more than two classes have such values.
     """
-    values = sorted(seen.pixels)
+    seen, values, named = masks.seen, masks.values, masks.named
     inner = values[1:-1]
     noisy = [value for value in values if 4 * seen.flat[value] < seen.pixels[value]]
     few = sum(seen.pixels[value] for value in inner) <= sum(seen.pixels.values()) / 2
     is_noise = sum(seen.flat[v] for v in inner) < sum(seen.pixels[v] for v in inner) / 4
-    if len(names or 'ab') == 2 and len(inner) >= 4 and values[-1] >= 64 and few and is_noise:
-        return {value: int(2 * value > values[0] + values[-1]) for value in values}
+    if len(named or 'ab') == 2 and len(inner) >= 4 and values[-1] >= 64 and few and is_noise:
+        table = {value: int(2 * value > values[0] + values[-1]) for value in values}
+        note = (
+            f'the masks have {len(values)} values, as masks of {values[0]} and {values[-1]} that were enlarged with '
+            f'interpolation or saved with loss: above {(values[0] + values[-1]) / 2:g} is the second class'
+        )
+        return _Reading(named or ['background', 'foreground'], table, note)
     if len(noisy) > max(24, len(values) / 2):
         raise RunError(
             f'the masks have {len(values)} values, most of them in single pixels between others, as '
             f'{", ".join(map(format_value, noisy[:5]))}: enlarge them by nearest neighbour, and save them without loss.'
         )
     return None
+
+
+def _of_list(masks: _Masks) -> Optional[_Reading]:
+    """Read numbers that a file lists with their classes."""
+    numbers = sorted(value for value in masks.listed if value < _IS_COLOUR)
+    if not numbers or masks.given:
+        return None
+    unknown = [value for value in masks.values if value not in numbers and value != IGNORED]
+    if unknown:
+        raise RunError(f'the masks have the value {unknown[0]}, which the list of values does not name.')
+    return _Reading([masks.listed[value] for value in numbers], {value: i for i, value in enumerate(numbers)})
+
+
+def _in_order(masks: _Masks) -> _Reading:
+    names, table = interpret_values(masks.values, masks.named, masks.seen.is_indexed)
+    is_unnamed = names[0] == 'class_0'
+    return _Reading(names, table, 'the classes have no names: give --classes, or write classes.txt' * is_unnamed)
+
+
+def _identity(values: Iterable[int]) -> dict[int, int]:
+    return {value: value for value in values}
 
 
 def read_values(data: Data) -> dict[int, str]:
@@ -251,42 +278,53 @@ def read_values(data: Data) -> dict[int, str]:
     return found
 
 
-def _of_colours(
-    listed: dict[int, str], given: Optional[list[str]], mask: Path, seen: ValueCounts, notes: list[str]
-) -> tuple[list[str], dict[int, int]]:
-    from mmseg.utils import get_classes, get_palette
+def _of_colours(masks: _Masks) -> Optional[_Reading]:
+    """Read colours: those of a list, of Cityscapes or VOC, or in the order of ``--classes``; black and another.
 
-    listed = {value: name for value, name in listed.items() if value >= _IS_COLOUR}
-    black, colours = _IS_COLOUR, sorted(seen.pixels)
-    for dataset in () if listed else ('cityscapes', 'voc'):
-        palette = [_IS_COLOUR + (r << 16 | g << 8 | b) for r, g, b in get_palette(dataset)]
-        extra = {black: 'void'} if dataset == 'cityscapes' else {_IS_COLOUR + 0xE0E0C0: 'void'}
-        known = {**dict(zip(palette, get_classes(dataset))), **extra}
-        if set(colours) <= known.keys() and len(colours) > 2:
-            listed = known
-            notes.append(f'the colours are those of {dataset}, and no file says others: they are named as there')
-            break
-    if given and len(given) == len(colours) and not listed:
-        notes.append('names are given to colours in the order of their red, green and blue')
-        return given, {colour: label for label, colour in enumerate(colours)}
-    if not listed and len(colours) == 2 and black in colours:
-        return given or ['background', 'foreground'], {black: 0, colours[1]: 1}
+    Raises:
+        RunError: The meaning of a colour is unknown.
+    """
+    if not masks.seen.coloured:
+        return None
+    note, colours, pixels, given = '', masks.values, masks.seen.pixels, masks.given
+    listed = {value: name for value, name in masks.listed.items() if value >= _IS_COLOUR}
+    if not listed:
+        listed, note = _palette(colours)
+    if not listed and given and len(given) == len(colours):
+        note = 'names are given to colours in the order of their red, green and blue'
+        return _Reading(given, {colour: label for label, colour in enumerate(colours)}, note)
+    if not listed and len(colours) == 2 and _IS_COLOUR in colours:
+        return _Reading(given or ['background', 'foreground'], {_IS_COLOUR: 0, colours[1]: 1})
     if not listed:
         raise RunError(
-            f'{mask} and others have the colours {some(map(format_value, colours))}: write label_colors.txt into '
+            f'{masks.mask} and others have the colours {some(map(format_value, colours))}: write label_colors.txt into '
             'DATA, a line "R G B NAME" a class.'
         )
-    unknown = {colour: seen.pixels[colour] for colour in colours if colour not in listed}
-    if sum(unknown.values()) > sum(seen.pixels.values()) / 1000:
+    unknown = {colour: pixels[colour] for colour in colours if colour not in listed}
+    if sum(unknown.values()) > sum(pixels.values()) / 1000:
         worst = max(unknown, key=unknown.__getitem__)
         raise RunError(f'the masks have the colour {format_value(worst)}, which the list of colours does not name.')
     if unknown:
-        notes.append(f'{sum(unknown.values())} pixels of {len(unknown)} colours that are not listed are ignored')
+        note = f'{sum(unknown.values())} pixels of {len(unknown)} colours that are not listed are ignored'
     names = list(dict.fromkeys(listed.values()))
-    if given and len(given) == len(names):
-        renamed = dict(zip(names, given))
-        names, listed = given, {value: renamed[name] for value, name in listed.items()}
-    return names, {**{c: names.index(name) for c, name in listed.items()}, **dict.fromkeys(unknown, IGNORED)}
+    table = {colour: names.index(name) for colour, name in listed.items()} | dict.fromkeys(unknown, IGNORED)
+    return _Reading(given if given and len(given) == len(names) else names, table, note)
+
+
+def _palette(colours: list[int]) -> tuple[dict[int, str], str]:
+    """Return class names by colour of Cityscapes or VOC, if it has all colours, and a note; else nothing."""
+    from mmseg.utils import get_classes, get_palette
+
+    for dataset, void in (('cityscapes', 0), ('voc', 0xE0E0C0)):
+        palette = [_IS_COLOUR + (r << 16 | g << 8 | b) for r, g, b in get_palette(dataset)]
+        known = {**dict(zip(palette, get_classes(dataset))), _IS_COLOUR + void: 'void'}
+        if set(colours) <= known.keys() and len(colours) > 2:
+            return known, f'the colours are those of {dataset}, and no file says others: they are named as there'
+    return {}, ''
+
+
+# the first that understands the values decides
+_READINGS = (_of_colours, _of_cityscapes, _of_two_blurred, _of_list, _in_order)
 
 
 def interpret_values(

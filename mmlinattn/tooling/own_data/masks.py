@@ -2,8 +2,9 @@
 """Read images and segmentation masks of numbers or colours, in the layouts of CamVid, Cityscapes, KITTI, VOC, CVAT and
 Roboflow."""
 
+import os
 import re
-from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -15,17 +16,12 @@ from .data import Data, Example, OwnData
 from .formats import recognise_all, refusal
 from .images import file_notes, image_size, is_mask
 from .mask_values import IGNORED, format_value, interpret, remap, scan
-from .names import MASK_WORDS, some
+from .names import MASK_ENDING, MASK_FOLDERS, shared_key, some
 from .splits import divide
 
-# folders, in small letters
-_IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'jpegimages', 'leftimg8bit', 'image_2', '701_stillsraw_full')
-_MASKS = tuple(
-    'masks mask labels label annotations ann_dir segmentationclass segmentationclasspng gtfine semantic '
-    'semantic_rgb gt labeledapproved_full groundtruth ground_truth segmentations'.split()
-)
+_IMAGES = frozenset(('img_dir', 'image_2', '701_stillsraw_full'))  # folders that no other word names
+_SUFFIXES = ('.png', '.tif', '.tiff', '.bmp')
 _BESIDE = re.compile(r'(.+?)[_-]?(annot|annotations?|labels?|masks?|gt)', re.IGNORECASE)  # train and trainannot
-_ENDING = re.compile(rf'{MASK_WORDS}\.(png|tiff?|bmp)$', re.IGNORECASE)  # both in one folder
 _OF_IMAGES = ('_leftImg8bit', '_sat', '_image', '_img', '_rgb')  # endings of images
 _KINDS = ('labelTrainIds', 'labelIds')  # of masks, in the order of preference
 # masks of objects, parts and previews beside those of classes
@@ -94,58 +90,137 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
     return OwnData('segmentation masks', classes, used, lists, settings, more + notes, drawn)
 
 
+class _Folders(NamedTuple):
+    """Folder of images, and that of their masks; both may be one folder, where masks have an ending."""
+
+    images: Path
+    masks: Path
+    ending: str = ''
+
+
 def _all_pairs(data: Data) -> list[_Pair]:
-    """Pair images with masks: of ``--images`` and ``--labels``, of neighbouring folders, or of one folder.
+    """Pair images with masks: both have the same folders, apart from words for roles, and begin with the same name.
 
     Raises:
-        RunError: No folder of masks is known by its name or beside its images, or two folders of masks fit.
+        RunError: No mask is known by its folder or ending, an image has several masks, or one of another size.
     """
-    given = data.options
-    if given.images and given.labels and given.labels.is_dir():
-        data.images = Data(data.root).images  # those of --labels too
-        return _pairs(data, given.images, given.labels)
-    data.need_images()
-    folders = {folder for path in data.images for folder in data.rel(path).parents}
-    inner: dict[Path, list[str]] = {data.root / folder: [] for folder in sorted(folders)}
-    for folder in [folder for folder in inner if folder != data.root]:
-        inner[folder.parent].append(folder.name)
-    claims: list[tuple[Path, Path]] = []
-    for top, names in inner.items():
-        of_images = [name for known in _IMAGES for name in names if name.lower() == known]
-        of_masks = [name for known in _MASKS for name in names if name.lower() == known]
-        if of_images and of_masks:
-            claims += [(top / of_images[0], top / name) for name in of_masks]
-            continue
-        for name in names:
-            beside = _BESIDE.fullmatch(name)
-            claims += [(top / beside[1], top / name)] if beside and beside[1] in names else []
-    if not claims:  # leftImg8bit_trainvaltest/leftImg8bit of Cityscapes
-        alone = [[folder for folder in inner if folder.name.lower() in known] for known in (_IMAGES, _MASKS)]
-        claims = [(alone[0][0], alone[1][0])] if list(map(len, alone)) == [1, 1] else []
-    claims = [(images, masks) for images, masks in claims if given.labels in (None, masks)]
-    if given.labels is None:
-        _refuse_others(data, inner, claims)
-    pairs = [pair for images, masks in claims for pair in _pairs(data, images, masks)]
-    for folder in inner if not claims else ():
-        here = [path for path in data.images if path.parent == folder]
-        stems = {path.stem for path in here}
-        stems |= {stem.removesuffix(end) for stem in stems for end in _OF_IMAGES}
-        ends = [(_ENDING.search(path.name), path) for path in here]
-        counts = Counter(end[0] for end, path in ends if end and path.name[: end.start()] in stems - {path.stem})
-        plain = Counter(p.suffix for p in here if p.suffix.lower() == '.png' and p.with_suffix('.jpg') in here)
-        for ending, _ in (counts or plain).most_common(1):
-            pairs += _pairs(data, folder, folder, ending)
-    if not pairs:
-        there = [folder for folder in inner if _has_masks(data, folder)]
-        there = there or [path for path in data.images[:100] if is_mask(path)][:2]
-        if there:
-            raise RunError(
-                f'DATA {str(data.root)!r}: no annotations in it under known names; {some(map(data.name, there), 6)} '
-                'seem to be masks: give --images DIR and --labels DIR, or name them images/x.jpg and masks/x.png (in '
-                'one folder x.jpg and x_mask.png).'
-            )
-        raise refusal(data, recognise_all(data), 'segmentation')
+    images, masks = _keys(data)
+    named: dict[tuple, list[Path]] = {}
+    for path, key in images.items():
+        for stem in {path.stem, *map(path.stem.removesuffix, _OF_IMAGES)}:
+            named.setdefault((key, stem), []).append(path)
+    found: dict[Path, list[_Pair]] = {}
+    for mask, key in masks.items():
+        stem = next((stem for stem in _beginnings(mask.stem) if (key, stem) in named), '')
+        owners = named.get((key, stem), [])
+        owners = [path for path in owners if not _OTHERS.search(data.name(path))] or owners
+        if len(owners) > 1:
+            raise RunError(f'{owners[0]} and {owners[1]} have one name: of which is the mask {mask}?')
+        for image in owners:
+            found.setdefault(image, []).append(_pair(image, mask, stem))
+    if not found:
+        raise _no_pairs(data, images, masks)
+    pairs = [_of_classes(data, several) for several in found.values()]
+    if not data.options.labels:
+        _refuse_others(data, pairs, masks)
+    for pair in pairs:
+        size = image_size(pair.path)
+        with Image.open(pair.file) as image:
+            if image.size != size:
+                turned = ' as stored, without its EXIF rotation' if image_size(pair.file) == size else ''
+                raise RunError(f'{pair.file} has not the size of its image, {size[0]}x{size[1]}{turned}.')
     return pairs
+
+
+def _keys(data: Data) -> tuple[dict[Path, tuple], dict[Path, tuple]]:
+    """Return the images and the masks with their folders: those of ``--images`` and ``--labels``, or by name."""
+    top, labels = data.options.images, data.options.labels
+    if top and labels and labels.is_dir():
+        files = Data(data.root).images  # those of --labels too
+        masks = {path: path.relative_to(labels).parent.parts for path in files if labels in path.parents}
+        images = {path: path.relative_to(top).parent.parts for path in files if top in path.parents}
+        data.images = [path for path in images if path not in masks]
+    else:
+        data.need_images()
+        images, masks = {}, dict.fromkeys(_masks_by_name(data), ())
+        for path in data.images:
+            parts = [part for part in data.rel(path).parent.parts if part.lower() not in _IMAGES]
+            (masks if path in masks else images)[path] = shared_key(Path(*parts))
+    chosen = {path: key for path, key in masks.items() if labels is None or labels in path.parents}
+    return {path: key for path, key in images.items() if path not in masks}, chosen
+
+
+def _masks_by_name(data: Data) -> list[Path]:
+    """Return the files in folders of masks, or without such folders those that are masks by their ending."""
+    folders = {folder for path in data.images for folder in data.rel(path).parents}
+    beside = {folder: _BESIDE.fullmatch(folder.name) for folder in folders}
+    of_masks = {folder for folder, match in beside.items() if match and folder.with_name(match[1]) in folders}
+    of_masks |= {folder for folder in folders if folder.name.lower() in MASK_FOLDERS}
+    found = [path for path in data.images if of_masks & {*data.rel(path).parents}]
+    if found:
+        return found
+    files = {*data.images}
+    stems = {(path.parent, stem) for path in files for stem in (path.stem, *map(path.stem.removesuffix, _OF_IMAGES))}
+    ended = [path for path in data.images if MASK_ENDING.search(path.stem) and path.suffix.lower() in _SUFFIXES]
+    ended = [path for path in ended if (path.parent, MASK_ENDING.sub('', path.stem)) in stems]
+    return ended or [path for path in data.images if path.suffix == '.png' and path.with_suffix('.jpg') in files]
+
+
+def _beginnings(stem: str) -> list[str]:
+    """Return the beginnings of a name that end at a separator, the longest first."""
+    return [stem, *(stem[: match.start()] for match in reversed(list(re.finditer('[_.-]', stem))))]
+
+
+def _pair(image: Path, mask: Path, stem: str) -> _Pair:
+    inner = [path.parent.parts[::-1] for path in (image, mask)]
+    depth = len(os.path.commonprefix(inner)) if image.parent != mask.parent else 0
+    folder = image.parents[depth]
+    return _Pair(
+        folder,
+        mask.parents[depth],
+        (image.parent.relative_to(folder) / stem).as_posix(),
+        (image.name[len(stem) :], mask.name[len(stem) :]),
+    )
+
+
+def _of_classes(data: Data, several: list[_Pair]) -> _Pair:
+    """Return the pair of an image whose mask is one of classes rather than of objects, parts or previews.
+
+    Raises:
+        RunError: There are several such masks.
+    """
+    left = [pair for pair in several if pair.file.suffix.lower() in _SUFFIXES] or several
+    left = [pair for pair in left if not _OTHERS.search(data.name(pair.file))] or left
+    kinds = ([pair for pair in left if kind in pair.file.name] for kind in _KINDS)
+    first, *others = next(filter(None, kinds), left)
+    if others and others[0].masks != first.masks:
+        raise _two_folders(data, first, others[0].masks)
+    if others:
+        first, second = sorted((first.file, others[0].file), key=lambda path: (len(path.name), path))
+        raise RunError(f'{second} is a second mask of {several[0].path.name}, beside {first.name}: join them.')
+    if first.file.suffix.lower() not in _SUFFIXES:
+        raise RunError(f'{first.file} is no PNG: JPEG and WebP files change the numbers of pixels: expected PNG.')
+    return first
+
+
+def _two_folders(data: Data, pair: _Pair, other: Path) -> RunError:
+    return RunError(
+        f'{data.name(pair.masks)} and {data.name(other)} both have masks of {data.name(pair.images)}: give --labels '
+        'DIR, one of them.'
+    )
+
+
+def _refuse_others(data: Data, pairs: list[_Pair], masks: Iterable[Path]) -> None:
+    """Raise an error if folders beside those of a pair hold other masks."""
+    tops = {pair.images.parent: pair for pair in pairs if pair.images != pair.masks}
+    folders = {path.parent for path in data.images}.difference(
+        (path.parent for path in masks), (pair.path.parent for pair in pairs)
+    )
+    for folder in sorted(folders):
+        pair = next((tops[top] for top in folder.parents if top in tops), None)
+        is_apart = pair and pair.images not in folder.parents and not _OTHERS.search(data.name(folder))
+        if pair and is_apart and _has_masks(data, folder):
+            raise _two_folders(data, pair, folder)
 
 
 def _has_masks(data: Data, folder: Path) -> bool:
@@ -153,66 +228,18 @@ def _has_masks(data: Data, folder: Path) -> bool:
     return bool(here) and all(map(is_mask, here[:3]))
 
 
-def _refuse_others(data: Data, folders: dict, claims: list[tuple[Path, Path]]) -> None:
-    """Raise an error if folders beside the masks of a claim hold other masks of the same images."""
-    for images, masks in claims:
-        for folder in folders:
-            is_inside = any(each in (folder, *folder.parents) for each in (images, masks))
-            if is_inside or _OTHERS.search(data.name(folder)) or images.parent not in folder.parents:
-                continue
-            known = any(folder in (claimed, *claimed.parents) or claimed in folder.parents for _, claimed in claims)
-            if (images, folder) in claims or not known and _has_masks(data, folder):
-                raise RunError(
-                    f'{data.name(masks)} and {data.name(folder)} both have masks of {data.name(images)}: give --labels '
-                    'DIR, one of them.'
-                )
-
-
-def _pairs(data: Data, images: Path, masks: Path, ending: str = '') -> list[_Pair]:
-    """Pair images with masks ``masks/STEM`` plus the most frequent ending (``.png``, ``_mask.png``)."""
-    stems: dict[str, str] = {}
-    below = {folder: [path for path in data.images if folder in path.parents] for folder in (images, masks)}
-    for path in below[images]:
-        stem = path.relative_to(images).with_suffix('').as_posix()
-        if images == masks and (path.name.endswith(ending) or _OTHERS.search(path.name)):
-            continue
-        if stem in stems:
-            raise RunError(f'{images / stem}{stems[stem]} and {path} have one name: of which is the mask?')
-        stems[stem] = path.suffix
-    for end in _OF_IMAGES:
-        if stems and all(stem.endswith(end) for stem in stems):
-            stems = {stem.removesuffix(end): f'{end}{suffix}' for stem, suffix in stems.items()}
-    found = {path.relative_to(masks).as_posix() for path in below[masks]}
-    endings = {name[len(stem) :] for stem in list(stems)[:20] for name in found if name.startswith(stem)}
-    endings = {ending} if ending else endings
-    counts = {each: sum(f'{stem}{each}' in found for stem in stems) for each in sorted(endings)}
-    if not counts:
-        raise RunError(
-            f'{masks} has no label image with the name of an image of {images}: give --images DIR and --labels DIR.'
+def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunError:
+    for image, mask in zip(images, masks):
+        return RunError(
+            f'{mask.parent} has no label image with the name of an image of {image.parent}: give --images DIR and '
+            '--labels DIR.'
         )
-    best = [each for each in counts if counts[each] == max(counts.values())]
-    best = [each for each in best if not _OTHERS.search(each)] or best
-    kinds = [[each for each in best if kind in each] for kind in _KINDS]
-    ending, *others = next((several for several in kinds if several), best)
-    if others:
-        raise RunError(f'{masks} has two masks of each image, *{ending} and *{others[0]}: keep one kind.')
-    if ending.lower().endswith(('.jpg', '.jpeg')):
-        raise RunError(f'{masks} has JPEG files, which change the numbers of pixels: expected PNG.')
-    both = {stem: suffix for stem, suffix in stems.items() if f'{stem}{ending}' in found}
-    base, dot, suffix = ending.rpartition('.')
-    for name in sorted(found - {f'{stem}{ending}' for stem in both}):
-        mask, is_of_kind = name.removesuffix(f'{dot}{suffix}'), name.endswith(f'{dot}{suffix}')
-        owners = (stem for stem in both if mask.startswith((f'{stem}{base}_', f'{stem}{base}-')))
-        owner = next(owners, None) if is_of_kind and (base or mask not in stems) else None
-        if owner and not _OTHERS.search(name) and not any(kind in ending for kind in _KINDS):
-            raise RunError(
-                f'{masks / name} is a second mask of {owner}{both[owner]}, beside {owner}{ending}: join them.'
-            )
-    pairs = [_Pair(images, masks, stem, (end, ending)) for stem, end in both.items()]
-    for pair in pairs:
-        size = image_size(pair.path)
-        with Image.open(pair.file) as mask:
-            if mask.size != size:
-                turned = ' as stored, without its EXIF rotation' if image_size(pair.file) == size else ''
-                raise RunError(f'{pair.file} has not the size of its image, {size[0]}x{size[1]}{turned}.')
-    return pairs
+    there = [folder for folder in sorted({path.parent for path in data.images}) if _has_masks(data, folder)]
+    there = there or [path for path in data.images[:100] if is_mask(path)][:2]
+    if there:
+        return RunError(
+            f'DATA {str(data.root)!r}: no annotations in it under known names; {some(map(data.name, there), 6)} '
+            'seem to be masks: give --images DIR and --labels DIR, or name them images/x.jpg and masks/x.png (in '
+            'one folder x.jpg and x_mask.png).'
+        )
+    return refusal(data, recognise_all(data), 'segmentation')
