@@ -39,33 +39,18 @@ def read_boxes(data: Data) -> OwnData:
     """
     data.need_images()
     claims = [settle(claim, data) for claim in _claims(data)]
-    first: dict[Path, Photo] = {}
-    for photo in (_with_regions(photo) for claim in claims for photo in claim.photos):
-        other = first.setdefault(photo.path, photo)
-        if other is not photo:
-            files = f'by {data.name(other.file)} ({other.split}) and by {data.name(photo.file)} ({photo.split})'
-            raise RunError(f'{photo.path} is labelled twice: {files}: give --labels FILE, or remove one.')
-        _check_run_lengths(photo)
-    for other_claim in claims[1:]:
-        _check_splits(claims[0], other_claim, data)
+    photos, small = _without_small(_merged(claims, data))
     classes = [name for name in claims[0].classes if not is_region(name)]
     twice = [name for name, count in Counter(classes).items() if count > 1]
     if twice:
         raise RunError(f'DATA {str(data.root)!r}: two classes have the name {twice[0]!r}.')
-
-    photos, small = _without_small(list(first.values()))
     objects = [item for photo in photos for item in photo.objects]
     if objects and all(item.is_ignored for item in objects):
         kinds = {mark for item in objects for mark in item.marks & IGNORED}
         raise RunError(f'DATA {str(data.root)!r}: all objects are ignored ({", ".join(sorted(kinds))}).')
     splits, notes = divide(data, photos, 'detection', classes)
     notes[1:1] = [note for claim in claims for note in claim.notes]
-    outlined = [bool(item.outline) for item in objects if not item.is_ignored]
-    masks = bool(outlined) and all(outlined) and not all(map(_is_rectangle, objects))
-    if any(outlined) and not masks:
-        count = outlined.count(False)
-        reason = f'{count} of {len(outlined)} objects have no polygon' if count else 'all polygons are rectangles'
-        notes.append(f'{reason}: boxes alone are learnt')
+    masks = _have_polygons(objects, notes)
     notes += _notes_on(photos)
     notes += [f'{small} boxes narrower than a pixel, or outside of their image, are left out'] if small else []
     written = {split: as_coco(chosen, classes, data.root, masks) for split, chosen in splits.items()}
@@ -82,6 +67,37 @@ def read_boxes(data: Data) -> OwnData:
         max(most for count in counts for most in count.values()),
         any(item.is_ignored for item in objects),
     )
+
+
+def _merged(claims: list[Claim], data: Data) -> list[Photo]:
+    """Return the images of all claims.
+
+    Raises:
+        RunError: Two files label an image, two formats a split, or a run length has another size than its image.
+    """
+    first: dict[Path, Photo] = {}
+    for photo in (_with_regions(photo) for claim in claims for photo in claim.photos):
+        other = first.setdefault(photo.path, photo)
+        if other is not photo:
+            files = f'by {data.name(other.file)} ({other.split}) and by {data.name(photo.file)} ({photo.split})'
+            raise RunError(f'{photo.path} is labelled twice: {files}: give --labels FILE, or remove one.')
+        _check_run_lengths(photo)
+    for claim in claims[1:]:
+        _check_splits(claims[0], claim, data)
+    return list(first.values())
+
+
+def _have_polygons(objects: list[Object], notes: list[str]) -> bool:
+    """Return True if all objects that are learnt have polygons, and not all of these are rectangles."""
+    outlined = [bool(item.outline) for item in objects if not item.is_ignored]
+    if not any(outlined):
+        return False
+    count = outlined.count(False)
+    if count or all(map(_is_rectangle, objects)):
+        reason = f'{count} of {len(outlined)} objects have no polygon' if count else 'all polygons are rectangles'
+        notes.append(f'{reason}: boxes alone are learnt')
+        return False
+    return True
 
 
 def _claims(data: Data) -> list[Claim]:

@@ -44,34 +44,14 @@ def divide(
     """
     for item in items:
         check_whole(item.path)
-    found, source = _splits_of(data, items, task, by_folder)
-    splits: dict[str, list] = {}
-    for item, split in zip(items, found):
-        splits.setdefault(split or 'none', []).append(item)
-    stray, notes = splits.pop('none', []), [f'splits by {source}'] if source else []
-    if len(splits) == 1 and not stray and 'train' not in splits:
-        stray = splits.popitem()[1]
-    if 'train' not in splits:
-        splits['train'] = stray
-    elif stray:
-        where = folders_of((item.path for item in stray), data.root)
-        notes.append(f'{len(stray)} images outside of train and val are left out: {where}')
+    splits, notes = _by_split(data, items, *_splits_of(data, items, task, by_folder))
     copies = _copies([item for chosen in splits.values() for item in chosen])
     _refuse_inner_copy(data, splits, copies)
     if 'val' not in splits and 'test' in splits:
         splits['val'] = splits.pop('test')
         notes.append('no val in the data: test takes its place')
     if 'val' not in splits:
-        groups = [_group_of(item) for item in splits['train']]
-        groups = groups if len(set(groups)) > 1 else [None] * len(groups)  # one group divides nothing
-        alike = {item.path: str(several[0].path) for several in copies for item in several}
-        groups = [group or alike.get(item.path) for group, item in zip(groups, splits['train'])]
-        chosen = _draw(splits['train'], groups)
-        whole = len({groups[i] for i in chosen} - {None})
-        splits['val'] = [item for i, item in enumerate(splits['train']) if i in chosen]
-        splits['train'] = [item for i, item in enumerate(splits['train']) if i not in chosen]
-        drawn = f'{len(chosen)} images were drawn from train for it{f" as {whole} whole groups" if whole else ""}'
-        notes.append(f'no val in the data, and no test takes its place: {drawn}')
+        notes.append(_draw_val(splits, copies))
     if len(splits['train']) < 2 or not splits['val']:
         raise RunError(
             f'{len(splits["train"])} image(s) to train on and {len(splits["val"])} of val: 2 are the least. Name the '
@@ -81,20 +61,57 @@ def divide(
         if split != 'test':
             raise RunError(f'none of the {len(splits[split])} images of {split} has a label of {some(classes)}.')
         notes.append(f'the {len(splits.pop(split))} images of test have no labels: val is tested on')
-    of_split = {item.path: split for split, chosen in splits.items() for item in chosen}
-    shared = [several for several in copies if {'train', 'val'} <= {of_split.get(item.path) for item in several}]
-    for several in shared[:1]:
-        val, train = (next(i.path for i in several if of_split.get(i.path) == split) for split in ('val', 'train'))
-        notes.append(f'{len(shared)} images of val are copies of training images, as {val} of {train}: remove them')
     labelled = {path for item in items for path in (item.path, item.file)}
     left = [path for path in data.images if path not in labelled]
     notes += [f'{len(left)} images without labels are left out: {folders_of(left, data.root)}'] if left else []
-    repeated = [several for several in copies if of_split.get(several[0].path) and several not in shared]
+    notes += _notes_on_copies(splits, copies) + _class_table(classes, splits)
+    return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
+
+
+def _by_split(data: Data, items: list, found: list[Optional[str]], source: str) -> tuple[dict[str, list], list[str]]:
+    """Return the images by split, all in train without one, and notes on the source and on images of no split."""
+    splits: dict[str, list] = {}
+    for item, split in zip(items, found):
+        splits.setdefault(split or 'none', []).append(item)
+    stray, notes = splits.pop('none', []), [f'splits by {source}'] if source else []
+    if len(splits) == 1 and not stray and 'train' not in splits:
+        stray = splits.popitem()[1]
+    if 'train' not in splits:
+        splits['train'] = stray
+    elif stray:
+        folders = folders_of((item.path for item in stray), data.root)
+        notes.append(f'{len(stray)} images outside of train and val are left out: {folders}')
+    return splits, notes
+
+
+def _draw_val(splits: dict[str, list], copies: list[list]) -> str:
+    """Move images drawn from train to val, whole groups together; return a note."""
+    items = splits['train']
+    groups = [_group_of(item) for item in items]
+    groups = groups if len(set(groups)) > 1 else [None] * len(groups)  # one group divides nothing
+    alike = {item.path: str(several[0].path) for several in copies for item in several}
+    groups = [group or alike.get(item.path) for group, item in zip(groups, items)]
+    chosen = _draw(items, groups)
+    whole = len({groups[i] for i in chosen} - {None})
+    splits['val'] = [item for i, item in enumerate(items) if i in chosen]
+    splits['train'] = [item for i, item in enumerate(items) if i not in chosen]
+    drawn = f'{len(chosen)} images were drawn from train for it{f" as {whole} whole groups" if whole else ""}'
+    return f'no val in the data, and no test takes its place: {drawn}'
+
+
+def _notes_on_copies(splits: dict[str, list], copies: list[list]) -> list[str]:
+    of_split = {item.path: split for split, chosen in splits.items() for item in chosen}
+    places = [{of_split.get(item.path): item.path for item in several} for several in copies]
+    shared = [place for place in places if {'train', 'val'} <= place.keys()]
+    notes = []
+    if shared:
+        val, train = shared[0]['val'], shared[0]['train']
+        notes.append(f'{len(shared)} images of val are copies of training images, as {val} of {train}: remove them')
+    repeated = [several for several, place in zip(copies, places) if any(place) and place not in shared]
     if repeated:
         first, second = (item.path for item in repeated[0][:2])
         notes.append(f'{len(repeated)} images are there several times, as {first} and {second}: remove the copies')
-    notes += _class_table(classes, splits)
-    return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
+    return notes
 
 
 def _copies(items: list) -> list[list]:
@@ -187,10 +204,9 @@ def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], i
 
 
 def _lists(data: Data, labelled: set[Path], task: str) -> tuple[dict[Path, str], list[Path]]:
-    """Return the splits of images by files that have the name of a split and list images, and these files.
+    """Return the splits of images by files of the data that list them, and these files.
 
-    VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``, and val is
-    preferred to test. A table of images and splits is preferred to lists.
+    A table of images and splits is preferred to lists.
 
     Raises:
         RunError: An image is listed in train and in another split.
@@ -205,30 +221,40 @@ def _lists(data: Data, labelled: set[Path], task: str) -> tuple[dict[Path, str],
         data.used.add(table.path)
         named = ((path, table.split_of(row)) for path, row in zip(pictures, table.rows))
         return {path: split for path, split in named if split}, [table.path]
+    splits, files = dict[Path, str](), list[Path]()
+    for split, file in _list_files(data, texts, task):
+        images, lost = _of_list(data, file, labelled)
+        if len(images) <= lost and split != 'test':
+            continue
+        files.append(file)
+        for image in images:
+            known = splits.setdefault(image, 'train' if split == 'trainval' else split)
+            if known != split and 'train' in (known, split) and split != 'trainval':
+                raise RunError(
+                    f'{image} is of {known} and of {split} in two of {some(map(str, files))}: give --train and '
+                    '--val, each a list or a folder.'
+                )
+    data.used.update(files)
+    return splits, files
+
+
+def _list_files(data: Data, texts: list[Path], task: str) -> list[tuple[str, Path]]:
+    """Return the text files that have the name of a split, train first.
+
+    VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``.
+    """
     by_folder: dict[Path, dict[str, list[Path]]] = {}
     for rule in (split_in, data.splits.of_file):  # train.txt, else car_train.txt
         for path in texts if not by_folder else ():
             split = 'trainval' if rule(path.stem) and 'trainval' in path.stem.lower() else rule(path.stem)
             if split:
                 by_folder.setdefault(path.parent, {}).setdefault(split, []).append(path)
-    preferred = [folder for folder in by_folder if folder.name == _PREFERRED.get(task)]
-    splits, files = dict[Path, str](), list[Path]()
-    for lists in (by_folder[folder] for folder in preferred or by_folder):
+    preferred = {folder: lists for folder, lists in by_folder.items() if folder.name == _PREFERRED.get(task)}
+    found = []
+    for lists in (preferred or by_folder).values():
         order = ('train', 'val', 'test', *([] if 'train' in lists else ['trainval']))
-        for split, file in ((name, file) for name in order for file in lists.get(name, ())):
-            images, lost = _of_list(data, file, labelled)
-            if len(images) <= lost and split != 'test':
-                continue
-            files.append(file)
-            for image in images:
-                known = splits.setdefault(image, 'train' if split == 'trainval' else split)
-                if known != split and 'train' in (known, split) and split != 'trainval':
-                    raise RunError(
-                        f'{image} is of {known} and of {split} in two of {some(map(str, files))}: give --train and '
-                        '--val, each a list or a folder.'
-                    )
-    data.used.update(files)
-    return splits, files
+        found += [(split, file) for split in order for file in lists.get(split, ())]
+    return found
 
 
 def _of_numbers(data: Data, path: Path) -> tuple[dict[Path, str], list[Path]]:
