@@ -47,29 +47,17 @@ def settle(claim: Claim, data: Data) -> Claim:
     numbers = np.array([item.box for _, item in raw], float)
     boxes = {reading: _edges(numbers, reading) * scale for reading in READINGS}
     slack = np.maximum(2.0, _SLACK * sizes) if units == 'shares' else 2.0
-    bad, flat = {}, {}
-    for reading, box in boxes.items():
-        beyond = (box[:, :2] < -slack) | (box[:, 2:] > sizes + slack)
-        bad[reading] = (beyond | (box[:, 2:] < box[:, :2])).any(1)
-        flat[reading] = (box[:, 2:] == box[:, :2]).any(1) & numbers[:, 2:].all(1)
+    bad = {
+        reading: ((box[:, :2] < -slack) | (box[:, 2:] > sizes + slack) | (box[:, 2:] < box[:, :2])).any(1)
+        for reading, box in boxes.items()
+    }
     said, source = data.options.boxes or claim.boxes, '--boxes' if data.options.boxes else 'as the format has it'
-    fitting = [reading for reading in READINGS if not bad[reading].any()]
     if said is None:
-        likely = [reading for reading in READINGS if 5 * (bad[reading] | flat[reading]).sum() <= len(raw)]
-        if len(likely) != 1:
-            photo, item = raw[int(bad['sides'].argmax())]
-            several = ' and as '.join(READINGS[each] for each in likely)
-            both = f'boxes fit as {several}' if likely else 'boxes pass the edge of their image in every reading'
-            raise RunError(f'{photo.file}: {both}, as {_numbers(item)} of {photo.path.name}: give --boxes {_OPTIONS}.')
-        said, source = likely[0], 'the only reading in which boxes stay in their images'
-    elif not data.options.boxes and bad[said].any() and (fitting or 5 * bad[said].sum() > len(raw)):
-        photo, item = raw[int(bad[said].argmax())]
-        others = f'; as {READINGS[fitting[0]]} all of them fit' if fitting else ''
-        raise RunError(
-            f'{photo.file}: {bad[said].sum()} of {len(raw)} boxes pass the edge of their image, as {_numbers(item)} in '
-            f'{photo.size[0]}x{photo.size[1]}, read as {READINGS[said]}{others}: give --boxes {_OPTIONS}.'
-        )
-    found = boxes[str(said)]
+        flat = {r: (box[:, 2:] == box[:, :2]).any(1) & numbers[:, 2:].all(1) for r, box in boxes.items()}
+        said, source = _most_likely(raw, bad, flat), 'the only reading in which boxes stay in their images'
+    elif not data.options.boxes:
+        _check(raw, bad, said)
+    found = boxes[said]
     negative = (found[:, 2:] < found[:, :2]).any(1)
     if said == 'corners' and negative.any():
         (photo, item), box = raw[int(negative.argmax())], found[int(negative.argmax())]
@@ -80,8 +68,31 @@ def settle(claim: Claim, data: Data) -> Claim:
         photo._replace(objects=[_placed(item, *next(rows)) if item.is_raw else item for item in photo.objects])
         for photo in claim.photos
     ]
-    note = f'the four numbers of a box are {READINGS[str(said)]} in {units}: {source}{unit_note}'
+    note = f'the four numbers of a box are {READINGS[said]} in {units}: {source}{unit_note}'
     return claim._replace(photos=photos, notes=[note, *claim.notes])
+
+
+def _most_likely(raw: list, bad: dict[str, np.ndarray], flat: dict[str, np.ndarray]) -> str:
+    """Return the only reading in which nearly all boxes stay in their images and have an area."""
+    likely = [reading for reading in READINGS if 5 * (bad[reading] | flat[reading]).sum() <= len(raw)]
+    if len(likely) == 1:
+        return likely[0]
+    photo, item = raw[int(bad['sides'].argmax())]
+    several = ' and as '.join(READINGS[each] for each in likely)
+    both = f'boxes fit as {several}' if likely else 'boxes pass the edge of their image in every reading'
+    raise RunError(f'{photo.file}: {both}, as {_numbers(item)} of {photo.path.name}: give --boxes {_OPTIONS}.')
+
+
+def _check(raw: list, bad: dict[str, np.ndarray], said: str) -> None:
+    """Raise an error if another reading than the format's fits better, or many boxes do not fit."""
+    fitting = [reading for reading in READINGS if not bad[reading].any()]
+    if bad[said].any() and (fitting or 5 * bad[said].sum() > len(raw)):
+        photo, item = raw[int(bad[said].argmax())]
+        others = f'; as {READINGS[fitting[0]]} all of them fit' if fitting else ''
+        raise RunError(
+            f'{photo.file}: {bad[said].sum()} of {len(raw)} boxes pass the edge of their image, as {_numbers(item)} in '
+            f'{photo.size[0]}x{photo.size[1]}, read as {READINGS[said]}{others}: give --boxes {_OPTIONS}.'
+        )
 
 
 _OPTIONS = '|'.join(READINGS)

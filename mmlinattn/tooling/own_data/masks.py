@@ -16,12 +16,17 @@ from .data import Data, Example, OwnData
 from .formats import recognise_all, refusal
 from .images import file_notes, image_size, is_mask
 from .mask_values import IGNORED, format_value, interpret, remap, scan
-from .names import MASK_ENDING, MASK_FOLDERS, shared_key, some
+from .names import MASK_ENDING, shared_key, some
 from .splits import divide
 
-_IMAGES = frozenset(('img_dir', 'image_2', '701_stillsraw_full'))  # folders that no other word names
+# folders, in small letters
+_MASKS = frozenset(
+    """masks mask labels label annotations ann_dir segmentationclass segmentationclasspng gtfine semantic semantic_rgb
+    gt labeledapproved_full groundtruth ground_truth segmentations""".split()
+)
+_ROLES = _MASKS | {'img_dir', 'image_2', '701_stillsraw_full'}
 _SUFFIXES = ('.png', '.tif', '.tiff', '.bmp')
-_BESIDE = re.compile(r'(.+?)[_-]?(annot|annotations?|labels?|masks?|gt)', re.IGNORECASE)  # train and trainannot
+_BESIDE = re.compile(r'(.+?)[_-]?(annot|annotations?|labels?|masks?|gt)$', re.IGNORECASE)  # train and trainannot
 _OF_IMAGES = ('_leftImg8bit', '_sat', '_image', '_img', '_rgb')  # endings of images
 _KINDS = ('labelTrainIds', 'labelIds')  # of masks, in the order of preference
 # masks of objects, parts and previews beside those of classes
@@ -139,13 +144,16 @@ def _keys(data: Data) -> tuple[dict[Path, tuple], dict[Path, tuple]]:
         files = Data(data.root).images  # those of --labels too
         masks = {path: path.relative_to(labels).parent.parts for path in files if labels in path.parents}
         images = {path: path.relative_to(top).parent.parts for path in files if top in path.parents}
-        data.images = [path for path in images if path not in masks]
+        data.images = files
     else:
         data.need_images()
         images, masks = {}, dict.fromkeys(_masks_by_name(data), ())
         for path in data.images:
-            parts = [part for part in data.rel(path).parent.parts if part.lower() not in _IMAGES]
-            (masks if path in masks else images)[path] = shared_key(Path(*parts))
+            parts = [part for part in data.rel(path).parent.parts if part.lower() not in _ROLES]
+            if path in masks:
+                masks[path] = shared_key(Path(*(_BESIDE.sub(r'\1', part) for part in parts)))
+            else:
+                images[path] = shared_key(Path(*parts))
     chosen = {path: key for path, key in masks.items() if labels is None or labels in path.parents}
     return {path: key for path, key in images.items() if path not in masks}, chosen
 
@@ -153,9 +161,9 @@ def _keys(data: Data) -> tuple[dict[Path, tuple], dict[Path, tuple]]:
 def _masks_by_name(data: Data) -> list[Path]:
     """Return the files in folders of masks, or without such folders those that are masks by their ending."""
     folders = {folder for path in data.images for folder in data.rel(path).parents}
-    beside = {folder: _BESIDE.fullmatch(folder.name) for folder in folders}
+    beside = {folder: _BESIDE.match(folder.name) for folder in folders}
     of_masks = {folder for folder, match in beside.items() if match and folder.with_name(match[1]) in folders}
-    of_masks |= {folder for folder in folders if folder.name.lower() in MASK_FOLDERS}
+    of_masks |= {folder for folder in folders if folder.name.lower() in _MASKS}
     found = [path for path in data.images if of_masks & {*data.rel(path).parents}]
     if found:
         return found

@@ -17,11 +17,6 @@ _ROLES = frozenset(
     coco yolo voc data dataset datasets set sets list lists file files split splits part parts instances instance bbox
     bboxes boxes box objects input inputs ids obj""".split()
 )
-# folders of masks, in small letters
-MASK_FOLDERS = frozenset(
-    """masks mask labels label annotations ann_dir segmentationclass segmentationclasspng gtfine semantic semantic_rgb
-    gt labeledapproved_full groundtruth ground_truth segmentations""".split()
-)
 # fields whose images belong to one split
 GROUPS = 'patientid patient subjectid subject lesionid group groupid videoid video sequenceid'.split()
 MASK_WORDS = r'[_-](masks?|labels?|seg|gt|L|P)'  # at the end of a mask's name
@@ -43,7 +38,7 @@ def _words(name: str) -> list[str]:
 
     A word with a number is one word (``v2``, ``oidv6``), unless it names a split or a kind of content (``images2``).
     """
-    name = name.replace('leftImg8bit', 'images').replace('gtFine', 'gt')  # of Cityscapes
+    name = re.sub('leftImg8bit|imgsFine', 'images', name).replace('gtFine', 'gt')  # of Cityscapes
     spaced = re.sub(r'(?<=[a-z0-9])(?=[A-Z])', ' ', name).lower()
     words: list[str] = []
     for chunk in re.findall(r'[^\W\d_]+\d*|\d+', _JOINED.sub(r'\1 \2', spaced)):
@@ -112,8 +107,7 @@ def shared_key(folder: PurePath) -> tuple[str, ...]:
 
     ``labels/train/cam1``, ``images/train/cam1`` and ``train/annotations/cam1`` have the key ``('train', 'cam1')``.
     """
-    parts = [part for part in folder.parts if part.lower() not in MASK_FOLDERS]
-    kept = (' '.join(_SPLITS.get(word, word) for word in _words(part) if word not in _ROLES) for part in parts)
+    kept = (' '.join(_SPLITS.get(word, word) for word in _words(part) if word not in _ROLES) for part in folder.parts)
     return tuple(filter(None, kept))
 
 

@@ -4,9 +4,9 @@
 import os
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Optional
+from typing import Any
 from urllib.parse import unquote
 
 from ...utils.errors import RunError
@@ -57,18 +57,18 @@ class Pictures:
         return [self._find(file, name, folders, is_upload) for name in names]
 
     def _find(self, file: Path, name: str, named: set[str], is_upload: bool) -> Path:
-        found, folders = self._known(file, name, self.named(name, is_upload)), _parts(name)[:-1]
-        exact = self._exact(file, name, found)
-
-        def score(path: Path) -> tuple[int, int]:
-            tail = os.path.commonprefix([[*map(_key, path.parts[-2::-1])], [*map(_key, reversed(folders))]])
-            return len(tail), sum(part in folders for part in self.rel(path).parts[:-1])
-
-        best = max(map(score, found))
-        found = exact or [path for path in found if score(path) == best]
-        picture = self._one(file, name, found, self.splits.of(self.rel(file), is_file=True))
+        folders, split = _parts(name)[:-1], self.splits.of(self.rel(file), is_file=True)
+        is_exact, tail = self._is_exact(file, name), _tail(folders)
+        picture = self._best(
+            file,
+            name,
+            self.named(name, is_upload),
+            is_exact,
+            lambda path: (tail(path), sum(part in folders for part in self.rel(path).parts[:-1])),
+            lambda path: self.splits.of(self.rel(path).parent) == split,
+        )
         ours = self.rel(picture).parts[:-1]
-        if not exact and best[0] < len(folders):
+        if not is_exact(picture) and tail(picture) < len(folders):
             lacking = [part for part in folders if part in self._folders and part not in ours]
             foreign = [part for part in ours if part in named and part not in folders and not has_role_only(part)]
             if lacking or foreign:
@@ -95,25 +95,52 @@ class Pictures:
                 f'{file}: its name is that of {own[0].name}, and the image that it names (<filename>, imagePath) is '
                 f'another, {name!r}: correct one.'
             )
-        found, key = self._known(file, name or file.stem, named or own), self.key(file)
-        sure = self._exact(file, name, found) or [path for path in found if path.parent == file.parent]
-        sure = sure or [path for path in found if self.key(path) == key]
-        sure = sure or [path for path in found if [_key(path.parent.name)] == list(map(_key, _parts(name)[-2:-1]))]
-        picture = self._one(file, name or file.stem, sure or found, None)
-        if not sure and is_mask(picture):
+        key, folder, name = self.key(file), _tail(_parts(name)[-2:-1]), name or file.stem
+        sure = (
+            self._is_exact(file, name),
+            lambda path: path.parent == file.parent,
+            lambda path: self.key(path) == key,
+            lambda path: folder(path) == 1,
+        )
+        picture = self._best(file, name, named or own, *sure)
+        if any(rank(picture) for rank in sure):
+            return picture
+        if is_mask(picture):
             raise RunError(f'{file}: the only image of its name is {picture}, a mask: give --images DIR.')
-        if not sure and ({key} & self._keys - {()} or {self.key(picture)} & keys - {()}):
+        if {key} & self._keys - {()} or {self.key(picture)} & keys - {()}:
             raise RunError(
                 f'{file} has no image in its folder, and {picture} is in another: give --images DIR, or '
                 '--labels DIR for the labels of one folder.'
             )
         return picture
 
+    def _best(self, file: Path, name: str, found: list[Path], *ranks: Callable[[Path], Any]) -> Path:
+        """Return the image that leads by the first rank, among equals by the next; then the nearest that is no mask.
+
+        Raises:
+            RunError: There is no image, or several are equal in all.
+        """
+        if not found:
+            raise RunError(f'{file} names the image {name!r}, which is in no folder below {self.root}.')
+        for rank in (*ranks, self._nearness(file), lambda path: not is_mask(path)):
+            if len(found) > 1:
+                found = _leading(found, rank)
+        if len(found) > 1:
+            raise RunError(f'{file}: {name!r} may be {found[0]} or {found[1]}: give --images DIR, or keep one.')
+        return found[0]
+
     def nearest(self, file: Path, images: list[Path]) -> list[Path]:
         """Return the images that share most upper folders with a file."""
+        return _leading(images, self._nearness(file))
+
+    def _nearness(self, file: Path) -> Callable[[Path], int]:
         of_file = self.rel(file).parts[:-1]
-        common = {path: len(os.path.commonprefix([of_file, self.rel(path).parts[:-1]])) for path in images}
-        return [path for path in images if common[path] == max(common.values())]
+        return lambda path: len(os.path.commonprefix([of_file, self.rel(path).parts[:-1]]))
+
+    def _is_exact(self, file: Path, name: str) -> Callable[[Path], bool]:
+        """Return a rank of images: just this path, from DATA or from the folder of the label file."""
+        paths = [Path(os.path.normpath(top / name.replace('\\', '/'))) for top in (self.root, file.parent)]
+        return lambda path: path in paths
 
     def masks_among(self, images: Iterable[Path]) -> set[Path]:
         """Return the images that are masks of others: ``masks/x.png``, ``x_mask.png`` or ``x.png`` of ``x.jpg``."""
@@ -140,26 +167,16 @@ class Pictures:
     def key(self, path: Path) -> tuple[str, ...]:
         return shared_key(self.rel(path).parent)
 
-    def _known(self, file: Path, name: str, found: list[Path]) -> list[Path]:
-        if not found:
-            raise RunError(f'{file} names the image {name!r}, which is in no folder below {self.root}.')
-        return found
 
-    def _exact(self, file: Path, name: str, found: list[Path]) -> list[Path]:
-        """Return the image with just this path, from DATA or from the folder of the label file."""
-        paths = [Path(os.path.normpath(top / name.replace('\\', '/'))) for top in (self.root, file.parent)]
-        return [path for path in found if path in paths]
+def _leading(paths: list[Path], rank: Callable[[Path], Any]) -> list[Path]:
+    ranks = {path: rank(path) for path in paths}
+    return [path for path in paths if ranks[path] == max(ranks.values())]
 
-    def _one(self, file: Path, name: str, found: list[Path], split: Optional[str]) -> Path:
-        """Return the image of the same split as the label file, or nearest to it; masks are no images."""
-        if len(found) > 1:
-            found = [path for path in found if self.splits.of(self.rel(path).parent) == split] or found
-            found = self.nearest(file, found)
-        if len(found) > 1:
-            found = [path for path in found if not is_mask(path)] or found
-        if len(found) > 1:
-            raise RunError(f'{file}: {name!r} may be {found[0]} or {found[1]}: give --images DIR, or keep one.')
-        return found[0]
+
+def _tail(folders: list[str]) -> Callable[[Path], int]:
+    """Return a rank of images: the number of the last folders of a name that the path has too."""
+    named = [*map(_key, reversed(folders))]
+    return lambda path: len(os.path.commonprefix([[*map(_key, path.parts[-2::-1])], named]))
 
 
 def _parts(name: str) -> list[str]:
