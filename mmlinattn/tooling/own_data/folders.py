@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Read images with one class each, from class folders or from CSV files."""
 
-from collections.abc import Iterable
+import os
 from pathlib import Path
 from typing import Optional
 
@@ -58,80 +58,87 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item],
     found = [source.content for source in (*kinds.get('CSV of classes', ()), *kinds.get('CSV of boxes', ()))]
     # a table of boxes that names each image once gives it one class
     tables = [table for table in found if not table.box or table.label and table.has_one_row_an_image]
-    chosen = data.options.labels
-    fault: Optional[RunError] = None
-    folders, notes = list[Item](), list[str]()
+    chosen, notes = data.options.labels, list[str]()
+    folders, error = list[Item](), None
     if not chosen or chosen.is_dir() and not tables:
         try:
             folders = _folder_items(data, notes)
-        except RunError as error:
-            fault = error
+        except RunError as raised:
+            error = raised
     if len({item.name for item in folders}) == 1 and len(kinds) > 0:
         folders = []
     named = [table for table in tables if any(data.pictures.named(row[table.image]) for row in table.rows)]
-    if folders or fault or named:  # a table of numbers and class names names no image
+    if folders or error:  # a table of numbers and class names names no image
         tables = named
-    if tables:
+    if tables := named or tables:
         data.used.update(table.path for table in tables)
         items, more = read_class_tables(tables, data)
-        by_path, table = {item.path: item for item in items}, data.name(tables[0].path)
-        for item in folders:
-            if item.path in by_path and item.name != by_path[item.path].name:
-                raise RunError(
-                    f'{item.path} is of the class {by_path[item.path].name!r} in {table}, and in a folder of '
-                    f'{item.name!r}: give --labels FILE, or --labels {item.path.parent.parent} for the folders.'
-                )
-        rest = {item.path for item in folders} - by_path.keys()
-        if rest:
-            raise RunError(
-                f'{table} and folders of classes both have labels, and {len(rest)} images are in folders alone: give '
-                '--labels FILE, or --labels DIR for the folders.'
-            )
+        _check_folders(data, items, folders, data.name(tables[0].path))
         return 'CSV of classes', items, more
-    if fault:
-        beside = ''
-        for kind, ((path, _, content), *_) in kinds.items():
-            if isinstance(content, Table) and kind != 'CSV of classes':
-                beside = f' {data.name(path)} has the columns {some(content.names)}: none is named class or label.'
-            elif kind not in (UNKNOWN, 'CSV of classes'):
-                beside = f' {data.name(path)} is {kind}, which this task does not take.'
-        raise RunError(f'{fault}{beside}')
+    if error:
+        raise RunError(f'{error}{_beside(data, kinds)}')
     if not folders:
         raise refusal(data, kinds, 'classification')
     return 'folders of images', folders, notes
 
 
+def _check_folders(data: Data, items: list[Item], folders: list[Item], table: str) -> None:
+    """Raise an error if class folders differ from the classes of a table, or have more images."""
+    classes = {item.path: item.name for item in items}
+    for item in folders:
+        if classes.get(item.path, item.name) != item.name:
+            raise RunError(
+                f'{item.path} is of the class {classes[item.path]!r} in {table}, and in a folder of '
+                f'{item.name!r}: give --labels FILE, or --labels {item.path.parent.parent} for the folders.'
+            )
+    rest = {item.path for item in folders} - classes.keys()
+    if rest:
+        raise RunError(
+            f'{table} and folders of classes both have labels, and {len(rest)} images are in folders alone: give '
+            '--labels FILE, or --labels DIR for the folders.'
+        )
+
+
+def _beside(data: Data, kinds: dict[str, list[Source]]) -> str:
+    """Return a sentence on a label file that classification does not take, or ''."""
+    said = ''
+    for kind, ((path, _, content), *_) in kinds.items():
+        if isinstance(content, Table) and kind != 'CSV of classes':
+            said = f' {data.name(path)} has the columns {some(content.names)}: none is named class or label.'
+        elif kind not in (UNKNOWN, 'CSV of classes'):
+            said = f' {data.name(path)} is {kind}, which this task does not take.'
+    return said
+
+
 class _Folders:
-    """Folders with images below a folder: ``inner[folder]`` by name, and images that lie in none."""
+    """Folders below ``top`` that name a split, a class, or nothing (``images``, a folder around all others)."""
 
-    def __init__(self, top: Path, images: Iterable[Path]):
-        self.top, self.loose = top, list[Path]()
-        below: dict[str, list[Path]] = {}
-        for path in images:
-            name, *rest = path.relative_to(top).parts
-            if rest:
-                below.setdefault(name, []).append(path)
-            else:
-                self.loose.append(path)
-        self.inner = {name: _Folders(top / name, paths) for name, paths in below.items()}
-        if all(has_role_only(name) and not folder.inner for name, folder in self.inner.items()):
-            self.loose, self.inner = self.images, {}  # val/images/x.jpg: no class is named images
-        only = next(iter(self.inner.values()), None)
-        is_around = only and (only.inner or only.top.name == top.name)  # the others, or test/test of an archive
-        if only and is_around and len(self.inner) == 1 and not self.loose:
-            self.top, self.loose, self.inner = only.top, only.loose, only.inner
+    def __init__(self, data: Data, top: Path, images: list[Path]):
+        self.data, self.top = data, top
+        self.inner: dict[Path, set[str]] = {}  # names of the folders in a folder
+        for folder in {folder for path in images for folder in path.parents if top in folder.parents}:
+            self.inner.setdefault(folder.parent, set()).add(folder.name)
+        self.full = {path.parent for path in images}
 
-    @property
-    def images(self) -> list[Path]:
-        return [*self.loose, *(path for folder in self.inner.values() for path in folder.images)]
+    def split(self, folder: Path) -> Optional[str]:
+        """Return the split of a folder that holds other folders, or lies beside another split."""
+        found = {self.data.splits.of_folder(name) for name in self.inner[folder.parent]} - {None}
+        return self.data.splits.of_folder(folder.name) if len(found) > 1 or self.inner.get(folder) else None
 
-    @property
-    def is_nested(self) -> bool:
-        return not self.loose and len(self.inner) > 1
+    def read(self, path: Path) -> tuple[Optional[str], tuple[str, ...]]:
+        """Return the split of an image, and the names of its other folders that tell images apart."""
+        split, names = None, list[str]()
+        for folder in [folder for folder in reversed(path.parents) if self.top in folder.parents]:
+            beside, own = self.inner[folder.parent], self.split(folder)
+            is_around = self.inner.get(folder) and folder.parent not in self.full or folder.name == folder.parent.name
+            split = own or split
+            if not own and not (len(beside) == 1 and is_around) and not all(map(has_role_only, beside)):
+                names.append(folder.name)
+        return split, tuple(names)
 
 
 def _folder_items(data: Data, notes: list[str]) -> list[Item]:
-    """Return the images in class folders, which are inside of folders of splits or in one folder.
+    """Return the images in class folders, in or around folders of splits.
 
     Raises:
         RunError: It is unclear which folders are the classes or the splits, or images of val are in no folder.
@@ -139,60 +146,69 @@ def _folder_items(data: Data, notes: list[str]) -> list[Item]:
     masks = data.pictures.masks_among(data.images)
     notes += [f'{len(masks)} masks of images are left out, as {data.name(min(masks))}'] if masks else []
     data.images = [path for path in data.images if path not in masks]
-    top = _Folders(data.root, data.images)
-    with_splits = [each for each in top.inner.values() if len({*map(data.splits.of_folder, each.inner)} - {None}) > 1]
-    if len(with_splits) == 1 and all(each in with_splits or not each.inner for each in top.inner.values()):
-        top = with_splits[0]  # beside flat folders
     given = [path for path in (data.options.train, data.options.val) if path and path.is_dir()]
-    splits = {name: data.splits.of_folder(name) for name in top.inner}
-    named = {name for name, split in splits.items() if split and top.inner[name].inner}
-    if given:
-        parts = [_Folders(path, [image for image in data.images if path in image.parents]) for path in given]
-    elif len(set(filter(None, splits.values()))) > 1 or named:
-        parts = _divided(data, top, splits, notes)
-    else:
-        parts = [top]
-    items, classes = [], [name for part in parts for name in part.inner]
-    if all(map(has_role_only, classes)) and not all(map(str.isdigit, classes)):
-        return []
-    for part in parts:
-        split = data.splits.of(data.rel(part.top)) if part is not top else None
-        for name, folder in part.inner.items():
-            inner = [each for each in folder.inner if not data.splits.of_folder(each)]
-            if folder.is_nested and len(inner) > 1:
-                same = [f'{other}' for other, each in part.inner.items() if each.inner.keys() == folder.inner.keys()]
-                what = f'{some(same, 3)} hold the same folders' if len(same) > 1 else f'{name} holds folders'
-                raise RunError(
-                    f'{part.top}: {what} ({some(inner, 4)}), nested: which are the classes? Give --train DIR and --val '
-                    'DIR if the upper ones are splits, else --images DIR of one level.'
-                )
-            items += [
-                Item(path, name, split or data.splits.of(path.relative_to(folder.top).parent), path)
-                for path in folder.images
-            ]
+    items = list[Item]()
+    for top in given or [data.root]:
+        images = [path for path in data.images if top in path.parents]
+        folders = _Folders(data, top, images)
+        found = {path: folders.read(path) for path in images}
+        around = len(os.path.commonprefix([names[:-1] for _, names in found.values() if names]))
+        found = {path: (split, names[around:]) for path, (split, names) in found.items()}
+        if not given and any(split for split, _ in found.values()):
+            found = _of_splits(data, found, notes)
+        _refuse_nested(top, {names for _, names in found.values()})
+        items += [Item(path, names[0], split, path) for path, (split, names) in found.items() if names]
     return items
 
 
-def _divided(data: Data, top: _Folders, splits: dict[str, Optional[str]], notes: list[str]) -> list[_Folders]:
-    """Return the folders of splits, after checking what lies beside and in them."""
-    parts = {name: top.inner[name] for name, split in splits.items() if split}
-    names = {name for part in parts.values() for name in part.inner} | set(parts)
-    first = next(iter(name for name, split in splits.items() if split == 'train'), next(iter(parts)))
-    for name, folder in top.inner.items():
-        is_part = names & folder.inner.keys() or folder.is_nested and len(parts) == 1
-        if name not in parts and is_part or name.lower() == 'dev' and 'val' not in splits:
-            inner = f'{len(folder.inner)} class(es), {some(folder.inner, 4)}'
+_Found = dict[Path, tuple[Optional[str], tuple[str, ...]]]  # split and folders of each image
+
+
+def _of_splits(data: Data, found: _Found, notes: list[str]) -> _Found:
+    """Return the images in folders of splits, after checking what lies beside and in them."""
+    splits = {split for split, _ in found.values() if split}
+    inside = {path: (split, names) for path, (split, names) in found.items() if split}
+    first = next(split for split in ('train', 'val', 'test') if split in splits)
+    _refuse_unclear(data, found, inside, first)
+    beside = sorted({names[0] for split, names in found.values() if not split and names})
+    loose = [path for path, (split, names) in inside.items() if not names and split != 'test']
+    if loose:
+        lists = [path for path in data.files if path.suffix.lower() in ('.txt', '.csv')]
+        raise RunError(
+            f'{loose[0].parent}: {len(loose)} images of {inside[loose[0]][0]} are in no folder of a class'
+            f'{"; " + some(map(data.name, lists), 4) + ": no CSV of images and classes" if lists else ""}: sort '
+            'them into folders, or write a CSV file with filename,label.'
+        )
+    notes += [f'{some(beside)} beside {first}: left out'] if beside else []
+    return inside
+
+
+def _refuse_unclear(data: Data, found: _Found, inside: _Found, first: str) -> None:
+    """Raise an error if folders beside those of splits or of classes may be splits or classes too."""
+    classes = sorted({names[0] for _, names in inside.values() if len(names) == 1})
+    splits = {split for split, _ in inside.values()}
+    unclear = [names[0] for split, names in found.values() if {*classes} & {*names[bool(split) :]}]
+    unclear += [names[0] for split, names in found.values() if not split and names[1:] and len(splits) == 1]
+    of_val = [data.rel(path).parts for path, (split, _) in inside.items() if split == 'val']
+    unclear += ['dev'] if of_val and all('dev' in parts for parts in of_val) else []
+    if unclear:
+        raise RunError(
+            f'{data.root}: {first} and {unclear[0]} both hold folders of images ({len(classes)} class(es), '
+            f'{some(classes, 4)}). Is {unclear[0]} a split, or {first} a class? Give --train DIR and --val DIR, or '
+            '--images DIR.'
+        )
+
+
+def _refuse_nested(top: Path, names: set[tuple[str, ...]]) -> None:
+    """Raise an error if folders of classes hold several folders in place of images."""
+    inner: dict[str, set[str]] = {}
+    for first, second, *_ in (each for each in names if len(each) > 1):
+        inner.setdefault(first, set()).add(second)
+    for name, folders in inner.items():
+        if len(folders) > 1 and (name,) not in names:
+            same = sorted(other for other, others in inner.items() if others == folders)
+            nested = f'{some(same, 3)} hold the same folders' if len(same) > 1 else f'{name} holds folders'
             raise RunError(
-                f'{top.top}: {first} and {name} both hold folders of images ({inner}). Is {name} a split, or {first} a '
-                'class? Give --train DIR and --val DIR, or --images DIR.'
+                f'{top}: {nested} ({some(sorted(folders), 4)}), nested: which are the classes? Give --train DIR and '
+                '--val DIR if the upper ones are splits, else --images DIR of one level.'
             )
-        if name in parts and folder.loose and splits[name] != 'test':
-            lists = [path for path in data.files if path.suffix.lower() in ('.txt', '.csv')]
-            raise RunError(
-                f'{folder.top}: {len(folder.loose)} images of {splits[name]} are in no folder of a class'
-                f'{"; " + some(map(data.name, lists), 4) + ": no CSV of images and classes" if lists else ""}: sort '
-                'them into folders, or write a CSV file with filename,label.'
-            )
-    others = [name for name in top.inner if name not in parts]
-    notes += [f'{some(others)} beside {first}: left out'] if others else []
-    return list(parts.values())

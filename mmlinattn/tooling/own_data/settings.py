@@ -15,7 +15,6 @@ from .data import OwnData
 from .images import ImageFormat
 
 TASKS = {'detection': 'mmdet', 'segmentation': 'mmseg', 'classification': 'mmpretrain'}
-_BATCH = {'detection': 2, 'segmentation': 4, 'classification': 32}
 _FROM_SCRATCH = 2e-4  # learning rate of AdamW in docs/real_images.md, without released weights
 
 
@@ -45,10 +44,14 @@ class ConfigArgs(NamedTuple):
         return self.data if self.data.is_dir() else self.data.parent
 
 
-class _Code(str):
-    """Text that is written to the config unquoted, as an expression."""
+class Reference:
+    """Name of a variable of the config, written in place of its value."""
 
-    __repr__ = str.__str__
+    def __init__(self, name: str):
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 def _portable(args: ConfigArgs, path: Any) -> str:
@@ -89,15 +92,50 @@ def config_values(
     args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config, stem: str
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of the new config by name, and notes on them for the user."""
-    whole, batch = cfg.to_dict(), args.batch or _BATCH[args.task]
-    notes: list[str] = []
+    whole, notes = cfg.to_dict(), list[str]()
+    task = _OF_TASK[args.task](args, data, pixels, cfg)
     root = _portable(args, args.root).rstrip('/')
     values: dict[str, Any] = dict(data_root=f'{root}/', metainfo=dict(classes=tuple(data.classes)))
     model = _fitted(whole['model'], data)
     if model.get('roi_head') and not data.masks:
         model['type'] = model['type'].replace('MaskRCNN', 'FasterRCNN')
         model['roi_head'].update(mask_roi_extractor=None, mask_head=None)
+    load_from, is_scratch = _weights(args, pixels, model, stem, notes)
+    values.update(dict(load_from=load_from) if load_from else {})
+    most = _widen(model, data, notes)
+    if pixels.mean is not None:
+        model['backbone']['in_channels'] = pixels.channels
+    train, test, size = task.pipelines()
+    if args.task == 'classification':
+        values['data_preprocessor'] = task.preprocessor(size)
+    else:
+        model['data_preprocessor'] = {**model['data_preprocessor'], **task.preprocessor(size)}
+    values.update(model=difference(whole['model'], model), train_pipeline=train, test_pipeline=test)
 
+    for split in data.images:
+        ann_file = _portable(args, annotation_file(args, split))
+        values[f'{split}_dataloader'] = _loader(task, split, ann_file)
+        if split != 'train':
+            values.update({f'{split}_evaluator': evaluator for evaluator in task.evaluators(ann_file, most)})
+    if 'test' not in data.images:
+        values['test_dataloader'] = Reference('val_dataloader')
+        values.update({'test_evaluator': Reference('val_evaluator')} if 'val_evaluator' in values else {})
+
+    recipe_rate = cfg.optim_wrapper.optimizer.lr
+    base_batch = (cfg.get('auto_scale_lr') or {}).get('base_batch_size', 16)
+    rate = _FROM_SCRATCH if is_scratch else float(f'{recipe_rate * task.batch / base_batch:.2g}')
+    values['optim_wrapper'] = dict(optimizer=dict(lr=rate))
+    values['auto_scale_lr'] = dict(base_batch_size=task.batch)
+    values.update(schedule(args.task, len(data.images['train']) / task.batch, cfg))
+    origin = '' if is_scratch else f" (the recipe's {recipe_rate:g} is for {base_batch})"
+    notes.append(f'learning rate {rate:g} for {task.batch} images per step{origin}')
+    return values, notes
+
+
+def _weights(
+    args: ConfigArgs, pixels: ImageFormat, model: dict, stem: str, notes: list[str]
+) -> tuple[Optional[str], bool]:
+    """Set the weights of the backbone, or return those of the whole model; also True for a start from scratch."""
     weights = find_backbone(args.backbone, TASKS[args.task]).checkpoint
     is_scratch = args.scratch or pixels.mean is not None or weights is None
     if is_scratch:
@@ -108,8 +146,6 @@ def config_values(
         model['backbone']['init_cfg'] = dict(type='Pretrained', checkpoint=weights)
     elif model['backbone'].get('init_cfg'):
         model['backbone']['init_cfg'] = None
-    if is_whole:
-        values['load_from'] = f'mmlinattn://{stem}'
     name = stem if is_whole else str(weights).partition('://')[2]
     released = None if is_scratch else released_checkpoints().get(name)
     if released and not released.path.exists():
@@ -117,67 +153,7 @@ def config_values(
             f'the training downloads the weights from {released.link}; offline, put the file at {released.path}, '
             'or set --scratch'
         )
-    most = _widen(model, data, notes)
-
-    preprocessor: dict[str, Any] = dict(num_classes=len(data.classes)) if args.task == 'classification' else {}
-    if pixels.mean is not None and pixels.std is not None:
-        model['backbone']['in_channels'] = pixels.channels
-        mean, std = pixels.mean, pixels.std
-        if args.task == 'detection' and len(mean) not in (1, 3):  # MMEngine takes no others
-            mean, std = [sum(mean) / len(mean)], [sum(std) / len(std)]
-        flag = 'to_rgb' if args.task == 'classification' else 'bgr_to_rgb'
-        preprocessor.update({'mean': mean, 'std': std, flag: False})
-    train, test, size = _pipelines(args, data, pixels, cfg)
-    if args.task == 'segmentation':
-        preprocessor['size'] = (size, size)
-    if args.task == 'classification':
-        values['data_preprocessor'] = preprocessor
-    else:
-        model['data_preprocessor'] = {**model['data_preprocessor'], **preprocessor}
-    values.update(model=difference(whole['model'], model), train_pipeline=train, test_pipeline=test)
-
-    kind = {'segmentation': 'BaseSegDataset', 'classification': 'CustomDataset'}.get(args.task)
-    for split in data.images:
-        values[f'{split}_dataloader'] = loader = dict[str, Any](num_workers=2)
-        dataset: dict[str, Any] = dict(_delete_=True, type=kind) if kind else {}
-        ann_file, settings = _portable(args, annotation_file(args, split)), dict(data.settings[split])
-        if isinstance(settings['data_prefix'], dict):
-            settings['data_prefix'] = {
-                key: f'{_portable(args, path)}/' if os.path.isabs(path) else path
-                for key, path in settings['data_prefix'].items()
-            }
-        dataset.update(data_root=_Code('data_root'), metainfo=_Code('metainfo'), ann_file=ann_file, **settings)
-        dataset['pipeline'] = _Code('train_pipeline' if split == 'train' else 'test_pipeline')
-        loader['dataset'] = dataset
-        if split == 'train' and args.task == 'detection':  # keep background, and images below 32 px
-            dataset['filter_cfg'] = dict(filter_empty_gt=False, min_size=1)
-        if split == 'train' or args.task == 'classification':
-            loader['batch_size'] = batch
-        if split == 'train':
-            continue
-        if args.task == 'detection':
-            metric = ['bbox', 'segm'] if data.masks else 'bbox'
-            values[f'{split}_evaluator'] = dict(ann_file=ann_file, metric=metric, classwise=True)
-            if most > 100:  # pycocotools' mAP ends at 100 boxes an image; MMDetection's own evaluation does not
-                values[f'{split}_evaluator'].update(use_mp_eval=True, proposal_nums=(100, 300, max(1000, most)))
-        elif args.task == 'classification':
-            values[f'{split}_evaluator'] = dict(topk=(1, 5) if len(data.classes) > 5 else (1,))
-        if kind:
-            dataset['test_mode'] = True
-    if 'test' not in data.images:
-        values['test_dataloader'] = _Code('val_dataloader')
-        if 'val_evaluator' in values:
-            values['test_evaluator'] = _Code('val_evaluator')
-
-    recipe_rate = cfg.optim_wrapper.optimizer.lr
-    base_batch = (cfg.get('auto_scale_lr') or {}).get('base_batch_size', 16)
-    rate = _FROM_SCRATCH if is_scratch else float(f'{recipe_rate * batch / base_batch:.2g}')
-    values['optim_wrapper'] = dict(optimizer=dict(lr=rate))
-    values['auto_scale_lr'] = dict(base_batch_size=batch)
-    values.update(schedule(args.task, len(data.images['train']) / batch, cfg))
-    origin = '' if is_scratch else f" (the recipe's {recipe_rate:g} is for {base_batch})"
-    notes.append(f'learning rate {rate:g} for {batch} images per step{origin}')
-    return values, notes
+    return f'mmlinattn://{stem}' if is_whole else None, is_scratch
 
 
 def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
@@ -200,37 +176,140 @@ def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
     return most
 
 
-def _pipelines(args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config) -> tuple[Any, Any, int]:
-    """Return the transforms of training and test, and the longer side of training images in pixels."""
-    loading: dict[str, Any] = dict(type='LoadImageFromFile')
-    if pixels.mean is not None:
-        loading.update(color_type='unchanged', to_float32=True)
-    flip: dict[str, Any] = dict(type='RandomFlip', prob=0.5)
-    long, short = max(pixels.width, pixels.height), min(pixels.width, pixels.height)
-    if args.task == 'detection':
-        ratio = args.size / long if args.size else min(1, 1333 / long, 800 / short)
-        scale = (round(long * ratio), round(short * ratio))
+class _Task:
+    """Settings that differ by task.
+
+    Attributes:
+        batch: Images per step.
+        dataset: Class of the data set; None for that of the inherited config.
+        rgb: Setting of the preprocessor that swaps channels.
+    """
+
+    batch: int
+    dataset: Optional[str]
+    rgb = 'bgr_to_rgb'
+
+    def __init__(self, args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config):
+        self.args, self.data, self.pixels, self.cfg = args, data, pixels, cfg
+        self.batch = args.batch or self.batch
+        self.long, self.short = max(pixels.width, pixels.height), min(pixels.width, pixels.height)
+        self.loading: dict[str, Any] = dict(type='LoadImageFromFile')
+        if pixels.mean is not None:
+            self.loading.update(color_type='unchanged', to_float32=True)
+
+    def pipelines(self) -> tuple[Any, Any, int]:
+        """Return the transforms of training and test, and the longer side of training images in pixels."""
+        raise NotImplementedError
+
+    def preprocessor(self, size: int) -> dict[str, Any]:
+        mean, std = self.pixels.mean, self.pixels.std
+        return {} if mean is None else {'mean': mean, 'std': std, self.rgb: False}
+
+    def loader(self, split: str) -> dict[str, Any]:
+        """Return settings of the data loader; those of its data set under ``dataset``."""
+        return dict(batch_size=self.batch, dataset={}) if split == 'train' else dict(dataset={})
+
+    def evaluators(self, ann_file: str, most: int) -> list[dict[str, Any]]:
+        """Return the evaluator, if it is not the inherited one; ``most`` boxes of an image are evaluated."""
+        return []
+
+
+class _Detection(_Task):
+    batch, dataset = 2, None
+
+    def pipelines(self) -> tuple[Any, Any, int]:
+        size = self.args.size
+        ratio = size / self.long if size else min(1, 1333 / self.long, 800 / self.short)
+        scale = (round(self.long * ratio), round(self.short * ratio))
         resize = dict(type='Resize', scale=scale, keep_ratio=True)
-        labels = dict(type='LoadAnnotations', with_bbox=True, **(dict(with_mask=True) if data.masks else {}))
+        labels = dict(type='LoadAnnotations', with_bbox=True, **(dict(with_mask=True) if self.data.masks else {}))
         keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')
-        train = [loading, labels, resize, flip, dict(type='PackDetInputs')]
-        return train, [loading, resize, labels, dict(type='PackDetInputs', meta_keys=keys)], max(scale)
-    if args.task == 'segmentation':
-        side = args.size or max(32, min(512, short // 32 * 32))
+        train = [self.loading, labels, resize, dict(type='RandomFlip', prob=0.5), dict(type='PackDetInputs')]
+        return train, [self.loading, resize, labels, dict(type='PackDetInputs', meta_keys=keys)], max(scale)
+
+    def preprocessor(self, size: int) -> dict[str, Any]:
+        found = super().preprocessor(size)
+        if self.pixels.channels not in (1, 3):  # MMEngine takes no other lengths of mean and std
+            found.update({key: [sum(found[key]) / len(found[key])] for key in ('mean', 'std') if key in found})
+        return found
+
+    def loader(self, split: str) -> dict[str, Any]:
+        found = super().loader(split)
+        if split == 'train':  # keep background, and images below 32 px
+            found['dataset'] = dict(filter_cfg=dict(filter_empty_gt=False, min_size=1))
+        return found
+
+    def evaluators(self, ann_file: str, most: int) -> list[dict[str, Any]]:
+        metric = ['bbox', 'segm'] if self.data.masks else 'bbox'
+        found: dict[str, Any] = dict(ann_file=ann_file, metric=metric, classwise=True)
+        if most > 100:  # pycocotools' mAP ends at 100 boxes an image; MMDetection's own evaluation does not
+            found.update(use_mp_eval=True, proposal_nums=(100, 300, max(1000, most)))
+        return [found]
+
+
+class _Segmentation(_Task):
+    batch, dataset = 4, 'BaseSegDataset'
+
+    def pipelines(self) -> tuple[Any, Any, int]:
+        side = self.args.size or max(32, min(512, self.short // 32 * 32))
+        is_large = self.long > 2048
         labels, pack = dict(type='LoadAnnotations'), dict(type='PackSegInputs')
-        scale = (2048, 1024) if long > 2048 else (long, short)
-        shrink = [dict(type='Resize', scale=scale, keep_ratio=True)] if long > 2048 else []
+        scale = (2048, 1024) if is_large else (self.long, self.short)
+        shrink = [dict(type='Resize', scale=scale, keep_ratio=True)] if is_large else []
         zoom = dict(type='RandomResize', scale=scale, ratio_range=(0.5, 2.0), keep_ratio=True)
         crop = dict(type='RandomCrop', crop_size=(side, side), cat_max_ratio=0.75)
-        colours = [dict(type='PhotoMetricDistortion')] if pixels.mean is None else []
-        return [loading, labels, zoom, crop, flip, *colours, pack], [loading, *shrink, labels, pack], side
-    recipe_side = next(step for step in cfg.train_pipeline if step.type == 'RandomResizedCrop').scale
-    side = args.size or recipe_side
-    if pixels.mean is None and side == recipe_side:
-        return _Code('_base_.train_pipeline'), _Code('_base_.test_pipeline'), side
-    cut, pack = dict(type='RandomResizedCrop', scale=side), dict(type='PackInputs')
-    flip['direction'] = 'horizontal'
-    return [loading, cut, flip, pack], [loading, dict(type='Resize', scale=(side, side)), pack], side
+        colours = [dict(type='PhotoMetricDistortion')] if self.pixels.mean is None else []
+        train = [self.loading, labels, zoom, crop, dict(type='RandomFlip', prob=0.5), *colours, pack]
+        return train, [self.loading, *shrink, labels, pack], side
+
+    def preprocessor(self, size: int) -> dict[str, Any]:
+        return dict(super().preprocessor(size), size=(size, size))
+
+
+class _Classification(_Task):
+    batch, dataset, rgb = 32, 'CustomDataset', 'to_rgb'
+
+    def pipelines(self) -> tuple[Any, Any, int]:
+        recipe_side = next(step for step in self.cfg.train_pipeline if step.type == 'RandomResizedCrop').scale
+        side = self.args.size or recipe_side
+        if self.pixels.mean is None and side == recipe_side:
+            return Reference('_base_.train_pipeline'), Reference('_base_.test_pipeline'), side
+        cut, pack = dict(type='RandomResizedCrop', scale=side), dict(type='PackInputs')
+        flip = dict(type='RandomFlip', prob=0.5, direction='horizontal')
+        return [self.loading, cut, flip, pack], [self.loading, dict(type='Resize', scale=(side, side)), pack], side
+
+    def preprocessor(self, size: int) -> dict[str, Any]:
+        return dict(num_classes=len(self.data.classes), **super().preprocessor(size))
+
+    def loader(self, split: str) -> dict[str, Any]:
+        return dict(super().loader(split), batch_size=self.batch)
+
+    def evaluators(self, ann_file: str, most: int) -> list[dict[str, Any]]:
+        return [dict(topk=(1, 5) if len(self.data.classes) > 5 else (1,))]
+
+
+_OF_TASK = dict(detection=_Detection, segmentation=_Segmentation, classification=_Classification)
+
+
+def _loader(task: _Task, split: str, ann_file: str) -> dict[str, Any]:
+    settings = dict(task.data.settings[split])
+    if isinstance(settings['data_prefix'], dict):
+        prefixes = settings['data_prefix'].items()
+        settings['data_prefix'] = {
+            key: f'{_portable(task.args, path)}/' if os.path.isabs(path) else path for key, path in prefixes
+        }
+    own, dataset = task.loader(split), dict[str, Any]()
+    if task.dataset:
+        dataset = dict(_delete_=True, type=task.dataset, **({} if split == 'train' else dict(test_mode=True)))
+    dataset.update(
+        data_root=Reference('data_root'),
+        metainfo=Reference('metainfo'),
+        ann_file=ann_file,
+        **settings,
+        **own['dataset'],
+    )
+    dataset['pipeline'] = Reference('train_pipeline' if split == 'train' else 'test_pipeline')
+    return dict(num_workers=2, **{**own, 'dataset': dataset})
 
 
 def schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
@@ -243,10 +322,10 @@ def schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
         every, warm = max(1, total // 10), min(1500, total // 10)
         return dict(
             max_iters=total,
-            train_cfg=dict(max_iters=_Code('max_iters'), val_interval=every),
+            train_cfg=dict(max_iters=Reference('max_iters'), val_interval=every),
             param_scheduler=[
                 dict(type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=warm),
-                dict(type='PolyLR', power=0.9, eta_min=0.0, by_epoch=False, begin=warm, end=_Code('max_iters')),
+                dict(type='PolyLR', power=0.9, eta_min=0.0, by_epoch=False, begin=warm, end=Reference('max_iters')),
             ],
             default_hooks=dict(checkpoint=dict(interval=every, save_best='mIoU', max_keep_ckpts=2)),
         )
@@ -256,14 +335,18 @@ def schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
     warming = dict(type='LinearLR', start_factor=0.001, by_epoch=False, begin=0, end=warm)
     if task == 'detection':
         marks = [epochs * 2 // 3, epochs * 11 // 12]
-        falling = dict(type='MultiStepLR', by_epoch=True, begin=0, end=_Code('max_epochs'), milestones=marks, gamma=0.1)
+        falling = dict(
+            type='MultiStepLR', by_epoch=True, begin=0, end=Reference('max_epochs'), milestones=marks, gamma=0.1
+        )
     else:
-        falling = dict(type='CosineAnnealingLR', by_epoch=True, begin=0, end=_Code('max_epochs'), eta_min_ratio=0.01)
-        falling.update(T_max=_Code('max_epochs'), convert_to_iter_based=True)
+        falling = dict(
+            type='CosineAnnealingLR', by_epoch=True, begin=0, end=Reference('max_epochs'), eta_min_ratio=0.01
+        )
+        falling.update(T_max=Reference('max_epochs'), convert_to_iter_based=True)
     best = 'coco/bbox_mAP' if task == 'detection' else 'accuracy/top1'
     return dict(
         max_epochs=epochs,
-        train_cfg=dict(max_epochs=_Code('max_epochs'), val_interval=every),
+        train_cfg=dict(max_epochs=Reference('max_epochs'), val_interval=every),
         param_scheduler=[warming, falling],
         default_hooks=dict(checkpoint=dict(interval=every, save_best=best, max_keep_ckpts=2)),
     )
