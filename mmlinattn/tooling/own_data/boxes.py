@@ -70,11 +70,7 @@ def read_boxes(data: Data) -> OwnData:
 
 
 def _merged(claims: list[Claim], data: Data) -> list[Photo]:
-    """Return the images of all claims.
-
-    Raises:
-        RunError: Two files label an image, two formats a split, or a run length has another size than its image.
-    """
+    """Return the images of all claims."""
     first: dict[Path, Photo] = {}
     for photo in (_with_regions(photo) for claim in claims for photo in claim.photos):
         other = first.setdefault(photo.path, photo)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
+import yaml
 
 from ...utils.errors import RunError, described
 from .images import SUFFIXES
@@ -174,6 +175,34 @@ class Data:
                 raise RunError(f'{first} and {path} differ: keep one, or give --classes NAME ...')
         self.used.update(found)
         return names
+
+    @cached_property
+    def settings(self) -> tuple[Optional[Path], dict]:
+        """Return the file with ``names`` or darknet's lists, and its content.
+
+        Raises:
+            RunError: Several YAML files have other names or splits.
+        """
+        found: dict[Path, dict] = {}
+        for path in [path for path in self.files if path.suffix.lower() in ('.yaml', '.yml')]:
+            try:  # names are texts: YAML would read yes, no, on and 1.0 otherwise
+                content = yaml.load(path.read_text(encoding='utf-8-sig'), Loader=yaml.BaseLoader)  # noqa: S506
+            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                raise RunError(f'{path} cannot be read: {described(error)}') from error
+            if isinstance(content, dict) and content.get('names'):
+                found[path] = content
+        for path, other in found.items():
+            first, content = next(iter(found.items()))
+            if other != content:
+                raise RunError(f'{first} and {path} have other names or splits: keep one YAML file.')
+        self.used.update(found)
+        if found:
+            return first, content
+        for path in [path for path in self.files if path.suffix.lower() == '.data']:
+            self.used.add(path)
+            pairs = {key.strip(): value.strip() for key, _, value in (line.partition('=') for line in read_lines(path))}
+            return path, {'train': pairs.get('train'), 'val': pairs.get('valid')}
+        return None, {}
 
     def unused(self) -> list[str]:
         """Return notes on the files that were not read."""

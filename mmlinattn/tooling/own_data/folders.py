@@ -50,11 +50,7 @@ def read_classes(data: Data) -> OwnData:
 
 
 def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item], list[str]]:
-    """Return the only claim: format, images and notes.
-
-    Raises:
-        RunError: Tables and folders give an image other classes, or neither labels images.
-    """
+    """Return the only claim: format, images and notes."""
     found = [source.content for source in (*kinds.get('CSV of classes', ()), *kinds.get('CSV of boxes', ()))]
     # a table of boxes that names each image once gives it one class
     tables = [table for table in found if not table.box or table.label and table.has_one_row_an_image]
@@ -138,11 +134,7 @@ class _Folders:
 
 
 def _folder_items(data: Data, notes: list[str]) -> list[Item]:
-    """Return the images in class folders, in or around folders of splits.
-
-    Raises:
-        RunError: It is unclear which folders are the classes or the splits, or images of val are in no folder.
-    """
+    """Return the images in class folders, in or around folders of splits."""
     masks = data.pictures.masks_among(data.images)
     notes += [f'{len(masks)} masks of images are left out, as {data.name(min(masks))}'] if masks else []
     data.images = [path for path in data.images if path not in masks]

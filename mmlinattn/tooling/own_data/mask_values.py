@@ -199,11 +199,7 @@ def _of_cityscapes(masks: _Masks) -> Optional[_Reading]:
 
 
 def _of_two_blurred(masks: _Masks) -> Optional[_Reading]:
-    """Read two-class masks that were interpolated or saved as JPEG: inner values change from pixel to pixel.
-
-    Raises:
-        RunError: Segmentation masks of more than two classes have such values.
-    """
+    """Read two-class masks that were interpolated or saved as JPEG: inner values change from pixel to pixel."""
     seen, values, named = masks.seen, masks.values, masks.named
     inner = values[1:-1]
     noisy = [value for value in values if 4 * seen.flat[value] < seen.pixels[value]]
@@ -279,11 +275,7 @@ def read_values(data: Data) -> dict[int, str]:
 
 
 def _of_colours(masks: _Masks) -> Optional[_Reading]:
-    """Read colours: those of a list, of Cityscapes or VOC, or in the order of ``--classes``; black and another.
-
-    Raises:
-        RunError: The meaning of a colour is unknown.
-    """
+    """Read colours: those of a list, of Cityscapes or VOC, or in the order of ``--classes``; black and another."""
     if not masks.seen.coloured:
         return None
     note, colours, pixels, given = '', masks.values, masks.seen.pixels, masks.given

@@ -104,11 +104,7 @@ class _Folders(NamedTuple):
 
 
 def _all_pairs(data: Data) -> list[_Pair]:
-    """Pair images with masks: both have the same folders, apart from words for roles, and begin with the same name.
-
-    Raises:
-        RunError: No mask is known by its folder or ending, an image has several masks, or one of another size.
-    """
+    """Pair images with masks: both have the same folders, apart from words for roles, and begin with the same name."""
     images, masks = _keys(data)
     named: dict[tuple, list[Path]] = {}
     for path, key in images.items():
@@ -192,11 +188,7 @@ def _pair(image: Path, mask: Path, stem: str) -> _Pair:
 
 
 def _of_classes(data: Data, several: list[_Pair]) -> _Pair:
-    """Return the pair of an image whose mask is one of classes rather than of objects, parts or previews.
-
-    Raises:
-        RunError: There are several such masks.
-    """
+    """Return the pair of an image whose mask is one of classes rather than of objects, parts or previews."""
     left = [pair for pair in several if pair.file.suffix.lower() in _SUFFIXES] or several
     left = [pair for pair in left if not _OTHERS.search(data.name(pair.file))] or left
     kinds = ([pair for pair in left if kind in pair.file.name] for kind in _KINDS)

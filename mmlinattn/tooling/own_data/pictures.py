@@ -115,11 +115,7 @@ class Pictures:
         return picture
 
     def _best(self, file: Path, name: str, found: list[Path], *ranks: Callable[[Path], Any]) -> Path:
-        """Return the image that leads by the first rank, among equals by the next; then the nearest that is no mask.
-
-        Raises:
-            RunError: There is no image, or several are equal in all.
-        """
+        """Return the image that leads by the first rank, among equals by the next; then the nearest that is no mask."""
         if not found:
             raise RunError(f'{file} names the image {name!r}, which is in no folder below {self.root}.')
         for rank in (*ranks, self._nearness(file), lambda path: not is_mask(path)):

@@ -6,10 +6,10 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from ...utils.errors import RunError
 from .csv_files import split_table
@@ -146,42 +146,68 @@ def _refuse_inner_copy(data: Data, splits: dict[str, list], copies: list[list]) 
             )
 
 
+class _Listed(NamedTuple):
+    """Splits of images by lists, and the files that list them."""
+
+    splits: dict[Path, str]
+    files: list[Path]
+
+
 def _splits_of(data: Data, items: list, task: str, by_folder: bool) -> tuple[list[Optional[str]], str]:
-    """Return the split of each image, or None, and their source."""
-    given = {split: path for split, path in (('train', data.options.train), ('val', data.options.val)) if path}
+    """Return the split of each image, or None, and their source: the first of the sources that has any."""
+    given = [(split, path) for split, path in (('train', data.options.train), ('val', data.options.val)) if path]
     if given:
-        listed = {path: split for split, source in given.items() for path in _chosen(data, items, source)}
-        rest = None if 'train' in given else 'train'
-        return [listed.get(item.path, rest) for item in items], ' and '.join(f'--{split}' for split in given)
+        listed = _resolve(data, items, given)
+        empty = [path for _, path in given if path not in listed.files]
+        if empty:
+            raise RunError(f'{empty[0]} has no labelled image.')
+        return _filled(items, listed, [None] * len(items)), ' and '.join(f'--{split}' for split, _ in given)
     folders = [
         data.splits.of(data.rel(item.path).parent) or data.splits.of(data.rel(item.file).parent) if by_folder else None
         for item in items
     ]
     if any(item.split for item in items):
         return [item.split or split for item, split in zip(items, folders)], 'columns or names of files and folders'
-    listed, files = _lists(data, {item.path for item in items}, task)
+    listed = next(filter(None, (source(data, items, task) for source in _SOURCES)), None)
     if not listed:
         return folders, 'names of folders' if any(folders) else ''
-    rest = None if 'train' in listed.values() else 'train'
-    for item, folder in zip(items, folders):
-        split = listed.get(item.path)
-        if split and folder and folder != split:
+    found, names = _filled(items, listed, folders), some(map(data.name, listed.files))
+    for item, split, folder in zip(items, found, folders if len({*folders}) > 1 else ()):
+        if item.path in listed.splits and folder and folder != split:
             raise RunError(
-                f'{item.path} is of {split} in {some(map(str, files))}, and in a folder of {folder}: give --train and '
-                '--val, each a list or a folder.'
+                f'{item.path} is of {split} in {names}, and in a folder of {folder}: give --train and --val, each a '
+                'list or a folder.'
             )
-    return [listed.get(item.path, rest) for item in items], f'the lists {some(map(data.name, files))}'
+    return found, f'the lists {names}'
 
 
-def _chosen(data: Data, items: list, source: Path) -> list[Path]:
-    """Return the images of ``--train`` or ``--val``: of a folder, a list or a label file."""
-    chosen = [item.path for item in items if source in (item.file, *item.path.parents, *item.file.parents)]
-    if not chosen and source.is_file():
-        chosen, _ = _of_list(data, source, {item.path for item in items})
-        data.used.add(source)
-    if not chosen:
-        raise RunError(f'{source} has no labelled image.')
-    return chosen
+def _filled(items: list, listed: _Listed, folders: list[Optional[str]]) -> list[Optional[str]]:
+    """Return the split of each image; others are of the split of their folder, or of train, if no list is of it."""
+    known = {*listed.splits.values()}
+    rest = [folder or 'train' for folder in folders]
+    return [listed.splits.get(item.path, None if own in known else own) for item, own in zip(items, rest)]
+
+
+def _resolve(data: Data, items: list, sources: Iterable[tuple[str, Path]]) -> _Listed:
+    """Read splits from folders, label files and lists of images."""
+    listed, labelled = _Listed({}, []), {item.path for item in items}
+    for split, source in sources:
+        images = [item.path for item in items if source in (item.file, *item.path.parents, *item.file.parents)]
+        lost = 0
+        if not images and source.is_file():
+            images, lost = _of_list(data, source, labelled)
+        if len(images) <= lost:
+            continue
+        listed.files.append(source)
+        for image in images:
+            known = listed.splits.setdefault(image, 'train' if split == 'trainval' else split)
+            if known != split and 'train' in (known, split) and split != 'trainval':
+                raise RunError(
+                    f'{image} is of {known} and of {split} in two of {some(map(str, listed.files))}: give --train and '
+                    '--val, each a list or a folder.'
+                )
+    data.used.update(path for path in listed.files if path.is_file())
+    return listed
 
 
 def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], int]:
@@ -203,68 +229,73 @@ def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], i
     return found, lost
 
 
-def _lists(data: Data, labelled: set[Path], task: str) -> tuple[dict[Path, str], list[Path]]:
-    """Return the splits of images by files of the data that list them, and these files.
-
-    A table of images and splits is preferred to lists.
-
-    Raises:
-        RunError: An image is listed in train and in another split.
-    """
-    texts = [path for path in data.files if path.suffix.lower() == '.txt']
-    for path in texts:
-        if path.name == 'train_test_split.txt' and path.with_name('images.txt') in texts:
-            return _of_numbers(data, path)
-    others = [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv') and path not in data.used]
-    for table in (table for path in others for table in split_table(path)):
-        pictures = data.pictures.find(table.path, [row[table.image] for row in table.rows])
-        data.used.add(table.path)
-        named = ((path, table.split_of(row)) for path, row in zip(pictures, table.rows))
-        return {path: split for path, split in named if split}, [table.path]
-    splits, files = dict[Path, str](), list[Path]()
-    for split, file in _list_files(data, texts, task):
-        images, lost = _of_list(data, file, labelled)
-        if len(images) <= lost and split != 'test':
+def _of_settings(data: Data, items: list, task: str) -> Optional[_Listed]:
+    """Read the folders or lists under ``train``, ``val`` and ``test`` of a data.yaml, if any is on this machine."""
+    file, content = data.settings
+    sources, lost = list[tuple[str, Path]](), list[str]()
+    for split in ('train', 'val', 'test') if file else ():
+        given = content.get(split)
+        if split != 'train' and given == content.get('train'):
             continue
-        files.append(file)
-        for image in images:
-            known = splits.setdefault(image, 'train' if split == 'trainval' else split)
-            if known != split and 'train' in (known, split) and split != 'trainval':
-                raise RunError(
-                    f'{image} is of {known} and of {split} in two of {some(map(str, files))}: give --train and '
-                    '--val, each a list or a folder.'
-                )
-    data.used.update(files)
-    return splits, files
+        for entry in given if isinstance(given, list) else [given] if given and isinstance(given, str) else []:
+            name = str(entry).replace('\\', '/')
+            inside = Path(*(part for part in Path(name).parts if part not in ('..', '.', '/')))
+            bases = (data.root, data.root / str(content.get('path') or ''), file.parent)
+            paths = [Path(os.path.normpath(base / each)) for base in bases for each in (name, inside, inside.name)]
+            paths = [path for path in paths if path.exists() and path.resolve() != data.root.resolve()]
+            sources += [(split, path) for path in paths[:1]]
+            lost += [] if paths or split == 'test' else [f'{split}: {entry}']
+    if lost and sources:
+        raise RunError(f'{file} says {lost[0]!r}, which is not there, and the others are.')
+    listed = _resolve(data, items, sources)
+    return listed if {'val', 'test'} & {*listed.splits.values()} else None
 
 
-def _list_files(data: Data, texts: list[Path], task: str) -> list[tuple[str, Path]]:
-    """Return the text files that have the name of a split, train first.
-
-    VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``.
-    """
-    by_folder: dict[Path, dict[str, list[Path]]] = {}
-    for rule in (split_in, data.splits.of_file):  # train.txt, else car_train.txt
-        for path in texts if not by_folder else ():
-            split = 'trainval' if rule(path.stem) and 'trainval' in path.stem.lower() else rule(path.stem)
-            if split:
-                by_folder.setdefault(path.parent, {}).setdefault(split, []).append(path)
-    preferred = {folder: lists for folder, lists in by_folder.items() if folder.name == _PREFERRED.get(task)}
-    found = []
-    for lists in (preferred or by_folder).values():
-        order = ('train', 'val', 'test', *([] if 'train' in lists else ['trainval']))
-        found += [(split, file) for split in order for file in lists.get(split, ())]
-    return found
-
-
-def _of_numbers(data: Data, path: Path) -> tuple[dict[Path, str], list[Path]]:
-    """Return the splits of CUB-200: ``train_test_split.txt`` has 1 for train, ``images.txt`` the paths."""
+def _of_numbers(data: Data, items: list, task: str) -> Optional[_Listed]:
+    """Read those of CUB-200: ``train_test_split.txt`` has 1 for train, ``images.txt`` the paths."""
+    path = next((path for path in data.files if path.name == 'train_test_split.txt'), None)
+    if not path or not path.with_name('images.txt').exists():
+        return None
     names = dict(line.split(maxsplit=1) for line in read_lines(path.with_name('images.txt')))
     flags = dict(line.split(maxsplit=1) for line in read_lines(path))
     known = [number for number, name in names.items() if number in flags and data.pictures.named(name)]
     pictures = data.pictures.find(path, [names[number] for number in known])
     data.used.update((path, path.with_name('images.txt')))
-    return {p: 'train' if flags[number] == '1' else 'val' for p, number in zip(pictures, known)}, [path]
+    return _Listed({p: 'train' if flags[number] == '1' else 'val' for p, number in zip(pictures, known)}, [path])
+
+
+def _of_tables(data: Data, items: list, task: str) -> Optional[_Listed]:
+    """Read a table of images and splits."""
+    others = [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv') and path not in data.used]
+    for table in (table for path in others for table in split_table(path)):
+        pictures = data.pictures.find(table.path, [row[table.image] for row in table.rows])
+        data.used.add(table.path)
+        named = ((path, table.split_of(row)) for path, row in zip(pictures, table.rows))
+        return _Listed({path: split for path, split in named if split}, [table.path])
+    return None
+
+
+def _of_texts(data: Data, items: list, task: str) -> Optional[_Listed]:
+    """Read text files that have the name of a split.
+
+    VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``.
+    """
+    by_folder: dict[Path, dict[str, list[Path]]] = {}
+    for rule in (split_in, data.splits.of_file):  # train.txt, else car_train.txt
+        for path in [path for path in data.files if path.suffix.lower() == '.txt' and not by_folder]:
+            split = 'trainval' if rule(path.stem) and 'trainval' in path.stem.lower() else rule(path.stem)
+            if split:
+                by_folder.setdefault(path.parent, {}).setdefault(split, []).append(path)
+    preferred = {folder: lists for folder, lists in by_folder.items() if folder.name == _PREFERRED.get(task)}
+    sources = list[tuple[str, Path]]()
+    for lists in (preferred or by_folder).values():
+        order = ('train', 'val', 'test', *([] if 'train' in lists else ['trainval']))
+        sources += [(split, file) for split in order for file in lists.get(split, ())]
+    listed = _resolve(data, items, sources)
+    return listed if listed.splits else None
+
+
+_SOURCES = (_of_settings, _of_numbers, _of_tables, _of_texts)
 
 
 def _draw(items: Sequence, groups: Sequence[Optional[str]]) -> set[int]:

@@ -6,26 +6,22 @@ from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
-import yaml
 
-from ...utils.errors import RunError, described
-from .data import Data, Source, read_lines
+from ...utils.errors import RunError
+from .data import Source, read_lines
 from .names import some
 from .objects import Object, Photo, from_points, is_right_angled, marks_of
 from .reading import Claim, Entry, Reader
 
 
 class Yolo(Reader):
-    """Boxes or polygons, with the numbers of classes. Images without file beside others with one are background.
-
-    The split comes from data.yaml or darknet's .data file, if they name lists or folders.
-    """
+    """Boxes or polygons, with the numbers of classes. Images without file beside others with one are background."""
 
     boxes, units, lists, has_one_image = 'centre', 'shares', (), True
 
     def read(self, sources: list[Source]) -> Claim:
         """Read all files; refuse a lack of class names, and numbers that are neither boxes nor polygons."""
-        file, content = _settings(self.data)
+        file, content = self.data.settings
         self.classes, self.has_points = self._class_names(file, content), 'kpt_shape' in content
         self.rows = list[list[float]]()  # numbers of polygons
         photos = self.photos(sources)
@@ -34,9 +30,7 @@ class Yolo(Reader):
                 f'{sources[0].path} and others: the first four numbers of each line are a box with further numbers, as '
                 'key points or scores are: write kpt_shape: [number, 2 or 3] into data.yaml, or leave the scores out.'
             )
-        splits = _splits(self.data, file, content)
-        photos += self._background(photos, splits)
-        photos = [photo._replace(split=splits.get(photo.path)) for photo in photos]
+        photos += self._background(photos)
         outlines = [item.outline[0] for photo in photos for item in photo.objects if item.outline]
         if outlines and all(map(is_right_angled, outlines)):
             photos = [photo._replace(objects=list(map(_as_rotated, photo.objects))) for photo in photos]
@@ -61,11 +55,11 @@ class Yolo(Reader):
             )
         return named or listed
 
-    def _background(self, photos: list[Photo], splits: dict[Path, str]) -> list[Photo]:
-        """Return the images without text file that are in the splits, or beside images with one; masks are none."""
+    def _background(self, photos: list[Photo]) -> list[Photo]:
+        """Return the images without text file beside images with one; masks are none."""
         key, owned = self.data.pictures.key, {photo.path for photo in photos}
         folders, keys = {path.parent for path in owned}, {key(photo.file) for photo in photos}
-        found = [p for p in self.data.images if p in owned or p in splits or p.parent in folders or key(p) in keys]
+        found = [p for p in self.data.images if p in owned or p.parent in folders or key(p) in keys]
         masks = self.data.pictures.masks_among(found) - owned
         background = [path for path in found if path not in owned and path not in masks]
         if background:
@@ -125,34 +119,6 @@ def _have_points(rows: list[list[float]]) -> bool:
     return False
 
 
-def _settings(data: Data) -> tuple[Optional[Path], dict]:
-    """Return the file with ``names`` or darknet's lists, and its content.
-
-    Raises:
-        RunError: Several YAML files have other names.
-    """
-    found: dict[Path, dict] = {}
-    for path in [path for path in data.files if path.suffix.lower() in ('.yaml', '.yml')]:
-        try:  # names are texts: YAML would read yes, no, on and 1.0 otherwise
-            content = yaml.load(path.read_text(encoding='utf-8-sig'), Loader=yaml.BaseLoader)  # noqa: S506
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise RunError(f'{path} cannot be read: {described(error)}') from error
-        if isinstance(content, dict) and content.get('names'):
-            found[path] = content
-    for path, other in found.items():
-        first, content = next(iter(found.items()))
-        if other != content:
-            raise RunError(f'{first} and {path} have other names or splits: keep one YAML file.')
-    data.used.update(found)
-    if found:
-        return first, content
-    for path in [path for path in data.files if path.suffix.lower() == '.data']:
-        data.used.add(path)
-        pairs = {key.strip(): value.strip() for key, _, value in (line.partition('=') for line in read_lines(path))}
-        return path, {'train': pairs.get('train'), 'val': pairs.get('valid')}
-    return None, {}
-
-
 def _names(file: Optional[Path], content: dict) -> list[str]:
     names = content.get('names')
     if isinstance(names, dict):
@@ -162,36 +128,6 @@ def _names(file: Optional[Path], content: dict) -> list[str]:
     if names is not None and not isinstance(names, list):
         raise RunError(f'{file}: names={names!r}: expected a list, or numbers and their names.')
     return list(map(str, names or ()))
-
-
-def _splits(data: Data, file: Optional[Path], content: dict) -> dict[Path, str]:
-    """Return the split of images by the folders or lists of files under ``train``, ``val`` and ``test``.
-
-    If none of them exists on this machine, the result is empty.
-    """
-    listed, lost = dict[Path, str](), []
-    for split in ('train', 'val', 'test'):
-        given = content.get(split)
-        if split != 'train' and given == content.get('train'):
-            continue
-        for entry in given if isinstance(given, list) else [given] if given and isinstance(given, str) else []:
-            name = str(entry).replace('\\', '/')
-            inside = Path(*(part for part in Path(name).parts if part not in ('..', '.', '/')))
-            bases = (data.root, data.root / str(content.get('path') or ''), *([file.parent] if file else []))
-            paths = [base / each for base in bases for each in (name, inside, inside.name)]
-            source = next((path for path in paths if path.exists() and path.resolve() != data.root.resolve()), None)
-            if source is None:
-                lost += [] if split == 'test' else [f'{split}: {entry}']
-            elif source.is_file():
-                lines = read_lines(source)
-                listed.update(dict.fromkeys(data.pictures.find(source, lines), split))
-                data.used.add(source)
-            else:
-                inner = source.resolve()
-                listed.update({path: split for path in data.images if inner in path.resolve().parents})
-    if lost and listed:
-        raise RunError(f'{file} says {lost[0]!r}, which is not there, and the others are.')
-    return listed if {'val', 'test'} & set(listed.values()) else {}
 
 
 class Kitti(Reader):
