@@ -2,6 +2,7 @@
 """Read images with one class each, from class folders or from CSV files."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Optional
 
@@ -180,7 +181,8 @@ def _refuse_unclear(data: Data, found: _Found, inside: _Found, first: str) -> No
     classes = sorted({names[0] for _, names in inside.values() if len(names) == 1})
     splits = {split for split, _ in inside.values()}
     unclear = [names[0] for split, names in found.values() if {*classes} & {*names[bool(split) :]}]
-    unclear += [names[0] for split, names in found.values() if not split and names[1:] and len(splits) == 1]
+    nested = Counter(first for first, _ in {names[:2] for split, names in found.values() if not split and names[1:]})
+    unclear += [name for name, count in nested.items() if count > 1 and len(splits) == 1]
     of_val = [data.rel(path).parts for path, (split, _) in inside.items() if split == 'val']
     unclear += ['dev'] if of_val and all('dev' in parts for parts in of_val) else []
     if unclear:
