@@ -100,7 +100,9 @@ class Data:
 
     def _walk(self) -> list[Path]:
         found: list[Path] = []
+        self.empty = list[Path]()
         for folder, inner, files in os.walk(self.root, followlinks=True):
+            self.empty += [] if inner or files else [Path(folder)]
             inner[:] = [name for name in inner if not is_hidden(name) and not _is_loop(Path(folder, name))]
             found += [Path(folder, name) for name in files if not name.startswith('.')]
         return sorted(found)
@@ -193,7 +195,7 @@ class Data:
                 found[path] = content
         for path, other in found.items():
             first, content = next(iter(found.items()))
-            if other != content:
+            if other != content or content.get('train') and path.parent != first.parent:
                 raise RunError(f'{first} and {path} have other names or splits: keep one YAML file.')
         self.used.update(found)
         if found:
@@ -208,6 +210,7 @@ class Data:
         """Return notes on the files that were not read."""
         files = [path for path in self.files + self.containers if path not in self.used]
         notes = [f'files not used: {some(map(self.name, files), 6)}'] if files else []
+        notes += [f'folders without a file: {some(map(self.name, self.empty), 6)}'] if self.empty else []
         return notes + ([f'images of a kind that is not read are left out: {self.unread}'] if self.unread else [])
 
 

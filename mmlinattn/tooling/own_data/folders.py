@@ -10,7 +10,7 @@ from ...utils.errors import RunError
 from .csv_files import Item, Table, read_class_tables
 from .data import Data, Example, OwnData, Source
 from .formats import UNKNOWN, recognise_all, refusal
-from .names import has_role_only, some
+from .names import has_role_only, is_unlabelled, some
 from .reading import name_table
 from .splits import divide
 
@@ -54,7 +54,7 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item],
     """Return the only claim: format, images and notes."""
     found = [source.content for source in (*kinds.get('CSV of classes', ()), *kinds.get('CSV of boxes', ()))]
     # a table of boxes that names each image once gives it one class
-    tables = [table for table in found if not table.box or table.label and table.has_one_row_an_image]
+    tables = [t for t in found if not t.box or t.label and t.has_one_row_an_image and not t.is_plain]
     chosen, notes = data.options.labels, list[str]()
     folders, error = list[Item](), None
     if not chosen or chosen.is_dir() and not tables:
@@ -151,7 +151,9 @@ def _folder_items(data: Data, notes: list[str]) -> list[Item]:
             found = _of_splits(data, found, notes)
         _refuse_nested(top, {names for _, names in found.values()})
         items += [Item(path, names[0], split, path) for path, (split, names) in found.items() if names]
-    return items
+    unlabelled = {item.name for item in items if is_unlabelled(item.name)}
+    notes += [f'folders of images without label are left out: {some(sorted(unlabelled))}'] if unlabelled else []
+    return [item for item in items if item.name not in unlabelled]
 
 
 _Found = dict[Path, tuple[Optional[str], tuple[str, ...]]]  # split and folders of each image

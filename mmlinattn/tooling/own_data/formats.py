@@ -108,7 +108,8 @@ _JSON = [
     Format('Label Studio JSON', lambda j: j.is_list and j.has_results, LabelStudio),  # JSON-MIN
     Format('captions of COCO', lambda j: 'caption' in j.annotation),
     Format(
-        'a list of images', lambda j: j.keys >= {'images', 'categories'} and j.content['images'] and not j.annotation
+        'a list of images',
+        lambda j: j.keys >= {'images', 'categories'} and j.content['images'] and 'annotations' not in j.keys,
     ),
     Format('COCO JSON of classes', lambda j: j.keys >= {'images', 'categories'} and j.has_classes_only),
     Format('COCO JSON', lambda j: j.has('images', list) and j.has('annotations', list), Coco),
@@ -231,7 +232,9 @@ def refusal(data: Data, kinds: dict[str, list[Source]], task: str) -> RunError:
         elif task == 'detection' and kind in FORMATS:
             remedy = str(FORMATS[kind])
         return RunError(f'{root}: {data.name(path)} is {kind}{why}: {remedy}. {takes}')
-    for path, _, content in (*kinds.get(UNKNOWN, ()), *kinds.get('CSV of classes', ())):
+    others = [*kinds.get(UNKNOWN, ()), *kinds.get('CSV of classes', ())]
+    others = [] if any(data.pictures.named(source.path.stem) for source in others) else others
+    for path, _, content in others:
         if isinstance(content, Table):
             columns = f'its columns are {some(content.names)}'
             return RunError(f'{root}: {data.name(path)} is a table without a known header; {columns}. {takes}')

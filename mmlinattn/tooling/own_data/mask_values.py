@@ -150,6 +150,9 @@ def interpret(
     greys = {i: listed[_IS_COLOUR + i * _GREY] for i in range(256) if _IS_COLOUR + i * _GREY in listed}
     listed = greys if greys.keys() >= {*values} else listed
     named = data.names('classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt', *[] if listed else ['labels.txt'])
+    if not named and not seen.coloured and len(listed) == values[-1] + 1 and min(listed) >= _IS_COLOUR:
+        named = list(listed.values())
+        notes.append('the numbers of the masks are named in the order of the list of colours')
     _refuse_two_codings(seen, values)
     masks = _Masks(image, mask, seen, values, listed, named, data.options.classes)
     reading = next(filter(None, (read(masks) for read in _READINGS)))

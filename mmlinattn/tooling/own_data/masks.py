@@ -230,9 +230,11 @@ def _has_masks(data: Data, folder: Path) -> bool:
 
 def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunError:
     for image, mask in zip(images, masks):
+        alike = sorted(path.parent.name for path in masks if path.name == mask.name)
+        several = f'; {len(alike)} masks have the name {mask.name}, in {some(alike, 4)}: join them' * (len(alike) > 1)
         return RunError(
-            f'{mask.parent} has no label image with the name of an image of {image.parent}: give --images DIR and '
-            '--labels DIR.'
+            f'{mask.parent} has no label image with the name of an image of {image.parent}{several}: give --images DIR '
+            'and --labels DIR.'
         )
     there = [folder for folder in sorted({path.parent for path in data.images}) if _has_masks(data, folder)]
     there = there or [path for path in data.images[:100] if is_mask(path)][:2]

@@ -33,6 +33,11 @@ def is_hidden(name: str) -> bool:
     return name.startswith('.') or name == '__MACOSX'
 
 
+def is_unlabelled(name: str) -> bool:
+    """Return True for a class such as ``_unlabeled`` of FiftyOne, ``__ignore__`` and ``_background_`` of LabelMe."""
+    return name.startswith('_') or name.lower() in ('unlabeled', 'unlabelled')
+
+
 def _words(name: str) -> list[str]:
     """Return the words of a name in small letters: ``'TrainData_v2'`` has train and data, ``'val2017'`` val and 2017.
 
