@@ -41,13 +41,8 @@ def read_boxes(data: Data) -> OwnData:
     claims = [settle(claim, data) for claim in _claims(data)]
     photos, small = _without_small(_merged(claims, data))
     classes = [name for name in claims[0].classes if not is_region(name)]
-    twice = [name for name, count in Counter(classes).items() if count > 1]
-    if twice:
-        raise RunError(f'DATA {str(data.root)!r}: two classes have the name {twice[0]!r}.')
     objects = [item for photo in photos for item in photo.objects]
-    if objects and all(item.is_ignored for item in objects):
-        kinds = {mark for item in objects for mark in item.marks & IGNORED}
-        raise RunError(f'DATA {str(data.root)!r}: all objects are ignored ({", ".join(sorted(kinds))}).')
+    _check_classes(classes, objects, data)
     splits, notes = divide(data, photos, 'detection', classes)
     notes[1:1] = [note for claim in claims for note in claim.notes]
     masks = _have_polygons(objects, notes)
@@ -81,6 +76,15 @@ def _merged(claims: list[Claim], data: Data) -> list[Photo]:
     for claim in claims[1:]:
         _check_splits(claims[0], claim, data)
     return list(first.values())
+
+
+def _check_classes(classes: list[str], objects: list[Object], data: Data) -> None:
+    twice = [name for name, count in Counter(classes).items() if count > 1]
+    if twice:
+        raise RunError(f'DATA {str(data.root)!r}: two classes have the name {twice[0]!r}.')
+    if objects and all(item.is_ignored for item in objects):
+        kinds = {mark for item in objects for mark in item.marks & IGNORED}
+        raise RunError(f'DATA {str(data.root)!r}: all objects are ignored ({", ".join(sorted(kinds))}).')
 
 
 def _have_polygons(objects: list[Object], notes: list[str]) -> bool:

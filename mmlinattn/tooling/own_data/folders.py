@@ -9,7 +9,7 @@ from typing import Optional
 from ...utils.errors import RunError
 from .csv_files import Item, Table, read_class_tables
 from .data import Data, Example, OwnData, Source
-from .formats import UNKNOWN, recognise_all, refusal
+from .formats import UNKNOWN, described_kind, recognise_all, refusal
 from .names import has_role_only, is_unlabelled, some
 from .reading import name_table
 from .splits import divide
@@ -52,9 +52,7 @@ def read_classes(data: Data) -> OwnData:
 
 def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item], list[str]]:
     """Return the only claim: format, images and notes."""
-    found = [source.content for source in (*kinds.get('CSV of classes', ()), *kinds.get('CSV of boxes', ()))]
-    # a table of boxes that names each image once gives it one class
-    tables = [t for t in found if not t.box or t.label and t.has_one_row_an_image and not t.is_plain]
+    tables = _tables(kinds)
     chosen, notes = data.options.labels, list[str]()
     folders, error = list[Item](), None
     if not chosen or chosen.is_dir() and not tables:
@@ -65,18 +63,26 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item],
     if len({item.name for item in folders}) == 1 and len(kinds) > 0:
         folders = []
     named = [table for table in tables if any(data.pictures.named(row[table.image]) for row in table.rows)]
-    if folders or error:  # a table of numbers and class names names no image
-        tables = named
-    if tables := named or tables:
+    if tables := named or ([] if folders or error else tables):  # a table of numbers and names names no image
         data.used.update(table.path for table in tables)
         items, more = read_class_tables(tables, data)
         _check_folders(data, items, folders, data.name(tables[0].path))
         return 'CSV of classes', items, more
     if error:
-        raise RunError(f'{error}{_beside(data, kinds)}')
+        others = [sources[0] for kind, sources in kinds.items() if kind not in (UNKNOWN, 'CSV of classes')]
+        beside = [f' {described_kind(data, source, "classification")}.' for source in others]
+        raise RunError(f'{error}{"".join(beside[-1:])}')
     if not folders:
         raise refusal(data, kinds, 'classification')
     return 'folders of images', folders, notes
+
+
+def _tables(kinds: dict[str, list[Source]]) -> list[Table]:
+    """Return the tables of classes; one of boxes that names each image once gives it one class."""
+    boxes = [source.content for source in kinds.get('CSV of boxes', ())]
+    boxes = [table for table in boxes if table.label and table.has_one_row_an_image and not table.is_plain]
+    classes = [source.content for source in kinds.get('CSV of classes', ())]
+    return [table for table in classes if not table.box or table.label and table.has_one_row_an_image] + boxes
 
 
 def _check_folders(data: Data, items: list[Item], folders: list[Item], table: str) -> None:
@@ -94,17 +100,6 @@ def _check_folders(data: Data, items: list[Item], folders: list[Item], table: st
             f'{table} and folders of classes both have labels, and {len(rest)} images are in folders alone: give '
             '--labels FILE, or --labels DIR for the folders.'
         )
-
-
-def _beside(data: Data, kinds: dict[str, list[Source]]) -> str:
-    """Return a sentence on a label file that classification does not take, or ''."""
-    said = ''
-    for kind, ((path, _, content), *_) in kinds.items():
-        if isinstance(content, Table) and kind != 'CSV of classes':
-            said = f' {data.name(path)} has the columns {some(content.names)}: none is named class or label.'
-        elif kind not in (UNKNOWN, 'CSV of classes'):
-            said = f' {data.name(path)} is {kind}, which this task does not take.'
-    return said
 
 
 class _Folders:
@@ -162,7 +157,7 @@ _Found = dict[Path, tuple[Optional[str], tuple[str, ...]]]  # split and folders 
 def _of_splits(data: Data, found: _Found, notes: list[str]) -> _Found:
     """Return the images in folders of splits, after checking what lies beside and in them."""
     splits = {split for split, _ in found.values() if split}
-    inside = {path: (split, names) for path, (split, names) in found.items() if split}
+    inside: _Found = {path: (split, names) for path, (split, names) in found.items() if split}
     first = next(split for split in ('train', 'val', 'test') if split in splits)
     _refuse_unclear(data, found, inside, first)
     beside = sorted({names[0] for split, names in found.values() if not split and names})

@@ -214,31 +214,35 @@ def recognise_all(data: Data) -> dict[str, list[Source]]:
     return found
 
 
+def described_kind(data: Data, source: Source, task: str) -> str:
+    """Return a sentence on a label file of a format that a task does not take."""
+    path, kind, content = source
+    name, columns = data.name(path), f'columns {some(content.names)}' if isinstance(content, Table) else ''
+    if kind in (UNKNOWN, 'CSV of classes') and columns:
+        return f'{name} is a table without a known header; its {columns.replace("columns", "columns are", 1)}'
+    why = f', which {task} does not take' if kind in READERS else ', which is not read here'
+    return f'{name} is {kind}{f" ({columns})" if columns else ""}{why}'
+
+
 def refusal(data: Data, kinds: dict[str, list[Source]], task: str) -> RunError:
     """Return the error for data without a claim: it names a file that was found and its format, and a remedy."""
     remedy, takes = _TASKS[task]
     root, takes = f'DATA {str(data.root)!r}', f'It takes {takes}.'
-    if task == 'segmentation' and data.no_images:
-        return RunError(
-            f'{root}: no masks in it that are read; images of a kind that is not read: {data.unread}. {takes}'
-        )
-    for kind, ((path, _, content), *_) in kinds.items():
+    unread = f'; images of a kind that is not read: {data.unread}' if data.unread else ''
+    if task == 'segmentation' and unread:
+        return RunError(f'{root}: no masks in it that are read{unread}. {takes}')
+    for kind, (source, *_) in kinds.items():
         if kind == UNKNOWN or task == 'detection' and (kind in READERS or kind == 'CSV of classes'):
             continue
-        why = f' (columns {some(content.names)})' if isinstance(content, Table) else ''
-        why += f', which {task} does not take' if kind in READERS else ', which is not read here'
         if kind == 'an archive':
             remedy = 'unpack it'
         elif task == 'detection' and kind in FORMATS:
             remedy = str(FORMATS[kind])
-        return RunError(f'{root}: {data.name(path)} is {kind}{why}: {remedy}. {takes}')
+        return RunError(f'{root}: {described_kind(data, source, task)}: {remedy}. {takes}')
     others = [*kinds.get(UNKNOWN, ()), *kinds.get('CSV of classes', ())]
-    others = [] if any(data.pictures.named(source.path.stem) for source in others) else others
-    for path, _, content in others:
-        if isinstance(content, Table):
-            columns = f'its columns are {some(content.names)}'
-            return RunError(f'{root}: {data.name(path)} is a table without a known header; {columns}. {takes}')
+    tables = [source for source in others if isinstance(source.content, Table)]
+    if tables and not any(data.pictures.named(source.path.stem) for source in others):
+        return RunError(f'{root}: {described_kind(data, tables[0], task)}. {takes}')
     unknown = some((data.name(source.path) for source in kinds.get(UNKNOWN, [])), 4)
     there = f' ({unknown}: {UNKNOWN})' if unknown else ''
-    there += f'; images of a kind that is not read: {data.unread}' if data.unread else ''
-    return RunError(f'{root}: no annotations in it that are read{there}: {remedy}. {takes}')
+    return RunError(f'{root}: no annotations in it that are read{there}{unread}: {remedy}. {takes}')

@@ -29,8 +29,6 @@ class _Shape(NamedTuple):
 class _ShapeReader(Reader):
     """Reader of shapes: polygons with one name and group become one object, and masks become run lengths."""
 
-    lists = ('classes.txt', 'labels.txt')
-
     def shapes(self, content: Any, size: tuple[int, int]) -> Iterator[_Shape]:
         """Yield the shapes of an entry."""
         raise NotImplementedError

@@ -234,12 +234,6 @@ def _of_list(masks: _Masks) -> Optional[_Reading]:
     return _Reading([masks.listed[value] for value in numbers], {value: i for i, value in enumerate(numbers)})
 
 
-def _in_order(masks: _Masks) -> _Reading:
-    names, table = interpret_values(masks.values, masks.named, masks.seen.is_indexed)
-    is_unnamed = names[0] == 'class_0'
-    return _Reading(names, table, 'the classes have no names: give --classes, or write classes.txt' * is_unnamed)
-
-
 def _identity(values: Iterable[int]) -> dict[int, int]:
     return {value: value for value in values}
 
@@ -275,6 +269,45 @@ def read_values(data: Data) -> dict[int, str]:
         found, first = here, path
         data.used.add(path)
     return found
+
+
+def _in_order(masks: _Masks) -> _Reading:
+    """Read numbers that are the labels, the classes in their order, or a background and a foreground."""
+    return in_order(masks.values, masks.named, masks.seen.is_indexed)
+
+
+def in_order(values: list[int], names: Optional[list[str]], is_indexed: bool = False) -> _Reading:
+    """Return class names, and a table from values to labels.
+
+    Args:
+        values: Values in the masks, ascending.
+        names: Class names, if given.
+        is_indexed: The values are the indices of classes, with or without gaps.
+
+    Raises:
+        RunError: Values and names do not match.
+    """
+    labels = [value for value in values if value != IGNORED]
+    listed = some(map(str, values))
+    if len(values) < 2:
+        raise RunError(f'the masks have the value {listed} alone: there is nothing to tell apart.')
+    if len(values) == 2 and values[0] == 0 and values[1] > 1 and len(names or 'ab') == 2:
+        return _Reading(names or ['background', 'foreground'], {0: 0, values[1]: 1})
+    if names is None:
+        if is_indexed or labels[-1] < 2 * len(labels):
+            names = [f'class_{label}' for label in range(labels[-1] + 1)]
+            note = 'the classes have no names: give --classes, or write classes.txt, one name per line'
+            return _Reading(names, _identity(values), note)
+        raise RunError(f'the masks have the values {listed}: give --classes NAME ..., one name per value.')
+    if len(names) > 1 and labels[-1] < len(names):
+        return _Reading(names, _identity(values))
+    for known in (labels, values) if len(names) > 1 else ():
+        if len(known) == len(names):
+            return _Reading(names, {value: label for label, value in enumerate(known)})
+    raise RunError(
+        f'the masks have the values {listed}, and {len(names)} classes have names ({", ".join(names)}): name '
+        'every value in their order, the background too.'
+    )
 
 
 def _of_colours(masks: _Masks) -> Optional[_Reading]:
@@ -320,37 +353,3 @@ def _palette(colours: list[int]) -> tuple[dict[int, str], str]:
 
 # the first that understands the values decides
 _READINGS = (_of_colours, _of_cityscapes, _of_two_blurred, _of_list, _in_order)
-
-
-def interpret_values(
-    values: list[int], names: Optional[list[str]], is_indexed: bool = False
-) -> tuple[list[str], dict[int, int]]:
-    """Return class names, and a table from values to labels.
-
-    Args:
-        values: Values in the masks, ascending.
-        names: Class names, if given.
-        is_indexed: The values are the indices of classes, with or without gaps.
-
-    Raises:
-        RunError: Values and names do not match.
-    """
-    labels = [value for value in values if value != IGNORED]
-    listed = some(map(str, values))
-    if len(values) < 2:
-        raise RunError(f'the masks have the value {listed} alone: there is nothing to tell apart.')
-    if len(values) == 2 and values[0] == 0 and values[1] > 1 and len(names or 'ab') == 2:
-        return names or ['background', 'foreground'], {0: 0, values[1]: 1}
-    if names is None:
-        if is_indexed or labels[-1] < 2 * len(labels):
-            return [f'class_{label}' for label in range(labels[-1] + 1)], _identity(values)
-        raise RunError(f'the masks have the values {listed}: give --classes NAME ..., one name per value.')
-    if len(names) > 1 and labels[-1] < len(names):
-        return names, _identity(values)
-    for known in (labels, values) if len(names) > 1 else ():
-        if len(known) == len(names):
-            return names, {value: label for label, value in enumerate(known)}
-    raise RunError(
-        f'the masks have the values {listed}, and {len(names)} classes have names ({", ".join(names)}): name '
-        'every value in their order, the background too.'
-    )

@@ -196,8 +196,8 @@ def _of_classes(data: Data, several: list[_Pair]) -> _Pair:
     if others and others[0].masks != first.masks:
         raise _two_folders(data, first, others[0].masks)
     if others:
-        first, second = sorted((first.file, others[0].file), key=lambda path: (len(path.name), path))
-        raise RunError(f'{second} is a second mask of {several[0].path.name}, beside {first.name}: join them.')
+        shorter, longer = sorted((first.file, others[0].file), key=lambda path: (len(path.name), path))
+        raise RunError(f'{longer} is a second mask of {first.path.name}, beside {shorter.name}: join them.')
     if first.file.suffix.lower() not in _SUFFIXES:
         raise RunError(f'{first.file} is no PNG: JPEG and WebP files change the numbers of pixels: expected PNG.')
     return first

@@ -51,7 +51,7 @@ class Reader:
 
     boxes: Optional[str] = None
     units: Optional[str] = None
-    lists: tuple[str, ...] = ('classes.txt',)
+    lists: tuple[str, ...] = ('classes.txt', 'labels.txt', 'labelmap.txt')
     is_upload = False
     has_one_image = False
 

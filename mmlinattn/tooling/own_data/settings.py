@@ -116,7 +116,8 @@ def config_values(
         ann_file = _portable(args, annotation_file(args, split))
         values[f'{split}_dataloader'] = _loader(task, split, ann_file)
         if split != 'train':
-            values.update({f'{split}_evaluator': evaluator for evaluator in task.evaluators(ann_file, most)})
+            evaluator = task.evaluator(ann_file, most)
+            values.update({f'{split}_evaluator': evaluator} if evaluator else {})
     if 'test' not in data.images:
         values['test_dataloader'] = Reference('val_dataloader')
         values.update({'test_evaluator': Reference('val_evaluator')} if 'val_evaluator' in values else {})
@@ -180,13 +181,16 @@ class _Task:
     """Settings that differ by task.
 
     Attributes:
-        batch: Images per step.
-        dataset: Class of the data set; None for that of the inherited config.
+        batch: Images per step; of val and test too, if ``batch_of_val``.
+        dataset: Settings of the data set; ``of_train`` and ``of_val`` in one split.
         rgb: Setting of the preprocessor that swaps channels.
     """
 
     batch: int
-    dataset: Optional[str]
+    batch_of_val = False
+    dataset: dict[str, Any] = {}
+    of_train: dict[str, Any] = {}
+    of_val: dict[str, Any] = {}
     rgb = 'bgr_to_rgb'
 
     def __init__(self, args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config):
@@ -205,17 +209,14 @@ class _Task:
         mean, std = self.pixels.mean, self.pixels.std
         return {} if mean is None else {'mean': mean, 'std': std, self.rgb: False}
 
-    def loader(self, split: str) -> dict[str, Any]:
-        """Return settings of the data loader; those of its data set under ``dataset``."""
-        return dict(batch_size=self.batch, dataset={}) if split == 'train' else dict(dataset={})
-
-    def evaluators(self, ann_file: str, most: int) -> list[dict[str, Any]]:
-        """Return the evaluator, if it is not the inherited one; ``most`` boxes of an image are evaluated."""
-        return []
+    def evaluator(self, ann_file: str, most: int) -> Optional[dict[str, Any]]:
+        """Return the evaluator, or None for the inherited one; ``most`` boxes of an image are evaluated."""
+        return None
 
 
 class _Detection(_Task):
-    batch, dataset = 2, None
+    batch = 2
+    of_train = dict(filter_cfg=dict(filter_empty_gt=False, min_size=1))  # keep background, and images below 32 px
 
     def pipelines(self) -> tuple[Any, Any, int]:
         size = self.args.size
@@ -233,22 +234,16 @@ class _Detection(_Task):
             found.update({key: [sum(found[key]) / len(found[key])] for key in ('mean', 'std') if key in found})
         return found
 
-    def loader(self, split: str) -> dict[str, Any]:
-        found = super().loader(split)
-        if split == 'train':  # keep background, and images below 32 px
-            found['dataset'] = dict(filter_cfg=dict(filter_empty_gt=False, min_size=1))
-        return found
-
-    def evaluators(self, ann_file: str, most: int) -> list[dict[str, Any]]:
+    def evaluator(self, ann_file: str, most: int) -> Optional[dict[str, Any]]:
         metric = ['bbox', 'segm'] if self.data.masks else 'bbox'
         found: dict[str, Any] = dict(ann_file=ann_file, metric=metric, classwise=True)
         if most > 100:  # pycocotools' mAP ends at 100 boxes an image; MMDetection's own evaluation does not
             found.update(use_mp_eval=True, proposal_nums=(100, 300, max(1000, most)))
-        return [found]
+        return found
 
 
 class _Segmentation(_Task):
-    batch, dataset = 4, 'BaseSegDataset'
+    batch, dataset, of_val = 4, dict(_delete_=True, type='BaseSegDataset'), dict(test_mode=True)
 
     def pipelines(self) -> tuple[Any, Any, int]:
         side = self.args.size or max(32, min(512, self.short // 32 * 32))
@@ -267,7 +262,8 @@ class _Segmentation(_Task):
 
 
 class _Classification(_Task):
-    batch, dataset, rgb = 32, 'CustomDataset', 'to_rgb'
+    batch, batch_of_val, rgb = 32, True, 'to_rgb'
+    dataset, of_val = dict(_delete_=True, type='CustomDataset'), dict(test_mode=True)
 
     def pipelines(self) -> tuple[Any, Any, int]:
         recipe_side = next(step for step in self.cfg.train_pipeline if step.type == 'RandomResizedCrop').scale
@@ -281,35 +277,31 @@ class _Classification(_Task):
     def preprocessor(self, size: int) -> dict[str, Any]:
         return dict(num_classes=len(self.data.classes), **super().preprocessor(size))
 
-    def loader(self, split: str) -> dict[str, Any]:
-        return dict(super().loader(split), batch_size=self.batch)
-
-    def evaluators(self, ann_file: str, most: int) -> list[dict[str, Any]]:
-        return [dict(topk=(1, 5) if len(self.data.classes) > 5 else (1,))]
+    def evaluator(self, ann_file: str, most: int) -> Optional[dict[str, Any]]:
+        return dict(topk=(1, 5) if len(self.data.classes) > 5 else (1,))
 
 
 _OF_TASK = dict(detection=_Detection, segmentation=_Segmentation, classification=_Classification)
 
 
 def _loader(task: _Task, split: str, ann_file: str) -> dict[str, Any]:
-    settings = dict(task.data.settings[split])
+    settings, is_train = dict(task.data.settings[split]), split == 'train'
     if isinstance(settings['data_prefix'], dict):
         prefixes = settings['data_prefix'].items()
         settings['data_prefix'] = {
             key: f'{_portable(task.args, path)}/' if os.path.isabs(path) else path for key, path in prefixes
         }
-    own, dataset = task.loader(split), dict[str, Any]()
-    if task.dataset:
-        dataset = dict(_delete_=True, type=task.dataset, **({} if split == 'train' else dict(test_mode=True)))
-    dataset.update(
+    dataset = dict(
+        task.dataset,
         data_root=Reference('data_root'),
         metainfo=Reference('metainfo'),
         ann_file=ann_file,
         **settings,
-        **own['dataset'],
+        **(task.of_train if is_train else task.of_val),
+        pipeline=Reference('train_pipeline' if is_train else 'test_pipeline'),
     )
-    dataset['pipeline'] = Reference('train_pipeline' if split == 'train' else 'test_pipeline')
-    return dict(num_workers=2, **{**own, 'dataset': dataset})
+    batch = dict(batch_size=task.batch) if is_train or task.batch_of_val else {}
+    return dict(num_workers=2, dataset=dataset, **batch)
 
 
 def schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:

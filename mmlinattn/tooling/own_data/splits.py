@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Divide labelled images into train, val and test."""
 
-import itertools
 import os
 import random
 import re
@@ -46,7 +45,6 @@ def divide(
         check_whole(item.path)
     splits, notes = _by_split(data, items, *_splits_of(data, items, task, by_folder))
     copies = _copies([item for chosen in splits.values() for item in chosen])
-    _refuse_inner_copy(data, splits, copies)
     if 'val' not in splits and 'test' in splits:
         splits['val'] = splits.pop('test')
         notes.append('no val in the data: test takes its place')
@@ -126,26 +124,6 @@ def _copies(items: list) -> list[list]:
     return [several for several in found.values() if len(several) > 1]
 
 
-def _refuse_inner_copy(data: Data, splits: dict[str, list], copies: list[list]) -> None:
-    """Raise an error if all images of a folder are copies of those around it, as of a data set unpacked in itself."""
-    inside, tops = Counter[Path](), Counter[Path]()
-    for chosen in splits.values():
-        inside.update(folder for item in chosen for folder in data.rel(item.path).parents)
-    for several in copies:
-        found = set()
-        for inner, outer in itertools.permutations((data.rel(item.path).parts for item in several), 2):
-            same = len(os.path.commonprefix([inner, outer]))
-            end = same + len(inner) - len(outer)
-            found |= {(inner, Path(*inner[:end]))} if end > same and inner[end:] == outer[same:] else set()
-        tops.update(top for _, top in found)
-    for top, count in tops.items():
-        if count == inside[top]:
-            raise RunError(
-                f'DATA {str(data.root)!r}: all {count} labelled images of {top} are copies of those around it, as of '
-                'data unpacked inside itself: remove one copy, or give one as DATA.'
-            )
-
-
 class _Listed(NamedTuple):
     """Splits of images by lists, and the files that list them."""
 
@@ -168,12 +146,12 @@ def _splits_of(data: Data, items: list, task: str, by_folder: bool) -> tuple[lis
     ]
     if any(item.split for item in items):
         return [item.split or split for item, split in zip(items, folders)], 'columns or names of files and folders'
-    listed = next(filter(None, (source(data, items, task) for source in _SOURCES)), None)
-    if not listed:
+    of_data = next(filter(None, (source(data, items, task) for source in _SOURCES)), None)
+    if not of_data:
         return folders, 'names of folders' if any(folders) else ''
-    found, names = _filled(items, listed, folders), some(map(data.name, listed.files))
+    found, names = _filled(items, of_data, folders), some(map(data.name, of_data.files))
     for item, split, folder in zip(items, found, folders if len({*folders}) > 1 else ()):
-        if item.path in listed.splits and folder and folder != split:
+        if item.path in of_data.splits and folder and folder != split:
             raise RunError(
                 f'{item.path} is of {split} in {names}, and in a folder of {folder}: give --train and --val, each a '
                 'list or a folder.'
@@ -232,8 +210,10 @@ def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], i
 def _of_settings(data: Data, items: list, task: str) -> Optional[_Listed]:
     """Read the folders or lists under ``train``, ``val`` and ``test`` of a data.yaml, if any is on this machine."""
     file, content = data.settings
+    if file is None:
+        return None
     sources, lost = list[tuple[str, Path]](), list[str]()
-    for split in ('train', 'val', 'test') if file else ():
+    for split in ('train', 'val', 'test'):
         given = content.get(split)
         if split != 'train' and given == content.get('train'):
             continue

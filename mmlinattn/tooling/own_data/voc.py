@@ -17,7 +17,7 @@ _SHAPES = ('name', 'bndbox', 'robndbox', 'polygon', 'segmented', 'type', 'id', '
 class Voc(Reader):
     """A file for each image. Coordinates are pixels from the upper left corner, and are not shifted by 1."""
 
-    boxes, units, lists, has_one_image = 'corners', 'pixels', ('classes.txt', 'labelmap.txt'), True
+    boxes, units, has_one_image = 'corners', 'pixels', True
 
     def entries(self, source: Source) -> Iterator[Entry]:
         tree = source.content
