@@ -2,6 +2,7 @@
 """Write images and annotation files as users have them, and read the converted data."""
 
 import json
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ WIDTH, HEIGHT = 64, 48
 
 
 def picture(path, pixels=None, **how):
-    """Write an image, by default of 64 x 48 random pixels, and return its path; ``how`` are options of Pillow."""
+    """Write an image, by default of 64 x 48 random pixels by its name, and return its path; ``how`` are for Pillow."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(0).integers(0, 255, (HEIGHT, WIDTH, 3), np.uint8) if pixels is None else pixels
+    if pixels is None:
+        pixels = np.random.default_rng(crc32(path.name.encode())).integers(0, 255, (HEIGHT, WIDTH, 3), np.uint8)
     Image.fromarray(pixels).save(path, **how)
     return path
 

@@ -170,7 +170,7 @@ def recognise(path: Path) -> Source:
     elif suffix == '.xml':
         try:
             content = ElementTree.parse(path).getroot()
-        except (OSError, ElementTree.ParseError) as error:
+        except (OSError, ValueError, ElementTree.ParseError) as error:  # ValueError: of encodings such as GBK
             if b'<annotation' in path.read_bytes():
                 raise RunError(f'{path} cannot be read: {described(error)}') from error
             return Source(path, UNKNOWN)

@@ -30,6 +30,12 @@ def image_size(path: Path) -> tuple[int, int]:
         raise RunError(f'{path} is no image that can be read: {described(error)}') from error
 
 
+def end_of(path: Path) -> bytes:
+    with path.open('rb') as file:
+        file.seek(-min(path.stat().st_size, _TAIL), 2)
+        return file.read()
+
+
 def check_whole(path: Path) -> None:
     """Check the header and the end of an image file.
 
@@ -37,9 +43,7 @@ def check_whole(path: Path) -> None:
         RunError: The file is no image, or is truncated.
     """
     image_size(path)
-    with path.open('rb') as file:
-        file.seek(-min(path.stat().st_size, _TAIL), 2)
-        tail = file.read()
+    tail = end_of(path)
     ends = {'.png': b'IEND', '.jpg': b'\xff\xd9', '.jpeg': b'\xff\xd9'}
     if ends.get(path.suffix.lower(), b'') in tail:
         return

@@ -34,8 +34,8 @@ def is_hidden(name: str) -> bool:
 
 
 def is_unlabelled(name: str) -> bool:
-    """Return True for a class such as ``_unlabeled`` of FiftyOne, ``__ignore__`` and ``_background_`` of LabelMe."""
-    return name.startswith('_') or name.lower() in ('unlabeled', 'unlabelled')
+    """Return True for a class such as ``_unlabeled`` of FiftyOne or ``no_label`` of CVAT."""
+    return name.startswith('_') or plain(name) in ('unlabeled', 'unlabelled', 'nolabel')
 
 
 def _words(name: str) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 from ...utils.errors import RunError
 from .csv_files import split_table
 from .data import Data, folders_of, read_lines
-from .images import check_whole
+from .images import check_whole, end_of
 from .names import some, split_in
 
 _PREFERRED = {'detection': 'Main', 'segmentation': 'Segmentation'}  # VOC's folders of lists
@@ -113,15 +113,15 @@ def _notes_on_copies(splits: dict[str, list], copies: list[list]) -> list[str]:
 
 
 def _copies(items: list) -> list[list]:
-    """Return the groups of images with one name and the same bytes."""
-    alike: dict[tuple, list] = {}
-    for item in items:
-        alike.setdefault((item.path.name, item.path.stat().st_size), []).append(item)
-    found: dict[tuple, list] = {}
-    for several in alike.values():
-        for item in several if len(several) > 1 else ():
-            found.setdefault((item.path.name, sha256(item.path.read_bytes()).digest()), []).append(item)
-    return [several for several in found.values() if len(several) > 1]
+    """Return the groups of images with the same bytes; whole files are read only if size and end are equal."""
+    groups = [items]
+    for key in (lambda path: path.stat().st_size, end_of, lambda path: sha256(path.read_bytes()).digest()):
+        alike: dict[tuple, list] = {}
+        for number, several in enumerate(groups):
+            for item in several:
+                alike.setdefault((number, key(item.path)), []).append(item)
+        groups = [several for several in alike.values() if len(several) > 1]
+    return groups
 
 
 class _Listed(NamedTuple):
