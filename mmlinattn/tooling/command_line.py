@@ -25,7 +25,7 @@ from mmengine.registry import Registry
 
 from ..engine.data.coco import load_coco
 from ..engine.runner import leave_process_group
-from ..utils.errors import RunError, closest, described, printable, raising_object, say_last
+from ..utils.errors import RunError, closest, described, meant, printable, raising_object, say_last
 from ..utils.files import PACKAGE
 from .memory import keep_freed_memory
 from .settings import accepted, takers
@@ -340,8 +340,7 @@ def _near_type(error: BaseException) -> str:
         registry = frame.f_locals.get('registry')
         if isinstance(registry, Registry):
             parts = [registry, *registry.children.values(), *([registry.parent] if registry.parent else [])]
-            near = closest(found[1].rpartition('.')[2], {name for part in parts for name in part.module_dict})
-            return f'Did you mean {near!r}?' if near else ''
+            return meant(found[1].rpartition('.')[2], {name for part in parts for name in part.module_dict}).strip()
     return ''
 
 

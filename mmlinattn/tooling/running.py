@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import MMLogger
-from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict
+from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
 from mmengine.optim.scheduler.param_scheduler import INF
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
@@ -32,6 +32,7 @@ from ..engine import (
     UnusedParametersHook,
     prepare_distributed,
 )
+from ..engine.optimizers.saved_groups import named_wrappers
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .command_line import notice
@@ -118,8 +119,7 @@ class ToolRunner(SafeRunner):
             raise RunError('auto_scale_lr.enable=True: auto_scale_lr.base_batch_size is missing.')
         loader: Any = self._train_dataloader
         size = loader['batch_size'] if isinstance(loader, dict) else loader.batch_size
-        wrappers = optim_wrapper.values() if isinstance(optim_wrapper, OptimWrapperDict) else [optim_wrapper]
-        for wrapper in wrappers:
+        for wrapper in named_wrappers(optim_wrapper).values():
             steps = getattr(wrapper, '_accumulative_counts', 1)
             batch = (size or 1) * self.world_size * steps
             parts = f'{size} images x {self.world_size} process(es) x {steps} accumulated step(s)'

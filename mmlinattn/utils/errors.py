@@ -61,6 +61,12 @@ def closest(name: str, names: Iterable[str]) -> Optional[str]:
     return next(iter(same or difflib.get_close_matches(name, names, 1)), None)
 
 
+def meant(name: str, names: Iterable[str]) -> str:
+    """Return a sentence that names the most similar of ``names``, after a blank; '' if none is similar."""
+    near = closest(name, names)
+    return f' Did you mean {near!r}?' if near else ''
+
+
 def raising_object(error: BaseException) -> str:
     """Return the class name of the module, metric, transform, hook or data set in which an error was raised."""
     kinds = ('Module', 'BaseMetric', 'BaseTransform', 'BaseDataset', 'Dataset', 'Evaluator', 'Visualizer', 'Hook')

@@ -16,7 +16,7 @@ from mmengine.registry import HOOKS
 from mmengine.utils import mkdir_or_exist
 
 from ...utils import atomic_write
-from ...utils.errors import RunError, closest
+from ...utils.errors import RunError, meant
 from .progress import scalars
 
 ATOMIC_BACKEND = 'mmlinattn.atomic_local'
@@ -106,8 +106,7 @@ class SafeCheckpointHook(CheckpointHook):
         super().before_train(runner)
         known = inspect.signature(runner.save_checkpoint).parameters
         for key in self.args.keys() - known.keys():
-            near = closest(key, {*known, *inspect.signature(CheckpointHook).parameters})
-            remedy = f' Did you mean {near!r}?' if near else ''
+            remedy = meant(key, {*known, *inspect.signature(CheckpointHook).parameters})
             raise RunError(f'default_hooks.checkpoint.{key}={self.args[key]!r}: nothing reads it.{remedy}')
         self._saved_step = -1
         if is_main_process() and osp.isdir(self.out_dir):

@@ -9,13 +9,10 @@ from typing import Any, Optional
 import numpy as np
 import torch
 from mmengine.dist import is_main_process
-from mmengine.hooks import Hook
+from mmengine.hooks import Hook, LoggerHook
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
-
-# first words of LoggerHook's lines; on a terminal, the bar and the table replace these lines
-_OF_LOGGER_HOOK = ('Epoch(', 'Iter(')
 
 
 def is_error(name: str) -> bool:
@@ -109,7 +106,8 @@ class ProgressHook(Hook):
 
     @staticmethod
     def _is_shown(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(_OF_LOGGER_HOOK)
+        """Return False for lines of LoggerHook, which the bar and the table replace on a terminal."""
+        return record.module != LoggerHook.__module__.rpartition('.')[2]
 
     def _after_iter(self, runner, batch_idx: int, data_batch=None, outputs=None, mode: str = 'train') -> None:
         if mode == 'train':

@@ -28,10 +28,10 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ...checkpoints.states import some
 from ...utils.building import unwrapped
-from ...utils.errors import RunError, closest, described, raising_object
+from ...utils.errors import RunError, described, meant, raising_object
 from ..data.checks import all_datasets, num_classes_of_heads
+from ..optimizers.saved_groups import all_schedulers
 from .progress import is_error
-from .schedule_check import all_schedulers
 
 _IMAGES = 2  # of each data set
 _FILES = ('outfile_prefix', 'out_file_path', 'output_dir', 'out_dir')  # attributes of metrics that write files
@@ -387,10 +387,9 @@ def check_monitors(runner: Any, metrics: dict) -> None:
                 ) from error
             rule = trial.rules[0]
         if name not in metrics:
-            near = closest(name, names)
-            remedy = f' Did you mean {near!r}?' if near else ''
             raise RunError(
-                f'{setting}={name!r}: the validation has no such metric.{remedy} Expected one of {some(names, 12)}.'
+                f'{setting}={name!r}: the validation has no such metric.{meant(name, names)} Expected one of '
+                f'{some(names, 12)}.'
             )
         value = metrics[name]
         if not isinstance(value, (int, float, np.number)) and not (torch.is_tensor(value) and value.numel() == 1):

@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import copy
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
@@ -7,21 +8,13 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook, Hook
-from mmengine.optim import OptimWrapperDict
 from mmengine.optim.scheduler.param_scheduler import INF
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 
 from ...utils.building import unwrapped
-from ...utils.errors import RunError, closest
-from ..optimizers.saved_groups import PER_GROUP
-
-
-def all_schedulers(schedulers: Any) -> list:
-    """Return the built schedulers of a runner: of one optimizer or several, or none."""
-    if isinstance(schedulers, dict):
-        return [each for part in schedulers.values() for each in all_schedulers(part)]
-    return [each for each in schedulers or () if hasattr(each, 'step')]
+from ...utils.errors import RunError, meant
+from ..optimizers.saved_groups import PER_GROUP, all_schedulers, by_settings, named_wrappers
 
 
 class Length(NamedTuple):
@@ -48,55 +41,47 @@ class Play:
     Attributes:
         rates (np.ndarray): (iterations, groups) learning rates of the iterations from ``begin`` on.
         bases (list[float]): Rate of each group without schedule.
+        sizes (list[int]): Number of parameters with these rates.
+
+    Raises:
+        RunError: A scheduler fails before the end.
     """
 
     def __init__(self, schedulers: list, groups: list[dict], length: Length, begin: int):
-        distinct: dict[str, list[int]] = {}
-        for i, group in enumerate(groups):
-            kept = {key: value for key, value in group.items() if key not in ('params', 'param_names')}
-            lists = [vars(each)[key][i : i + 1] for each in schedulers for key in PER_GROUP if key in vars(each)]
-            distinct.setdefault(repr((sorted(kept.items()), lists)), []).append(i)
-        chosen = [same[0] for same in distinct.values()]
+        def settings(i: int) -> tuple:
+            kept = {key: value for key, value in groups[i].items() if key not in ('params', 'param_names')}
+            return kept, [vars(each)[key][i : i + 1] for each in schedulers for key in PER_GROUP if key in vars(each)]
+
+        alike = [same for _, same in by_settings(range(len(groups)), settings)]
+        chosen = [same[0] for same in alike]
         # MMEngine's base_param_settings come last and have no parameters
-        self.sizes = [sum(len(groups[i].get('params') or ()) for i in same) for same in distinct.values()]
+        self.sizes = [sum(len(groups[i].get('params') or ()) for i in same) for same in alike]
         self.bases = [groups[i].get('initial_lr', groups[i]['lr']) for i in chosen]
         self.length, self.begin = length, begin
         without = [{key: value for key, value in groups[i].items() if key != 'params'} for i in chosen]
         step = SimpleNamespace(_with_counter=True)  # MMEngine looks for its counter there
-        self.stage: Any = SimpleNamespace(param_groups=without, step=step, _global_step=1)
-        self.actors = [self._copied(each, chosen) for each in schedulers]
-        self.rates = self._played(begin, length.iters)
-
-    def _copied(self, scheduler: Any, chosen: list[int]) -> Any:
-        made = copy.copy(scheduler)
-        made.optimizer, made.verbose = self.stage, False
-        for key in PER_GROUP:
-            if isinstance(vars(made).get(key), list):
-                setattr(made, key, [vars(made)[key][i] for i in chosen])
-        return made
-
-    def _played(self, begin: int, end: int) -> np.ndarray:
-        rates = np.empty((max(end - begin, 0), len(self.bases)))
-        for i in range(begin, end):
-            rates[i - begin] = [group['lr'] for group in self.stage.param_groups]
-            is_end = self.length.epoch and (i + 1) % self.length.epoch == 0
-            for actor in self.actors:
+        stage: Any = SimpleNamespace(param_groups=without, step=step, _global_step=1)
+        actors = [copy.copy(each) for each in schedulers]
+        for actor in actors:
+            actor.optimizer, actor.verbose = stage, False
+            for key in PER_GROUP:
+                if isinstance(vars(actor).get(key), list):
+                    setattr(actor, key, [vars(actor)[key][i] for i in chosen])
+        self.rates = np.empty((length.iters - begin, len(chosen)))
+        for i in range(begin, length.iters):
+            self.rates[i - begin] = [group['lr'] for group in without]
+            is_end = length.epoch and (i + 1) % length.epoch == 0
+            for actor in actors:
                 if is_end or not actor.by_epoch:
                     try:
                         actor.step()
                     except ValueError as error:
                         kind = type(actor).__name__
                         raise RunError(f'param_scheduler: {kind} fails after iteration {i + 1}: {error}.') from error
-        return rates
 
-    def play_on(self, end: int) -> np.ndarray:
-        """Play beyond the training until iteration ``end``, and return the rate of each group there."""
-        for actor in self.actors:
-            period = getattr(actor, 'T_max', None)
-            if period and actor.end >= self.length.unit(actor)[2]:
-                actor.end = max(actor.end, actor.begin + period)
-        self._played(self.length.iters, end)
-        return np.array([group['lr'] for group in self.stage.param_groups])
+    def since(self, scheduler: Any, step: int) -> np.ndarray:
+        """Return the rates from a step of a scheduler on."""
+        return self.rates[max(step * self.length.unit(scheduler)[1] - self.begin, 0) :]
 
 
 def _reach(scheduler: Any) -> int:
@@ -110,7 +95,7 @@ def _reach(scheduler: Any) -> int:
     return scheduler.end if scheduler.end < INF else 0
 
 
-def schedule_faults(schedulers: list, groups: list[dict], length: Length, begin: int = 0) -> Iterator[str]:
+def schedule_errors(schedulers: list, groups: list[dict], length: Length, begin: int = 0) -> Iterator[str]:
     """Play a learning rate schedule to the end of the training, and describe what it does to the rates.
 
     Args:
@@ -133,38 +118,13 @@ def schedule_faults(schedulers: list, groups: list[dict], length: Length, begin:
         return
     play = Play(rates, groups, length, begin)
     yield from filter(None, (_above_base(play, rates), _warm_up(play, rates)))
-    peaks, last = play.rates.max(axis=0), play.rates[-1]
-    for each in rates:
-        yield from _rises_again(play, each)
-    late = {each: _reach(each) for each in rates if _reach(each) > length.unit(each)[2]}
-    ends = {each: min(each.end, INF) for each in rates if each not in late and not hasattr(each, 'milestones')}
-    for each, end in ends.items():
-        unit, size, total = length.unit(each)
-        is_last = not any(other.begin >= end for other in rates if other.by_epoch == each.by_epoch)
-        tail = play.rates[max(end * size - begin, 0) :]
-        falls = len(tail) and (tail == tail[0]).all() and (last < peaks * 0.999).any() and not _is_warm_up(each)
-        if end < total and is_last and falls and not hasattr(each, 'step_size'):
-            yield (
-                f'{type(each).__name__} ends at {unit} {end}, and the training goes on at the last rate, '
-                f'{tail[0].max():.3g}, until {unit} {total}.'
-            )
-    if not late:
-        return
-    final = play.play_on(max(reach * length.unit(each)[1] for each, reach in late.items()))
-    at = int(np.argmax(last / np.maximum(final, 1e-30)))
-    for each, reach in late.items() if final[at] < 0.99 * last[at] else ():
-        unit, _, total = length.unit(each)
-        if not _is_warm_up(each):
-            yield (
-                f'{type(each).__name__} changes the rate until {unit} {reach}, and the training ends at {unit} '
-                f'{total}, with {last[at]:.3g} instead of {final[at]:.3g}.'
-            )
+    yield from filter(None, (_misfit(play, each, rates) for each in rates if not _is_warm_up(each)))
 
 
 def _is_warm_up(scheduler: Any) -> bool:
     """Return True for LinearLR and ConstantLR with a rising rate, and for MMDetection's warm-up schedulers."""
-    start = getattr(scheduler, 'start_factor', getattr(scheduler, 'factor', 1.0))
-    return 'Warmup' in type(scheduler).__name__ or start < getattr(scheduler, 'end_factor', 1.0)
+    start = getattr(scheduler, 'start_factor', getattr(scheduler, 'factor', math.inf))
+    return 'Warmup' in type(scheduler).__name__ or start <= getattr(scheduler, 'end_factor', 1.0)
 
 
 def _above_base(play: Play, schedulers: list) -> Optional[str]:
@@ -197,12 +157,26 @@ def _warm_up(play: Play, schedulers: list) -> Optional[str]:
     return f'the warm-up of {names[0]} lasts until iteration {play.begin + peak} of {total}.'
 
 
-def _rises_again(play: Play, scheduler: Any) -> Iterator[str]:
-    unit, each, total = play.length.unit(scheduler)
-    period, begin = getattr(scheduler, 'T_max', None), scheduler.begin
-    rates = play.rates[max((begin + (period or 0)) * each - play.begin, 0) :]
-    if period and begin + period < min(scheduler.end, total) and len(rates) and (rates[-1] > 1.01 * rates[0]).any():
-        yield f'{type(scheduler).__name__} rises again after {unit} {begin + period} of {total} (T_max = {period}).'
+def _misfit(play: Play, scheduler: Any, schedulers: list) -> Optional[str]:
+    """Describe a schedule that ends after the training, rises again within it, or ends long before."""
+    (unit, _, total), reach, name = play.length.unit(scheduler), _reach(scheduler), type(scheduler).__name__
+    last = play.rates[-1]
+    if reach > total:
+        rate = f'{last.max():.3g}'
+        return f'{name} changes the rate until {unit} {reach}, and the training ends at {unit} {total}, with {rate}.'
+    after = play.since(scheduler, reach)
+    if hasattr(scheduler, 'T_max') and reach < min(scheduler.end, total) and (last > 1.01 * after[0]).any():
+        return f'{name} rises again after {unit} {reach} of {total} (T_max = {scheduler.T_max}).'
+    if scheduler.end >= total or any(hasattr(scheduler, key) for key in ('milestones', 'step_size')):
+        return None
+    tail = play.since(scheduler, scheduler.end)
+    is_last = not any(each.begin >= scheduler.end for each in schedulers if each.by_epoch == scheduler.by_epoch)
+    if is_last and (tail == last).all() and (last < play.rates.max(axis=0) * 0.999).any():
+        return (
+            f'{name} ends at {unit} {scheduler.end}, and the training goes on at the last rate, {last.max():.3g}, '
+            f'until {unit} {total}.'
+        )
+    return None
 
 
 def check_custom_keys(config: Any, model: Any, logger: Any) -> None:
@@ -217,9 +191,7 @@ def check_custom_keys(config: Any, model: Any, logger: Any) -> None:
         if any(key in name for name in names):
             continue
         parts = dict.fromkeys(part for name in names for part in name.split('.'))
-        near = closest(key, parts)
-        line = f'optim_wrapper.paramwise_cfg.custom_keys: {key!r} is in the name of no parameter.'
-        line += f' Did you mean {near!r}?' if near else ''
+        line = f'optim_wrapper.paramwise_cfg.custom_keys: {key!r} is in the name of no parameter.{meant(key, parts)}'
         if isinstance(value, dict) and value.get('lr_mult', 1.0) != 1.0:
             raise RunError(line)
         logger.warning(line)
@@ -230,6 +202,39 @@ def _saves(hook: CheckpointHook, runner: Any) -> bool:
     done, total = (runner.epoch, runner.max_epochs) if hook.by_epoch else (runner.iter, runner.max_iters)
     steps = range(max(done, hook.save_begin) + 1, total + 1)
     return hook.save_last or any((step - hook.save_begin) % hook.interval == 0 for step in steps if hook.interval > 0)
+
+
+def loop_errors(runner: Any, by_iteration: bool) -> Iterator[str]:
+    """Describe hooks, checkpoints and validations that the loop of a training never reaches.
+
+    Raises:
+        RunError: ``val_interval`` is not a positive integer.
+    """
+    loop, savers = runner.train_loop, [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
+    unit, total = ('iteration', runner.max_iters) if by_iteration else ('epoch', runner.max_epochs)
+    steps = {f'{type(hook).__name__}.{name}': value for hook in runner.hooks for name, value in vars(hook).items()}
+    steps['train_cfg.val_begin'] = loop.val_begin if runner.val_loop is not None else 0
+    for name, step in steps.items():
+        if type(step) is int and name.endswith(('_iter' if by_iteration else '_epoch', '.val_begin')) and step > total:
+            yield f'{name}={step} is after the last {unit}, {total}.'
+    interval = getattr(loop, 'val_interval', 1)
+    if runner.val_loop is not None and (type(interval) is not int or interval < 1):
+        raise RunError(f'train_cfg.val_interval={interval!r}: expected an integer from 1 up.')
+    if not any(_saves(hook, runner) for hook in savers):
+        yield (
+            'no checkpoint will be written: default_hooks.checkpoint is off, or its interval and save_begin are '
+            'beyond the training and save_last=False.'
+        )
+    if by_iteration and any(hook.by_epoch for hook in savers):
+        yield (
+            'default_hooks.checkpoint.by_epoch=True: an iteration-based loop has one epoch, so that one checkpoint '
+            'is written, at its end. Set it to False.'
+        )
+    if by_iteration and runner.val_loop is not None and any(getattr(h, 'log_metric_by_epoch', 0) for h in runner.hooks):
+        yield (
+            'default_hooks.logger.log_metric_by_epoch=True: an iteration-based loop logs all validations at step '
+            '0. Set it to False.'
+        )
 
 
 @HOOKS.register_module(force=True)
@@ -257,24 +262,22 @@ class ScheduleCheckHook(Hook):
         check_custom_keys(runner.cfg.get('optim_wrapper'), runner.model, runner.logger)
         by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
         done, total = (runner.iter, runner.max_iters) if by_iteration else (runner.epoch, runner.max_epochs)
-        unit = 'iteration' if by_iteration else 'epoch'
         if 0 < total <= done:
             runner.logger.warning(
-                f'nothing is left to train: the checkpoint is at {unit} {done} of {total}. Set train_cfg.max_epochs or '
-                'max_iters higher to go on.'
+                f'nothing is left to train: the checkpoint is at {"iteration" if by_iteration else "epoch"} {done} of '
+                f'{total}. Set train_cfg.max_epochs or max_iters higher to go on.'
             )
             return
-        self._check_hooks(runner, by_iteration, unit, total)
+        for line in loop_errors(runner, by_iteration):
+            runner.logger.warning(line)
         length = Length(runner.max_iters, 0 if by_iteration else len(runner.train_dataloader))
-        wrappers, schedulers = {'': runner.optim_wrapper}, {'': runner.param_schedulers}
-        if isinstance(runner.optim_wrapper, OptimWrapperDict):
-            wrappers = dict(runner.optim_wrapper.items())
-            schedulers = runner.param_schedulers if isinstance(runner.param_schedulers, dict) else {}
-        for name, wrapper in wrappers.items():
-            groups = getattr(wrapper, 'param_groups', None)
-            for fault in schedule_faults(all_schedulers(schedulers.get(name)), groups or [], length, runner.iter):
+        for name, wrapper in named_wrappers(runner.optim_wrapper).items():
+            schedulers = runner.param_schedulers
+            schedulers = all_schedulers(schedulers.get(name) if isinstance(schedulers, dict) else schedulers)
+            groups = getattr(wrapper, 'param_groups', None) or []
+            for error in schedule_errors(schedulers, groups, length, runner.iter):
                 said = f'schedule of {name}' if name else 'schedule'
-                runner.logger.warning(f'{said} and length of the training: {fault} Set param_scheduler to fit.')
+                runner.logger.warning(f'{said} and length of the training: {error} Set param_scheduler to fit.')
             steps = getattr(wrapper, '_accumulative_counts', 1)
             if by_iteration and steps > 1:
                 runner.logger.warning(
@@ -282,36 +285,3 @@ class ScheduleCheckHook(Hook):
                     f'accumulative_counts = {steps}. Multiply max_iters and the schedule by it to train as long as '
                     'without.'
                 )
-
-    @staticmethod
-    def _check_hooks(runner, by_iteration: bool, unit: str, total: int) -> None:
-        """Warn of missing checkpoints and validations, and of hooks that wait for epochs in a loop by iteration."""
-        loop, savers = runner.train_loop, [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
-        for hook in runner.hooks:
-            for name, value in vars(hook).items():
-                if type(value) is int and name.endswith('_iter' if by_iteration else '_epoch') and value > total:
-                    runner.logger.warning(f'{type(hook).__name__}.{name}={value} is after the last {unit}, {total}.')
-        interval = getattr(loop, 'val_interval', 1)
-        if runner.val_loop is not None and (type(interval) is not int or interval < 1):
-            raise RunError(f'train_cfg.val_interval={interval!r}: expected an integer from 1 up.')
-        if runner.val_loop is not None and loop.val_begin > total:
-            runner.logger.warning(
-                f'train_cfg.val_begin={loop.val_begin} is after the last {unit}, {total}: there is no validation.'
-            )
-        if not any(_saves(hook, runner) for hook in savers):
-            runner.logger.warning(
-                'no checkpoint will be written: default_hooks.checkpoint is off, or its interval and save_begin are '
-                'beyond the training and save_last=False.'
-            )
-        if not by_iteration:
-            return
-        if any(hook.by_epoch for hook in savers):
-            runner.logger.warning(
-                'default_hooks.checkpoint.by_epoch=True: an iteration-based loop has one epoch, so that one checkpoint '
-                'is written, at its end. Set it to False.'
-            )
-        if runner.val_loop is not None and any(getattr(h, 'log_metric_by_epoch', 0) for h in runner.hooks):
-            runner.logger.warning(
-                'default_hooks.logger.log_metric_by_epoch=True: an iteration-based loop logs all validations at step '
-                '0. Set it to False.'
-            )

@@ -12,12 +12,12 @@ from typing import Any, Optional
 import torch
 from mmengine.dist import all_reduce, barrier, get_rank, get_world_size
 from mmengine.hooks import CheckpointHook, EMAHook, Hook
-from mmengine.optim import OptimWrapperDict
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
 from ...utils.private_apis import default_store
+from ..optimizers.saved_groups import named_wrappers
 from .checkpointing import ATOMIC_BACKEND, write_checkpoint
 from .exact_resume import ExactResumeHook, resume_state
 
@@ -168,8 +168,7 @@ class StopHook(Hook):
             any_signalled = torch.tensor([float(self.is_signalled)])
             all_reduce(any_signalled, op='max')
             self._all_signalled = bool(any_signalled.item())
-        wrapper = runner.optim_wrapper
-        wrappers = [*wrapper.values()] if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+        wrappers = named_wrappers(runner.optim_wrapper).values()
         # not in gradient accumulation; DeepSpeed's wrapper has no such method
         if self._all_signalled and all(each.should_update() for each in wrappers if hasattr(each, 'should_update')):
             self._save_and_end(runner, runner.iter + 1)

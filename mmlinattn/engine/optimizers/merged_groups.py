@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper, ZeroRed
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from torch import nn
 
-from .saved_groups import fit_groups
+from .saved_groups import by_settings, fit_groups
 
 _APPLIED = ('lr_mult', 'decay_mult')  # factors that lr and weight_decay of a group contain
 # optimizers of PyTorch with a fused kernel for CPUs and for CUDA
@@ -60,21 +59,6 @@ def _is_dense(x: torch.Tensor) -> bool:
     return x.is_contiguous() or x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])
 
 
-@contextmanager
-def _without_options() -> Iterator[None]:
-    """Suppress MMEngine's log lines on single parameters (up to three for each parameter)."""
-
-    def keep(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith('paramwise_options -- ')
-
-    logger = MMLogger.get_current_instance()
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)
-
-
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
 class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     """MMEngine's default constructor, but parameters with equal settings share a group, and optimizers are fused if
@@ -119,8 +103,7 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             # MMEngine calls `add_params` only if paramwise_cfg is not empty
             self.paramwise_cfg = dict(bypass_duplicate=True)
         try:
-            with _without_options():
-                wrapper = super().__call__(model)
+            wrapper = super().__call__(model)
         finally:
             self.optimizer_cfg = given
         optimizer = wrapper.optimizer
@@ -131,7 +114,13 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     def add_params(self, params: list, module: nn.Module, prefix: str = '', **kwargs) -> None:
         """Let MMEngine make a group for each parameter, then merge groups with equal settings."""
-        super().add_params(params, module, prefix=prefix, **kwargs)
+        logger = MMLogger.get_current_instance()
+        level = logger.level
+        logger.setLevel(max(level, logging.WARNING))  # MMEngine logs up to three lines for each parameter
+        try:
+            super().add_params(params, module, prefix=prefix, **kwargs)
+        finally:
+            logger.setLevel(level)
         if prefix == '':
             if self.base_wd:
                 exempt = undecayed(module)
@@ -148,24 +137,23 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     def _merged(self, params: list, model: nn.Module) -> list[dict]:
         names = {p: name for name, p in model.named_parameters()}
-        merged: dict[str, dict] = {}
-        seen: set[nn.Parameter] = set()
         defaults = dict(lr=self.base_lr, weight_decay=self.base_wd)
         base = {key: value for key, value in defaults.items() if value is not None}
-        for group in params:
-            own = {key: value for key, value in group.items() if key not in ('params', *_APPLIED)}
-            settings = {**base, **own}
-            into = merged.setdefault(repr(sorted(settings.items())), dict(settings, params=[], param_names=[]))
-            (parameter,) = group['params']
-            if parameter in seen:
-                raise ValueError(
-                    f'several modules share the parameter {names[parameter]}. '
-                    'Set optim_wrapper.paramwise_cfg.bypass_duplicate=True.'
-                )
-            seen.add(parameter)
-            into['params'].append(parameter)
-            into['param_names'].append(names[parameter])
-        return list(merged.values())
+
+        def settings(group: dict) -> dict:
+            return {**base, **{key: value for key, value in group.items() if key not in ('params', *_APPLIED)}}
+
+        shared = [p for p, count in Counter(p for group in params for p in group['params']).items() if count > 1]
+        if shared:
+            raise ValueError(
+                f'several modules share the parameter {names[shared[0]]}. '
+                'Set optim_wrapper.paramwise_cfg.bypass_duplicate=True.'
+            )
+        merged = []
+        for common, groups in by_settings(params, settings):
+            own = [group['params'][0] for group in groups]
+            merged.append(dict(common, params=own, param_names=[names[parameter] for parameter in own]))
+        return merged
 
 
 def _adapt_loading(optimizer: torch.optim.Optimizer, order: list[str]) -> None:

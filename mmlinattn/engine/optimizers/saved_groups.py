@@ -1,8 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Fit optimizer and scheduler states of a checkpoint to an optimizer with other parameter groups."""
+"""Walk optimizers, schedulers and groups; fit states of a checkpoint to an optimizer with other parameter groups."""
 
+from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
+from mmengine.optim import OptimWrapperDict
 from torch import nn
 
 from ...utils.errors import RunError
@@ -11,6 +13,31 @@ _IMPLEMENTATION = ('fused', 'foreach')  # how a step is computed, not its result
 _LEFT_OUT = ('params', 'param_names', 'lr_mult', 'decay_mult', *_IMPLEMENTATION)
 PER_GROUP = ('base_values', '_last_value', 'min_values')  # of MMEngine's schedulers: a value for each group
 _ADVICE = 'as it was, or load_from=CHECKPOINT in place of --resume.'
+
+
+def named_wrappers(wrapper: Any) -> dict[str, Any]:
+    """Return the wrappers of an ``OptimWrapperDict`` by name; any other wrapper has the name ''."""
+    return dict(wrapper.items()) if isinstance(wrapper, OptimWrapperDict) else {'': wrapper}
+
+
+def all_schedulers(schedulers: Any) -> list:
+    """Return the built schedulers of a runner: of one optimizer or several, or none."""
+    if isinstance(schedulers, dict):
+        return [each for part in schedulers.values() for each in all_schedulers(part)]
+    return [each for each in schedulers or () if hasattr(each, 'step')]
+
+
+def by_settings(items: Iterable, settings: Callable[[Any], Any]) -> list[tuple[Any, list]]:
+    """Collect items of equal settings, in the order of the first of each. Settings need no hash."""
+    found: list[tuple[Any, list]] = []
+    for item in items:
+        own = settings(item)
+        same = next((members for known, members in found if known == own), None)
+        if same is None:
+            found.append((own, [item]))
+        else:
+            same.append(item)
+    return found
 
 
 def _names_of(groups: list[dict], order: list[str]) -> Optional[list[list[str]]]:

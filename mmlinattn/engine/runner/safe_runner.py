@@ -13,7 +13,7 @@ from ...utils.errors import CheckpointError, RunError, printable
 from ...utils.registering import bare_name
 from ..hooks.checkpointing import SafeCheckpointHook
 from ..hooks.exact_resume import ResumedEpochLoop
-from ..hooks.schedule_check import all_schedulers
+from ..optimizers.saved_groups import all_schedulers
 from .start import agree_on_start, check_same_start, fit_iterations
 
 

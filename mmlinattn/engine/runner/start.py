@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...utils.building import unwrapped
 from ...utils.errors import CheckpointError, RunError
-from ..hooks.schedule_check import all_schedulers
-from ..optimizers.saved_groups import PER_GROUP
+from ..optimizers.saved_groups import PER_GROUP, all_schedulers
 
 
 def find_latest_checkpoint(work_dir: str) -> Optional[str]:

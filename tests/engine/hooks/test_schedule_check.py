@@ -12,22 +12,22 @@ from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
 from mmengine.registry import PARAM_SCHEDULERS
 
-from mmlinattn.engine.hooks.schedule_check import Length, ScheduleCheckHook, check_custom_keys, schedule_faults
+from mmlinattn.engine.hooks.schedule_check import Length, ScheduleCheckHook, check_custom_keys, schedule_errors
 from mmlinattn.utils.errors import RunError
 
 WARM_UP = dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=500)
 COSINE = dict(type='CosineAnnealingLR', eta_min=0, begin=5, end=300, T_max=295)
 
 
-def faults(schedules, epochs, rates=(1.0,), by_iteration=False, begin=0):
-    """Faults of schedules, built for epochs of 100 iterations and a parameter of each rate."""
+def errors(schedules, epochs, rates=(1.0,), by_iteration=False, begin=0):
+    """Errors of schedules, built for epochs of 100 iterations and a parameter of each rate."""
     groups = [dict(params=[torch.nn.Parameter(torch.zeros(1))], lr=rate) for rate in rates]
     wrapper = OptimWrapper(torch.optim.SGD(groups, lr=max(rates), momentum=0.9))
     default = dict(optimizer=wrapper, epoch_length=100)
     built = [PARAM_SCHEDULERS.build(dict(schedule), default_args=default) for schedule in schedules]
     before = [dict(vars(each)) for each in built], [group['lr'] for group in wrapper.param_groups]
     length = Length(epochs * 100, 0 if by_iteration else 100)
-    found = [*schedule_faults(built, wrapper.param_groups, length, begin)]
+    found = [*schedule_errors(built, wrapper.param_groups, length, begin)]
     assert before == ([vars(each) for each in built], [group['lr'] for group in wrapper.param_groups])
     return found
 
@@ -51,8 +51,8 @@ def faults(schedules, epochs, rates=(1.0,), by_iteration=False, begin=0):
         ([dict(COSINE, T_max=100)], 300, ['rises again after epoch 105 of 300 (T_max = 100)']),
         ([COSINE, dict(type='ConstantLR', factor=1.0, begin=300, end=400)], 400, []),
         ([dict(type='MultiStepLR', milestones=[8, 11], end=12)], 12, []),
-        ([dict(type='MultiStepLR', milestones=[8, 11], end=12)], 10, ['ends at epoch 10, with 0.1 instead of 0.01']),
-        ([dict(type='MultiStepLR', milestones=[8, 11])], 10, ['ends at epoch 10, with 0.1 instead of 0.01']),
+        ([dict(type='MultiStepLR', milestones=[8, 11], end=12)], 10, ['ends at epoch 10, with 0.1.']),
+        ([dict(type='MultiStepLR', milestones=[8, 11])], 10, ['ends at epoch 10, with 0.1.']),
         ([dict(type='PolyLR', power=0.9, end=50)], 12, ['PolyLR changes the rate until epoch 50']),
         ([dict(type='ConstantLR', factor=0.1, end=8)], 12, ['warm-up of ConstantLR lasts until iteration 700 of 1200']),
         ([dict(type='ExponentialLR', gamma=0.9)], 12, []),
@@ -64,23 +64,23 @@ def faults(schedules, epochs, rates=(1.0,), by_iteration=False, begin=0):
     ],
 )
 def test_played_schedules(schedules, epochs, words):
-    found = faults(schedules, epochs)
-    assert len(found) == len(words) and all(word in fault for word, fault in zip(words, found)), found
+    found = errors(schedules, epochs)
+    assert len(found) == len(words) and all(word in error for word, error in zip(words, found)), found
 
 
 @pytest.mark.parametrize('rates', [(1.0, 0.0), (2e-6, 1e-6), (1.0, 0.5)])
 def test_a_floor_above_the_rate_of_a_group(rates):
     """eta_min counts for each group: also for frozen ones, and those of layer decay."""
-    found = faults([dict(COSINE, eta_min=1e-5)], 300, rates)
+    found = errors([dict(COSINE, eta_min=1e-5)], 300, rates)
     assert len(found) == (min(rates) < 1e-5)
     assert not found or 'eta_min=1e-05 of CosineAnnealingLR is a floor' in found[0]
 
 
 def test_a_resumed_schedule_and_a_loop_without_epochs():
-    assert not faults([COSINE], 300, begin=300 * 100)  # nothing is left to train
-    (fault,) = faults([COSINE], 6, by_iteration=True)
-    assert fault.endswith('after epochs, and the iteration-based loop has none: set by_epoch=False.')
-    assert not faults([dict(type='ReduceOnPlateauLR', monitor='acc')], 6, by_iteration=True)  # works by validations
+    assert not errors([COSINE], 300, begin=300 * 100)  # nothing is left to train
+    (error,) = errors([COSINE], 6, by_iteration=True)
+    assert error.endswith('after epochs, and the iteration-based loop has none: set by_epoch=False.')
+    assert not errors([dict(type='ReduceOnPlateauLR', monitor='acc')], 6, by_iteration=True)  # works by validations
 
 
 @pytest.mark.parametrize(('settings', 'fails'), [(dict(lr_mult=0.1), True), (dict(decay_mult=0.0), False)])
@@ -112,7 +112,7 @@ class LateHook(Hook):
 
 
 @pytest.mark.parametrize('max_iters', [6, 20])
-def test_faults_are_named_before_the_first_step(tmp_path, max_iters):
+def test_errors_are_named_before_the_first_step(tmp_path, max_iters):
     schedule, loop = [dict(type='PolyLR', end=20, by_epoch=False)], dict(by_epoch=False, max_iters=max_iters)
     optim = dict(accumulative_counts=2)
     said = warnings_of(make_runner(tmp_path, HOOKS, loop, optim=optim, param_scheduler=schedule), 'schedule')
