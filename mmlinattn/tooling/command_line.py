@@ -288,7 +288,7 @@ ADVICE = [
         IndexError,
         'torch.nn.functional',
         'is out of bounds',
-        'A label is beyond num_classes of the head: in a label image that DataCheckHook did not open '
+        'A label is beyond num_classes of the head: in a mask that DataCheckHook did not open '
         '(custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file), or as padding, if '
         'data_preprocessor.seg_pad_val differs from ignore_index. Or a loss has class_weight beside ignored pixels: '
         "MMSegmentation 1.2's CrossEntropyLoss looks them up in it",

@@ -23,8 +23,8 @@ from mmengine.fileio import get as read_bytes
 from mmengine.hooks import Hook
 from mmengine.registry import DATASETS
 
-from ..engine.data.checks import infos_of
 from ..engine.data.coco import load_coco
+from ..engine.data.datasets import infos_of
 from ..utils.errors import RunError
 from .class_names import dataset_configs, num_classes
 from .command_line import check_out_file, notice, writing

@@ -4,57 +4,18 @@
 import os.path as osp
 from collections.abc import Iterator, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import numpy as np
-from torch import nn
 
 from .coco import check_coco
-from .files import reads_local_files, spread
-from .findings import Finding, classes_of, decode_head_of, format_names, is_metric_learning, transforms_of
-from .label_images import check_label_images
+from .datasets import Finding, Samples, View, classes_of, format_names, reads_local_files, transforms_of
+from .heads import counts_of_stages, decode_head_of, is_metric_learning, num_classes_of_heads
+from .masks import check_masks
 
-_NUM_READ = 2000  # samples with labels that are read
-
-
-class Samples(NamedTuple):
-    """Facts read from samples of a data set."""
-
-    num: int  # number of samples read
-    labels: dict[int, str]  # of objects and images, each with the path of an image that has it
-    folders: dict[str, set[int]]  # labels by the first folder below the prefix of the images
-    fault: str = ''  # an image that cannot be loaded
-    is_part: bool = False  # joined data sets have labels, so this one may be background only
-
-
-def inner_datasets(dataset: Any) -> Sequence:
-    """Return the data sets inside a wrapper such as ``RepeatDataset`` or ``ConcatDataset``."""
-    known = getattr(dataset, '__dict__', {})
-    if isinstance(known.get('datasets'), (list, tuple)):
-        return dataset.datasets
-    inner = known.get('dataset', known.get('_dataset'))
-    return [] if inner is None else [inner]
-
-
-def all_datasets(dataset: Any) -> Iterator[Any]:
-    """Yield a data set and all data sets inside it."""
-    yield dataset
-    for child in inner_datasets(dataset):
-        yield from all_datasets(child)
-
-
-def leaf_datasets(dataset: Any) -> Iterator[Any]:
-    """Yield the data sets that are not wrappers, from inside all wrappers."""
-    return (each for each in all_datasets(dataset) if not inner_datasets(each))
-
-
-def infos_of(dataset: Any, count: Optional[int] = None) -> Iterator[dict]:
-    """Yield ``get_data_info`` of images in all data sets inside wrappers: of all images, or of ``count`` in each data
-    set."""
-    for leaf in leaf_datasets(dataset):
-        if hasattr(leaf, 'get_data_info'):
-            infos = map(leaf.get_data_info, range(len(leaf)) if count is None else spread(len(leaf), count))
-            yield from (info for info in infos if isinstance(info, dict))
+_NUM_READ = 20_000  # samples with labels that are read, in about a second
+_NUM_FILES = 2000  # of these, images that are looked for
+_OF_PIXELS = ('decode_head', 'auxiliary_head')  # their labels are in segmentation masks
 
 
 def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
@@ -69,9 +30,6 @@ def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
     if len(first) == len(second) == 1:
         return None
     return next((i for i, (a, b) in enumerate(zip(first, second)) if normalised(a) != normalised(b)), None)
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
 
 
 def check_names(key: str, meta: dict) -> Iterator[Finding]:
@@ -91,120 +49,99 @@ def check_names(key: str, meta: dict) -> Iterator[Finding]:
         )
 
 
-# -- labels -----------------------------------------------------------------------------------------------------------
-
-
-_NO_CLASSES = ('rpn_conv', 'max_depth', 'boundary_threshold')  # attributes of heads of proposals, depth and edges
-
-
-def _counts_of_stages(model: nn.Module) -> dict[str, list[int]]:
-    """Return ``num_classes`` of each classifying head by name: one number per stage."""
-    if hasattr(model, 'language_model'):
-        return {}
-    roi, found = getattr(model, 'roi_head', None), {}
-    heads = {'bbox_head': getattr(roi, 'bbox_head', None) or getattr(model, 'bbox_head', None)}
-    heads['mask_head'] = getattr(roi, 'mask_head', None)
-    heads.update((name, getattr(model, name, None)) for name in ('head', 'decode_head', 'auxiliary_head'))
-    for name, head in heads.items():
-        stages: list[Any] = list(head) if isinstance(head, nn.ModuleList) else [head]
-        counts = [
-            stage.num_classes
-            for stage in stages
-            if type(getattr(stage, 'num_classes', None)) is int
-            and not getattr(stage, 'class_agnostic', False)
-            and not any(hasattr(stage, attribute) for attribute in _NO_CLASSES)
-        ]
-        if counts:
-            found[name] = counts
-    return found
-
-
-def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
-    """Return ``num_classes`` of each classifying head by name; empty for models that take class names as text.
-
-    Of a cascade, the smallest number counts.
-    """
-    return {name: min(counts) for name, counts in _counts_of_stages(model).items()}
-
-
 def read_samples(dataset: Any) -> Samples:
-    """Read the labels of about 2000 samples, evenly spaced in a data set."""
-    samples, length = Samples(0, {}, {}), len(dataset)
+    """Read the labels of about 20000 samples, evenly spaced in a data set, and look for some of their images."""
+    labels: dict[int, str] = {}
+    folders: dict[str, set[int]] = {}
+    error = ''
     if not hasattr(dataset, 'get_data_info'):
-        return samples
+        return Samples()
     prefix = getattr(dataset, 'data_prefix', None)
     root = osp.join(str(prefix.get('img_path') or ''), '') if isinstance(prefix, dict) else ''
-    indices, fault = range(0, length, max(1, length // _NUM_READ)), ''
     steps = transforms_of(dataset)
     is_local = reads_local_files(dataset, *steps) and not any(getattr(step, 'ignore_empty', False) for step in steps)
-    for index in indices:
-        info = dataset.get_data_info(index)
+    indices = range(0, len(dataset), max(1, len(dataset) // _NUM_READ))
+    for number, info in enumerate(map(dataset.get_data_info, indices)):
         if not isinstance(info, dict):
-            return samples
+            return Samples()
         path = str(info.get('img_path', ''))
-        objects = [instance for instance in info.get('instances') or () if isinstance(instance, dict)]
-        labels = [instance.get('bbox_label') for instance in objects if not instance.get('ignore_flag')]
+        objects = [each for each in info.get('instances') or () if isinstance(each, dict)]
+        of_objects = [each.get('bbox_label') for each in objects if not each.get('ignore_flag')]
         of_image = np.ravel(info['gt_label']).tolist() if info.get('gt_label') is not None else []
-        for label in labels + of_image:
+        for label in of_objects + of_image:
             if isinstance(label, Integral):
-                samples.labels.setdefault(int(label), path)
+                labels.setdefault(int(label), path)
         inside = path[len(root) :] if root and path.startswith(root) else ''
         if len(of_image) == 1 and '/' in inside:
-            samples.folders.setdefault(inside.split('/')[0], set()).add(of_image[0])
-        if is_local and not fault and osp.isdir(osp.dirname(path)) and not (osp.isfile(path) and osp.getsize(path)):
-            fault = f'the image {path} {"has no bytes" if osp.exists(path) else "is not there"}'
-    return samples._replace(num=len(indices), fault=fault)
+            folders.setdefault(inside.split('/')[0], set()).add(of_image[0])
+        if not is_local or error or number % max(1, len(indices) // _NUM_FILES):
+            continue
+        if osp.isdir(osp.dirname(path)) and not (osp.isfile(path) and osp.getsize(path)):
+            error = f'the image {path} {"has no bytes" if osp.exists(path) else "is not there"}'
+    return Samples(len(indices), labels, folders, error)
 
 
-def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:
-    """Check that each label has an output in the heads, and that training data has labelled objects or images."""
-    heads = {} if not is_training and is_metric_learning(model) else num_classes_of_heads(model)
-    classes = classes_of(dataset)
-    advice = 'Set num_classes of the {}, or metainfo.classes of the data set to those that count.'
+def check_labels(view: View) -> Iterator[Finding]:
+    """Check that the heads know each label, and that data sets have labelled objects or images of each class."""
+    key, classes, samples = view.key, view.classes, view.samples
+    heads = {} if not view.is_training and is_metric_learning(view.model) else num_classes_of_heads(view.model)
     for label, path in sorted(samples.labels.items()):
         for head, count in heads.items():
-            if not 0 <= label < count and head not in ('decode_head', 'auxiliary_head'):
+            if not 0 <= label < count and head not in _OF_PIXELS:
                 name = f' ({classes[label]})' if 0 <= label < len(classes) else ''
-                yield Finding(
-                    f'{key}: num_classes = {count} of the head is too small for the data: {path} has label '
-                    f'{label}{name}, and the data set {len(classes)} classes. {advice.format(head)}'
-                )
+                found = f'{path} has label {label}{name}, and the data set {len(classes)} classes'
+                yield _too_small(key, head, count, f'for the data: {found}')
                 return
-    if samples.fault:
-        yield Finding(f'{key}: {samples.fault}. Put it there, or take it out of the data set.')
+    if samples.error:
+        yield Finding(f'{key}: {samples.error}. Put it there, or take it out of the data set.')
         return
-    all_are_read = bool(heads.keys() & {'bbox_head', 'head'}) and samples.num and samples.num == len(dataset)
-    is_judged = key.startswith('val') and not samples.is_part  # a test may have no annotations
-    has_none = all_are_read and not samples.labels and classes and 'instances' in dataset.get_data_info(0)
-    if has_none and (is_training or is_judged):
+    if heads.keys() & {'bbox_head', 'head'} and samples.num == len(view.dataset) and classes:
+        yield from _unused(view, 'bbox_head' in heads)
+    if view.is_training and classes:
+        yield from _other_counts(view, heads)
+
+
+def _too_small(key: str, head: str, count: int, than: str) -> Finding:
+    return Finding(
+        f'{key}: num_classes = {count} of the head is too small {than}. Set num_classes of the {head}, or '
+        'metainfo.classes of the data set to those that count.'
+    )
+
+
+def _unused(view: View, is_detector: bool) -> Iterator[Finding]:
+    """Report classes without objects or images in the training data, and detection data without any object."""
+    key, samples = view.key, view.samples
+    unused = [name for label, name in enumerate(view.classes) if label not in samples.labels]
+    is_judged = view.is_training or (key.startswith('val') and not samples.is_part)  # a test may have no annotations
+    if not samples.labels and is_judged and 'instances' in view.dataset.get_data_info(0):
         yield Finding(
-            f'{key}: no image of {getattr(dataset, "ann_file", "")} has an object of metainfo.classes = '
-            f'{format_names(classes)}: they have other names there, no area, or an image_id that is no image.',
-            is_training and not samples.is_part,
+            f'{key}: no image of {getattr(view.dataset, "ann_file", "")} has an object of metainfo.classes = '
+            f'{format_names(view.classes)}: they have other names there, no area, or an image_id that is no image.',
+            view.is_training and not samples.is_part,
         )
-    if not is_training or not classes:
-        return
-    for head, counts in _counts_of_stages(model).items():
+    elif samples.labels and unused and view.is_training:
+        has = 'has an object' if is_detector else 'is'
+        text = f'{key}: none of its {samples.num} images {has} of {format_names(unused)}: nothing of these trains.'
+        yield Finding(text, False)
+
+
+def _other_counts(view: View, heads: dict[str, int]) -> Iterator[Finding]:
+    """Compare ``num_classes`` of the heads with the number of class names."""
+    num = len(view.classes)
+    for head, counts in counts_of_stages(view.model).items():
         if len(set(counts)) > 1:
-            yield Finding(f'num_classes of the stages of {head} are {counts}: expected one number, {len(classes)}.')
+            yield Finding(f'num_classes of the stages of {head} are {counts}: expected one number, {num}.')
             return
-    is_binary = getattr(decode_head_of(model), 'out_channels', None) == 1  # background and foreground, by a sign
+    is_binary = getattr(decode_head_of(view.model), 'out_channels', None) == 1  # background and foreground, by a sign
     for head, count in heads.items():
-        if head in ('decode_head', 'auxiliary_head') and (max(count, 2) if is_binary else count) < len(classes):
+        if head in _OF_PIXELS and (max(count, 2) if is_binary else count) < num:
+            yield _too_small(view.key, head, count, f'for the {num} classes of the data')
+        elif count > num:
             yield Finding(
-                f'{key}: num_classes = {count} of the head is too small for the {len(classes)} classes of the data. '
-                f'{advice.format(head)}'
-            )
-        elif count > len(classes):
-            yield Finding(
-                f'{key}: num_classes = {count} of the {head} is more than the {len(classes)} classes of the data; what '
+                f'{view.key}: num_classes = {count} of the {head} is more than the {num} classes of the data; what '
                 'it finds of the others has no name, and cannot be measured.',
                 False,
             )
-    rest = [name for label, name in enumerate(classes) if label not in samples.labels]
-    if all_are_read and samples.labels and rest and not hasattr(dataset, 'cat_ids'):
-        has = 'has an object' if 'bbox_head' in heads else 'is'
-        yield Finding(f'{key}: none of its {samples.num} images {has} of {format_names(rest)}.', False)
 
 
 def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
@@ -230,35 +167,29 @@ def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
             return
 
 
-def _labelled_folders(dataset: Any, samples: Samples) -> dict[str, int]:
+def _labelled_folders(view: View) -> dict[str, int]:
     """Return the label of each folder if each folder holds one class; {} otherwise."""
-    found = getattr(dataset, 'folder_to_idx', None)
+    found, folders = getattr(view.dataset, 'folder_to_idx', None), view.samples.folders
     if isinstance(found, dict) and found:
         return found
-    labels = [label for of_folder in samples.folders.values() for label in of_folder]
-    is_class = len(labels) == len(set(labels)) == len(samples.folders) > 1
-    return {folder: next(iter(of_folder)) for folder, of_folder in samples.folders.items()} if is_class else {}
+    labels = [label for of_folder in folders.values() for label in of_folder]
+    is_class = len(labels) == len(set(labels)) == len(folders) > 1
+    return {folder: next(iter(of_folder)) for folder, of_folder in folders.items()} if is_class else {}
 
 
-def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Finding]:
-    """Check that each label has the same class name in training, validation and all concatenated data sets.
-
-    Args:
-        stages: Pairs (data set, its samples) by config key.
-    """
-    entries = [(key, dataset, samples) for key, several in stages.items() for dataset, samples in several]
-    entries = [entry for entry in entries if not getattr(entry[1], 'return_classes', False)]  # they are text to a model
-    if len(entries) < 2:
+def check_stages(views: Sequence[View]) -> Iterator[Finding]:
+    """Check that each label has the same class name in training, validation and all concatenated data sets."""
+    views = [view for view in views if not getattr(view.dataset, 'return_classes', False)]  # they are text to a model
+    if len(views) < 2:
         return
-    (key, dataset, samples), *others = entries
-    first, folders = classes_of(dataset), dict(_labelled_folders(dataset, samples))
+    (key, dataset, _, _), first, folders = views[0], views[0].classes, dict(_labelled_folders(views[0]))
     is_given = list(getattr(dataset, 'folder_to_idx', None) or ()) != first
-    for other_key, other, more in others:
-        theirs = _labelled_folders(other, more)
+    for view in views[1:]:
+        other_key, theirs = view.key, _labelled_folders(view)
         names = {label: folder for folder, label in folders.items()}
         for folder, label in theirs.items() if folders else ():
             # a sample may miss folders, and joined data sets may have more
-            is_sample = not getattr(other, 'folder_to_idx', None)
+            is_sample = not getattr(view.dataset, 'folder_to_idx', None)
             is_new = folder not in folders and (is_sample or (other_key == key and label not in names))
             if folders.get(folder) != label and not is_new:
                 here = f'the folder {names[label]!r}' if label in names else 'no folder'
@@ -269,7 +200,7 @@ def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Findi
                 return
         if other_key == key:
             folders.update(theirs)
-        second = classes_of(other)
+        second = view.classes
         at = first_difference(first, second)
         if at is not None and not (folders and theirs and not is_given):
             yield Finding(
@@ -298,12 +229,10 @@ def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Fin
         )
 
 
-def check_dataset(
-    key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool, num_images: int
-) -> Iterator[Finding]:
+def check_dataset(view: View, num_images: int) -> Iterator[Finding]:
     """Run all checks of a single data set."""
-    yield from check_names(key, getattr(dataset, 'metainfo', None) or {})
-    yield from check_coco(key, dataset, model, is_training)
-    yield from check_folders(key, dataset)
-    yield from check_labels(key, dataset, model, samples, is_training)
-    yield from check_label_images(key, dataset, model, is_training, num_images)
+    yield from check_names(view.key, getattr(view.dataset, 'metainfo', None) or {})
+    yield from check_coco(view)
+    yield from check_folders(view.key, view.dataset)
+    yield from check_labels(view)
+    yield from check_masks(view, num_images)

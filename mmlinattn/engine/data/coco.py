@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Check annotation files in COCO's layout: structure, ids, boxes, outlines, image sizes and categories."""
+"""Check annotation files in COCO's layout: structure, ids, boxes, polygons, image sizes and categories."""
 
 import json
 import math
@@ -9,10 +9,9 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torch import nn
-
+from .datasets import MAX_NAMES, Finding, View, format_names, transforms_of
 from .files import oriented_size, spread
-from .findings import MAX_NAMES, Finding, classes_of, format_names, transforms_of
+from .heads import max_per_image
 
 _NUM_SIZES = 200  # images compared by size
 
@@ -21,33 +20,33 @@ def load_coco(path: str) -> tuple[dict, str]:
     """Load an annotation file, and check its structure, ids and boxes.
 
     Returns:
-        tuple[dict, str]: Its content ({} if it cannot be used), and its first fault ('' without faults).
+        tuple[dict, str]: Its content ({} if it cannot be used), and its first error ('' without errors).
     """
     try:
         with open(path, encoding='utf-8-sig') as file:
             content = json.load(file)
-    except ValueError as error:
-        return {}, f'is no whole JSON file: {error}' if osp.getsize(path) else 'is empty'
-    fault = _fault_of_structure(content)
-    if fault:
-        return {}, fault
-    return content, fault_of_coco(content) or _fault_of_annotation_ids(content['annotations'])
+    except ValueError as reason:
+        return {}, f'is no whole JSON file: {reason}' if osp.getsize(path) else 'is empty'
+    error = _error_of_structure(content)
+    if error:
+        return {}, error
+    return content, error_of_coco(content) or _error_of_annotation_ids(content['annotations'])
 
 
-def fault_of_coco(content: Any) -> str:
-    """Describe the first fault of structure, ids and boxes in the content of a COCO file; '' if there is none."""
-    fault = _fault_of_structure(content)
-    if fault:
-        return fault
+def error_of_coco(content: Any) -> str:
+    """Describe the first error of structure, ids and boxes in the content of a COCO file; '' if there is none."""
+    error = _error_of_structure(content)
+    if error:
+        return error
     try:
         for key in ('categories', 'images'):
-            fault = fault or _repeated_id(content[key], key)
-        return fault or _fault_of_boxes(content['annotations'], {entry.get('id') for entry in content['categories']})
+            error = error or _repeated_id(content[key], key)
+        return error or _error_of_boxes(content['annotations'], {entry.get('id') for entry in content['categories']})
     except TypeError:  # an id without hash
         return 'has ids that are neither numbers nor texts'
 
 
-def _fault_of_structure(content: Any) -> str:
+def _error_of_structure(content: Any) -> str:
     if not isinstance(content, dict):
         return f'holds a {type(content).__name__}, not images, annotations and categories'
     content.setdefault('annotations', [])  # of images to be sent to a server of COCO's
@@ -62,7 +61,7 @@ def _repeated_id(entries: list, key: str) -> str:
     return f'has the id {number} {count} times among its {key}' if count > 1 else ''
 
 
-def _fault_of_annotation_ids(annotations: list) -> str:
+def _error_of_annotation_ids(annotations: list) -> str:
     """Describe missing or repeated annotation ids, which MMDetection's reader would confuse; '' if there are none."""
     annotations = [entry for entry in annotations if 'segments_info' not in entry]  # of panoptic files
     if any(entry.get('id') is None for entry in annotations):
@@ -70,7 +69,7 @@ def _fault_of_annotation_ids(annotations: list) -> str:
     return _repeated_id(annotations, 'annotations')
 
 
-def _fault_of_boxes(annotations: list, category_ids: set) -> str:
+def _error_of_boxes(annotations: list, category_ids: set) -> str:
     for entry in annotations:
         name = f'annotation {entry.get("id")} of image {entry.get("image_id")}'
         if 'segments_info' in entry:  # a panoptic file
@@ -87,12 +86,8 @@ def _fault_of_boxes(annotations: list, category_ids: set) -> str:
     return ''
 
 
-def fault_of_shapes(content: dict, outlines: bool = False) -> str:
-    """Describe boxes in relative coordinates or as two corners, and with ``outlines`` objects without a valid outline.
-
-    Returns:
-        str: The first fault, or '' without faults.
-    """
+def _error_of_boxes_in_images(content: dict) -> str:
+    """Describe boxes in normalised coordinates or as two corners; '' if there are none."""
     sizes = {image.get('id'): (image.get('width'), image.get('height')) for image in content['images']}
     boxes = [
         (entry, entry['bbox'], sizes.get(entry.get('image_id'))) for entry in content['annotations'] if 'bbox' in entry
@@ -108,7 +103,7 @@ def fault_of_shapes(content: dict, outlines: bool = False) -> str:
         if box[0] < box[2] <= size[0] + 2 and box[1] < box[3] <= size[1] + 2
     ]
     if len(beyond) <= len(boxes) / 5:
-        return _fault_of_outlines(content) if outlines else ''
+        return ''
     entry, box, size = beyond[0]
     return (
         f'has {len(beyond)} of {len(boxes)} boxes that pass the edge of their image, annotation {entry.get("id")} with '
@@ -116,37 +111,38 @@ def fault_of_shapes(content: dict, outlines: bool = False) -> str:
     )
 
 
-def _fault_of_outlines(content: dict) -> str:
+def _error_of_polygons(content: dict) -> str:
+    """Describe the first object without a valid polygon or RLE; '' if there is none."""
     sizes = {image.get('id'): [image.get('height'), image.get('width')] for image in content['images']}
     for entry in content['annotations']:
-        outline, size = entry.get('segmentation'), sizes.get(entry.get('image_id'))
-        if isinstance(outline, dict):
-            is_right = size in (None, list(outline.get('size') or ()))
+        mask, size = entry.get('segmentation'), sizes.get(entry.get('image_id'))
+        if isinstance(mask, dict):
+            is_right = size in (None, list(mask.get('size') or ()))
         else:
-            parts = outline if isinstance(outline, list) else []
+            parts = mask if isinstance(mask, list) else []
             is_right = any(isinstance(part, list) and len(part) >= 6 and len(part) % 2 == 0 for part in parts)
         if not is_right and not _is_lost(entry, sizes):
             return (
-                f'annotation {entry.get("id")} of image {entry.get("image_id")}: segmentation={outline!r:.60}: '
+                f'annotation {entry.get("id")} of image {entry.get("image_id")}: segmentation={mask!r:.60}: '
                 'expected a list of polygons of three points or more, [[x, y, ...], ...], or an RLE of the size of its '
                 'image, where masks are learnt'
             )
     return ''
 
 
-def fault_of_sizes(images: list, folder: str, turns: bool) -> str:
+def error_of_sizes(images: list, folder: str, turns: bool) -> str:
     """Describe the first image with another size than in its annotation; '' if there is none.
 
     Args:
         images: Entries of the annotation file; a sample of them is compared.
         folder: Folder of the images.
-        turns: Images are turned by their EXIF data when loaded, which is MMCV's default.
+        turns: Images are rotated by their EXIF data when loaded, which is MMCV's default.
     """
     for image in (images[i] for i in spread(len(images), _NUM_SIZES)):
         with suppress(Exception):  # missing and broken images are reported with the samples
-            size, expected = (
-                oriented_size(osp.join(folder, image['file_name']), turns),
+            expected, size = (
                 (image['width'], image['height']),
+                oriented_size(osp.join(folder, image['file_name']), turns),
             )
             if size != expected:
                 turned = ' (turned by its EXIF data, as MMCV loads it)' if size[::-1] == expected else ''
@@ -163,25 +159,6 @@ def _is_lost(entry: dict, images: Container) -> bool:
     return is_flat or min(entry.get('bbox', [0])[2:], default=0) < 1 or entry.get('image_id') not in images
 
 
-def _lost_objects(content: dict) -> str:
-    """Describe annotations that MMDetection leaves out or trains as background; '' if there are none."""
-    images, annotations = {image.get('id') for image in content['images']}, content['annotations']
-    lost = [entry for entry in annotations if 'segments_info' not in entry and _is_lost(entry, images)]
-    ignored = [entry for entry in annotations if entry.get('ignore') and not entry.get('iscrowd')]
-    if ignored:
-        return (
-            f'{len(ignored)} of {len(annotations)} annotations have ignore = {ignored[0]["ignore"]!r}, '
-            f'{ignored[0].get("id")} first: MMDetection trains them as background, and pycocotools counts them as '
-            'missed. Write iscrowd = 1 for them'
-        )
-    if not lost or not images:
-        return ''
-    return (
-        f'{len(lost)} of {len(annotations)} annotations are left out, {lost[0].get("id")} first: their area '
-        'is 0, their box is narrower than a pixel, or their image_id is no image of the file'
-    )
-
-
 def check_categories(
     key: str, file: str, in_file: Sequence, of_labels: Sequence, classes: Sequence, needs_all: bool
 ) -> Iterator[Finding]:
@@ -193,7 +170,7 @@ def check_categories(
         in_file: Names of all categories in the file.
         of_labels: Category name of each label.
         classes: Class names of the config.
-        needs_all: Report a class without a category as a fault rather than a warning.
+        needs_all: Report a class without a category as an error rather than a warning.
     """
     if not set(of_labels) <= set(classes):
         return  # data sets that choose categories by something else
@@ -219,55 +196,74 @@ def check_categories(
         )
 
 
-def check_coco(key: str, dataset: Any, model: nn.Module, is_training: bool) -> Iterator[Finding]:
-    """Check the annotation file of a data set of MMDetection, and its categories against the classes of the config."""
-    path, labels = getattr(dataset, 'ann_file', ''), getattr(dataset, 'cat2label', None)
-    is_plain = isinstance(path, str) and path.endswith('.json') and osp.isfile(path)
-    if not is_plain or not isinstance(labels, dict) or not hasattr(dataset, 'cat_ids'):
-        return
-    content, fault = load_coco(path)
-    if not fault:
-        transforms = transforms_of(dataset)
-        colours = [getattr(step, 'color_type', '') for step in transforms]
-        turns = not any('ignore' in colour or colour == 'unchanged' for colour in colours)
-        folder = (getattr(dataset, 'data_prefix', None) or {}).get('img') or ''
-        outlines = any(getattr(step, 'with_mask', False) for step in transforms)
-        fault = fault_of_sizes(content['images'], folder, turns) or fault_of_shapes(content, outlines)
-    if fault:
-        yield Finding(f'{key}: {path} {fault}.')
-        return
-    note = _lost_objects(content)
-    if note:
-        yield Finding(f'{key}: {path}: {note}.', False)
-    names = {entry['id']: entry.get('name') for entry in content['categories']}
+def _lost_objects(content: dict) -> str:
+    """Describe annotations that MMDetection leaves out or trains as background; '' if there are none."""
+    images, annotations = {image.get('id') for image in content['images']}, content['annotations']
+    lost = [entry for entry in annotations if 'segments_info' not in entry and _is_lost(entry, images)]
+    ignored = [entry for entry in annotations if entry.get('ignore') and not entry.get('iscrowd')]
+    if ignored:
+        return (
+            f': {len(ignored)} of {len(annotations)} annotations have ignore = {ignored[0]["ignore"]!r}, '
+            f'{ignored[0].get("id")} first: MMDetection trains them as background, and pycocotools counts them as '
+            'missed. Write iscrowd = 1 for them'
+        )
+    if not lost or not images:
+        return ''
+    return (
+        f': {len(lost)} of {len(annotations)} annotations are left out, {lost[0].get("id")} first: their area '
+        'is 0, their box is narrower than a pixel, or their image_id is no image of the file'
+    )
+
+
+def _crowded_images(content: dict, most: int) -> str:
+    """Describe images with more objects than the detector returns; '' if there are none."""
+    boxes = [entry for entry in content['annotations'] if 'segments_info' not in entry]
+    counts = Counter(entry.get('image_id') for entry in boxes if not (entry.get('iscrowd') or entry.get('ignore')))
+    densest = max(counts.values(), default=0)
+    if not 0 < most < densest or len(boxes) < len(content['annotations']):
+        return ''
+    return (
+        f' has up to {densest} objects an image, and max_per_img = {most} of test_cfg gives no more: raise it, and '
+        'give CocoMetric use_mp_eval=True and proposal_nums of as many'
+    )
+
+
+def _stuff_first(content: dict) -> str:
+    """Describe stuff categories before things, whose labels heads would confuse; '' if there are none."""
+    names = [entry.get('name') for entry in content['categories']]
     stuff = [entry.get('name') for entry in content['categories'] if entry.get('isthing', 1) in (0, False)]
-    things_first = [name for name in names.values() if name not in stuff] + stuff
-    if list(names.values()) != things_first:
-        yield Finding(
-            f'{key}: {path} lists {stuff[0]!r}, which is stuff, before things: labels follow its order, and heads '
-            f'count things first. Sort its categories, and write classes={format_names(things_first)}'
-        )
+    things_first = [name for name in names if name not in stuff] + stuff
+    if names == things_first:
+        return ''
+    return (
+        f' lists {stuff[0]!r}, which is stuff, before things: labels follow its order, and heads count things first. '
+        f'Sort its categories, and write classes={format_names(things_first)}'
+    )
+
+
+def check_coco(view: View) -> Iterator[Finding]:
+    """Check the annotation file of a data set of MMDetection, and its categories against the classes of the config."""
+    path, labels = getattr(view.dataset, 'ann_file', ''), getattr(view.dataset, 'cat2label', None)
+    is_plain = isinstance(path, str) and path.endswith('.json') and osp.isfile(path)
+    if not is_plain or not isinstance(labels, dict) or not hasattr(view.dataset, 'cat_ids'):
         return
-    trained = [entry for entry in content['annotations'] if not (entry.get('iscrowd') or entry.get('ignore'))]
-    segments = [segment for entry in content['annotations'] for segment in entry.get('segments_info', ())]
-    most, densest = max_per_image(model), Counter(entry.get('image_id') for entry in trained).most_common(1)
-    if not segments and densest and 0 < most < densest[0][1]:
-        yield Finding(
-            f'{key}: {path} has up to {densest[0][1]} objects an image, and max_per_img = {most} of test_cfg gives no '
-            'more: raise it, and give CocoMetric use_mp_eval=True and proposal_nums of as many.',
-            False,
-        )
-    used = {entry.get('category_id') for entry in [*trained, *segments]} - {None}
-    unused = [names[number] for number in labels if number in names and number not in used]
-    if is_training and used and unused:
-        yield Finding(f'{key}: {path} has no object of {format_names(unused)}: nothing of these classes trains.', False)
+    steps = transforms_of(view.dataset)
+    colours = [getattr(step, 'color_type', '') for step in steps]
+    turns = not any('ignore' in colour or colour == 'unchanged' for colour in colours)
+    folder = (getattr(view.dataset, 'data_prefix', None) or {}).get('img') or ''
+    has_masks = any(getattr(step, 'with_mask', False) for step in steps)
+    content, error = load_coco(path)
+    error = error or error_of_sizes(content['images'], folder, turns)
+    error = error or _error_of_boxes_in_images(content) or (_error_of_polygons(content) if has_masks else '')
+    if error:
+        yield Finding(f'{view.key}: {path} {error}.')
+        return
+    for note in filter(None, (_lost_objects(content), _crowded_images(content, max_per_image(view.model)))):
+        yield Finding(f'{view.key}: {path}{note}.', False)
+    order = _stuff_first(content)
+    if order:
+        yield Finding(f'{view.key}: {path}{order}')
+        return
+    names = {entry['id']: entry.get('name') for entry in content['categories']}
     of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
-    yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all=False)
-
-
-def max_per_image(model: nn.Module) -> int:
-    """Return the largest number of objects that a detector returns for an image; 0 if it has no limit or is no
-    detector."""
-    head = getattr(model, 'roi_head', None) or getattr(model, 'bbox_head', None)
-    limits = getattr(head, 'test_cfg', None) or {}
-    return int(limits.get('max_per_img', 0) or 0) if isinstance(limits, dict) else 0
+    yield from check_categories(view.key, path, list(names.values()), of_labels, view.classes, needs_all=False)

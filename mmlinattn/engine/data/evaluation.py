@@ -11,9 +11,9 @@ import numpy as np
 from mmengine.runner import EpochBasedTrainLoop, TestLoop, ValLoop
 from torch import nn
 
-from .checks import infos_of, inner_datasets
 from .coco import check_categories
-from .findings import Finding, classes_of, decode_head_of, format_names
+from .datasets import Finding, classes_of, format_names, infos_of, inner_datasets
+from .heads import decode_head_of
 
 _NUM_IMAGES = 500  # compared by id
 _ENDLESS = {'InfiniteSampler', 'MultiSourceSampler'}
@@ -67,54 +67,56 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
 
     In the file of a ``CocoMetric`` these are checked: images by id, order of the classes, and annotation ids.
     """
-    classes = classes_of(dataset)
-    entries = config if isinstance(config, (list, tuple)) else [config]
-    files = [entry.get('ann_file') if isinstance(entry, dict) else None for entry in entries]
     metrics = getattr(evaluator, 'metrics', ())
     if hasattr(evaluator, 'dataset_prefixes'):  # MultiDatasetsEvaluator: a metric for each of the joined data sets
         config = config.get('metrics') if isinstance(config, dict) else None
         for metric, part, entry in zip(metrics, inner_datasets(dataset), config or repeat(None)):
             yield from check_evaluator(key, SimpleNamespace(metrics=[metric]), entry, part, model)
         return
-    for metric, file in zip(metrics, chain(files, repeat(None))):
-        file = file or 'its ann_file'
+    entries = config if isinstance(config, (list, tuple)) else [config]
+    for metric, entry in zip(metrics, chain(entries, repeat(None))):
+        file = (entry.get('ann_file') if isinstance(entry, dict) else None) or 'its ann_file'
         name = f'{key} ({type(metric).__name__})'
-        yield from _check_iou_metric(name, metric, classes, decode_head_of(model))
+        if any(kind.__name__ == 'IoUMetric' for kind in type(metric).__mro__):
+            yield from _check_iou_metric(name, metric, classes_of(dataset), decode_head_of(model))
         api = getattr(metric, '_coco_api', None)
-        content = getattr(api, 'dataset', None)
-        if not isinstance(content, dict) or not classes:
-            continue
-        findings = (_other_image(name, file, api, info) for info in infos_of(dataset, _NUM_IMAGES))
-        yield from islice(filter(None, findings), 1)
-        num_judged = len(content.get('images', ()))
-        if hasattr(dataset, '__len__') and len(dataset) < num_judged:
-            yield Finding(
-                f'{name}: {file} has {num_judged} images, and the data set {len(dataset)}: objects in the others '
-                'count as missed. Set test_mode=True of the data set, or a file of its images alone.',
-                False,
-            )
-        names = [entry['name'] for entry in content.get('categories', ())]
-        chosen = [each for each in names if each in classes]
-        ids = [entry['id'] for entry in content.get('categories', ()) if entry['name'] in classes]
-        if getattr(metric, 'classwise', False) and ids != sorted(ids):
-            yield Finding(
-                f'{name}: classwise=True gives the results of one class the name of another where category ids do not '
-                f'ascend, as {ids[:10]} in {file}. Sort the categories by id, or set it to False.'
-            )
-        crowds = [entry for entry in content.get('annotations', ()) if 'iscrowd' not in entry]
-        if crowds and {'bbox', 'segm', 'proposal'} & set(getattr(metric, 'metrics', ())):
-            yield Finding(f'{name}: annotation {crowds[0].get("id")} of {file} has no iscrowd; write 0.')
-        zero = [entry for entry in content.get('annotations', ()) if entry.get('id') == 0 and 'bbox' in entry]
-        if zero and {'bbox', 'segm'} & set(getattr(metric, 'metrics', ())):
-            yield Finding(
-                f'{name}: annotation 0 of {file}, of image {zero[0].get("image_id")}: pycocotools takes the id 0 as no '
-                'match, and counts this object as missed. Number annotations from 1.'
-            )
-        yield from check_categories(name, file, names, chosen, classes, needs_all=True)
+        if isinstance(getattr(api, 'dataset', None), dict) and classes_of(dataset):
+            findings = (_other_image(name, file, api, info) for info in infos_of(dataset, _NUM_IMAGES))
+            yield from islice(filter(None, findings), 1)
+            yield from _check_coco_metric(name, file, metric, dataset)
+
+
+def _check_coco_metric(name: str, file: str, metric: Any, dataset: Any) -> Iterator[Finding]:
+    """Check the content of a metric's annotation file."""
+    content, kinds, classes = metric._coco_api.dataset, {*getattr(metric, 'metrics', ())}, classes_of(dataset)
+    images, annotations, categories = (content.get(key, ()) for key in ('images', 'annotations', 'categories'))
+    if hasattr(dataset, '__len__') and len(dataset) < len(images):
+        yield Finding(
+            f'{name}: {file} has {len(images)} images, and the data set {len(dataset)}: objects in the others '
+            'count as missed. Set test_mode=True of the data set, or a file of its images alone.',
+            False,
+        )
+    names = [entry['name'] for entry in categories]
+    ids = [entry['id'] for entry in categories if entry['name'] in classes]
+    if getattr(metric, 'classwise', False) and ids != sorted(ids):
+        yield Finding(
+            f'{name}: classwise=True gives the results of one class the name of another where category ids do not '
+            f'ascend, as {ids[:10]} in {file}. Sort the categories by id, or set it to False.'
+        )
+    unmarked = next((entry for entry in annotations if 'iscrowd' not in entry), None)
+    if unmarked and {'bbox', 'segm', 'proposal'} & kinds:
+        yield Finding(f'{name}: annotation {unmarked.get("id")} of {file} has no iscrowd; write 0.')
+    zero = next((entry for entry in annotations if entry.get('id') == 0 and 'bbox' in entry), None)
+    if zero and {'bbox', 'segm'} & kinds:
+        yield Finding(
+            f'{name}: annotation 0 of {file}, of image {zero.get("image_id")}: pycocotools takes the id 0 as no '
+            'match, and counts this object as missed. Number annotations from 1.'
+        )
+    yield from check_categories(name, file, names, [each for each in names if each in classes], classes, True)
 
 
 def _check_iou_metric(name: str, metric: Any, classes: Sequence, head: Any) -> Iterator[Finding]:
-    if head is None or not any(kind.__name__ == 'IoUMetric' for kind in type(metric).__mro__):
+    if head is None:
         return
     if len(classes) == 1:
         yield Finding(

@@ -19,12 +19,6 @@ def spread(length: int, count: int) -> list[int]:
     return [int(i) for i in np.random.default_rng(0).permutation(chosen)]
 
 
-def reads_local_files(*parts: Any) -> bool:
-    """Return True if a data set and its loading transforms read local files."""
-    backends = (getattr(part, 'backend_args', None) or {} for part in parts)
-    return all(backend.get('backend', 'local') == 'local' for backend in backends)
-
-
 @contextmanager
 def open_image(path: Any) -> Iterator[Image.Image]:
     """Open an image of any size. OpenCV, which reads the images of upstream, has no limit like Pillow's."""

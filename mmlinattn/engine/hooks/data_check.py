@@ -11,7 +11,8 @@ from mmengine.runner.base_loop import BaseLoop
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 from ..data import checks, evaluation
-from ..data.findings import Finding, is_metric_learning
+from ..data.datasets import Finding, View, all_datasets, leaf_datasets
+from ..data.heads import is_metric_learning
 
 
 def extend_palette(meta: dict) -> dict:
@@ -40,11 +41,11 @@ class DataCheckHook(Hook):
     """Check that the data sets match the config, before the first iteration.
 
     The main process reads annotation files, folders and a sample of the images, in some seconds. MMDetection,
-    MMSegmentation and MMPretrain do not report these faults:
+    MMSegmentation and MMPretrain do not report these errors:
 
     - class names given as one string, or in another order than the categories of a COCO file;
     - different classes or folders in training and validation, or in a tested checkpoint and the test data;
-    - label images with values beyond the classes, or with ignored values only;
+    - segmentation masks with values beyond the classes, or with ignored values only;
     - impossible boxes, ids and sizes in COCO files, more objects in an image than the detector returns, stuff
       categories before things in panoptic files.
 
@@ -52,11 +53,11 @@ class DataCheckHook(Hook):
     classes.
 
     Args:
-        fault: ``'stop'`` the run at a fault, ``'warn'`` of it, or ``'skip'`` the check.
-        num_images: Number of label images to open in each data set of a segmentor; about 0.01 s is allowed for each.
+        fault: ``'stop'`` the run at an error, ``'warn'`` of it, or ``'skip'`` the check.
+        num_images: Number of masks to open in each data set of a segmentor; about 0.01 s is allowed for each.
 
     Raises:
-        RunError: The first fault, with the file, the values and the remedy.
+        RunError: The first error, with the file, the values and the remedy.
         ValueError: ``fault`` is none of the three.
     """
 
@@ -71,7 +72,7 @@ class DataCheckHook(Hook):
         """Check the data sets of all loops of this run."""
         loops = _loops(runner)
         for loop in loops.values():
-            for dataset in chain.from_iterable(map(checks.all_datasets, _datasets(loop))):
+            for dataset in chain.from_iterable(map(all_datasets, _datasets(loop))):
                 if isinstance(getattr(dataset, '_metainfo', None), dict):
                     dataset._metainfo = extend_palette(dataset._metainfo)
         if isinstance(getattr(runner.visualizer, 'dataset_meta', None), dict):
@@ -88,16 +89,15 @@ class DataCheckHook(Hook):
         if not is_training and is_metric_learning(unwrapped(runner.model)):
             return
         for stage in ('train',) if is_training else loops:
-            for dataset in chain.from_iterable(map(checks.leaf_datasets, _datasets(loops[stage]))):
+            for dataset in chain.from_iterable(map(leaf_datasets, _datasets(loops[stage]))):
                 self._report(runner, checks.check_trained_names(f'{stage}_dataloader', dataset, checkpoint))
 
     def _check(self, runner, loops: dict) -> Iterator[Finding]:
-        model = unwrapped(runner.model)
-        stages: dict[str, list] = {}
+        model, views = unwrapped(runner.model), []
         for stage, loop in loops.items():
             key = f'{stage}_dataloader'
             for whole in _datasets(loop):
-                leaves = [dataset for dataset in checks.leaf_datasets(whole) if hasattr(dataset, '__len__')]
+                leaves = [dataset for dataset in leaf_datasets(whole) if hasattr(dataset, '__len__')]
                 read = [checks.read_samples(dataset) for dataset in leaves]
                 is_part = any(samples.labels for samples in read)
                 for dataset, samples in zip(leaves, read):
@@ -105,20 +105,19 @@ class DataCheckHook(Hook):
                         ann_file = getattr(dataset, 'ann_file', '')
                         yield Finding(f'{key} ({type(dataset).__name__}, ann_file {ann_file!r}) holds no image.')
                         continue
-                    samples = samples._replace(is_part=is_part)
-                    stages.setdefault(key, []).append((dataset, samples))
-                    yield from checks.check_dataset(key, dataset, model, samples, stage == 'train', self.num_images)
+                    view = View(key, dataset, model, samples._replace(is_part=is_part))
+                    if view.is_training or not is_metric_learning(model):
+                        views.append(view)
+                    yield from checks.check_dataset(view, self.num_images)
             yield from evaluation.check_sampler(key, loop)
             for dataset in _datasets(loop)[:1]:
                 key, evaluator = f'{stage}_evaluator', getattr(loop, 'evaluator', None)
                 yield from evaluation.check_evaluator(key, evaluator, runner.cfg.get(key), dataset, model)
-        if is_metric_learning(model):
-            stages = {key: entries for key, entries in stages.items() if key.startswith('train')}
-        yield from checks.check_stages(stages)
+        yield from checks.check_stages(views)
 
     def _report(self, runner, findings: Iterable[Finding]) -> None:
         for finding in findings:
-            if finding.is_fault and self.fault == 'stop':
+            if finding.is_error and self.fault == 'stop':
                 option = f'--cfg-options custom_hooks.{type(self).__name__}.fault=warn'
                 raise RunError(f'{finding.text} If it is meant: {option}')
             runner.logger.warning(finding.text)

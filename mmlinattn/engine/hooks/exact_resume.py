@@ -15,8 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
-from ..data.checks import leaf_datasets
-from ..data.findings import transforms_of
+from ..data.datasets import leaf_datasets, transforms_of
 
 _STEP, _BATCH = 0, 1  # separate random streams for the model and for the data
 # in the message hub: iteration of the last complete validation; LoggerHook prints keys that begin with val

@@ -29,7 +29,8 @@ from torch.utils.data import BatchSampler, DataLoader
 from ...checkpoints.states import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError, described, meant, raising_object
-from ..data.checks import all_datasets, num_classes_of_heads
+from ..data.datasets import all_datasets
+from ..data.heads import num_classes_of_heads
 from ..optimizers.saved_groups import all_schedulers
 from .progress import is_error
 

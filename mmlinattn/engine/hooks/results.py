@@ -18,9 +18,8 @@ from mmengine.runner import IterBasedTrainLoop
 from mmengine.structures import BaseDataElement
 
 from ...utils import atomic_write
-from ..data.checks import infos_of
+from ..data.datasets import classes_of, infos_of
 from ..data.detections import Boxes, count_confusion, objects_of, precision_over_recall
-from ..data.findings import classes_of
 from .progress import position, scalars
 
 CSV = 'results.csv'

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.data.coco import fault_of_coco
+from ...engine.data.coco import error_of_coco
 from ...utils.errors import RunError
 from .data import Source
 from .names import GROUPS, plain
@@ -43,7 +43,7 @@ class Coco(Reader):
 
     def entries(self, source: Source) -> Iterator[Entry]:
         path, coco = source.path, source.content
-        fault = fault_of_coco(coco)
+        fault = error_of_coco(coco)
         if fault or not coco['images']:
             raise RunError(f'{path} {fault or "has no images"}.')
         categories = {item.get('id'): item.get('name') for item in coco['categories']}

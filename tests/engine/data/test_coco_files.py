@@ -52,7 +52,7 @@ def boxes(*changes):
         (dict(box=dict(bbox=[20, 9, 22, 23])), ''),  # by two pixels, as rounding tools write them
     ],
 )
-def test_faults_of_a_coco_file(look, tmp_path, changes, words):
+def test_errors_of_a_coco_file(look, tmp_path, changes, words):
     file = coco(tmp_path, **changes)
     line, _ = look(DETECTOR, train=[coco_data(file)])
     assert words in line and bool(line) == bool(words)
@@ -91,7 +91,7 @@ def test_outlines_for_masks(look, tmp_path, outline, is_right):
         (boxes(dict(ignore=0), dict(ignore=1)), '1 of 2 annotations have ignore = 1, 2 first'),  # as in CrowdHuman
         (
             boxes({}, dict(category_id=10, iscrowd=1)),
-            "has no object of ('dog', 'owl')",
+            "none of its 2 images has an object of ('dog', 'owl')",
         ),
     ],
 )
@@ -99,7 +99,7 @@ def test_objects_and_classes_that_do_not_train_are_named(look, tmp_path, annotat
     dataset = coco_data(coco(tmp_path, annotations=annotations))
     line, warnings = look(DETECTOR, train=[dataset])
     assert not line and any(words in warning for warning in warnings)
-    assert not any('has no object' in text for text in look(DETECTOR, val=[dataset])[1])
+    assert not any('has an object' in text for text in look(DETECTOR, val=[dataset])[1])
 
 
 def test_more_objects_than_a_detector_gives(look, tmp_path):
@@ -161,15 +161,15 @@ def test_malformed_coco_files(tmp_path, text, words):
 
 
 def test_photographs_turned_by_exif(look, tmp_path):
-    """Compare the size as loaded. Missing images, flat crowds and a file without annotations are no fault."""
+    """Compare the size as loaded. Missing images, flat crowds and a file without annotations are no error."""
     exif = Image.Exif()
     exif[274] = 6
     images = [dict(IMAGES[0], file_name='turned.jpg', width=30, height=40), dict(IMAGES[1], file_name='gone.png')]
     file = coco(tmp_path, images=images, annotations=boxes(dict(bbox=[5, 5, 0, 3], iscrowd=1)))
     Image.new('RGB', (40, 30)).save(tmp_path / 'turned.jpg', exif=exif)
-    assert coco_files.load_coco(str(file))[1] == coco_files.fault_of_sizes(images, str(tmp_path), True) == ''
+    assert coco_files.load_coco(str(file))[1] == coco_files.error_of_sizes(images, str(tmp_path), True) == ''
     swapped = [dict(images[0], width=40, height=30)]
-    assert 'turned by its EXIF data' in coco_files.fault_of_sizes(swapped, str(tmp_path), True)
+    assert 'turned by its EXIF data' in coco_files.error_of_sizes(swapped, str(tmp_path), True)
     for color_type, turns in (('color', True), ('unchanged', False), ('color_ignore_orientation', False)):
         data = coco_data(file, pipeline=[dict(type='LoadImageFromFile', color_type=color_type)])
         line, _ = look(DETECTOR, train=[data])

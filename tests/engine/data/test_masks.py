@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Label images against the classes of a segmentor."""
+"""Segmentation masks against the classes of a segmentor."""
 
 import re
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ REDUCED = dict(reduce_zero_label=True)
         ([[0, 1, 2]], REDUCED, ''),
     ],
 )
-def test_values_of_label_images(look, tmp_path, pictures, settings, words):
+def test_values_of_masks(look, tmp_path, pictures, settings, words):
     dataset = segmentation(tmp_path / 'data', *pictures, **settings)
     line, warnings = look(SEGMENTOR, train=[dataset])
     assert re.search(words, line) and bool(words) == bool(line) and warnings == [], line
@@ -65,7 +65,7 @@ def test_classes_that_do_not_train_are_named(look, tmp_path):
     Validation needs no object of each class."""
     dataset = segmentation(tmp_path / 'data', [0, 2], names=('sky', 'bird', 'bat'))
     line, (warning,) = look(model(decode_head=3), train=[dataset])
-    assert not line and "label images has ('bird',): nothing of it trains" in warning
+    assert not line and "masks has ('bird',): nothing of it trains" in warning
     assert look(model(decode_head=3), val=[dataset]) == ('', [])
     dataset = segmentation(tmp_path / 'zero', [0, 1, 2], names=('sky', 'bird', 'bat'), **REDUCED)
     line, (warning,) = look(model(decode_head=3), train=[dataset])
@@ -75,7 +75,7 @@ def test_classes_that_do_not_train_are_named(look, tmp_path):
     assert not line and "none of its 2 images is of ('b',)" in warning
 
 
-def test_broken_and_missing_label_images(look, tmp_path):
+def test_broken_and_missing_masks(look, tmp_path):
     dataset = segmentation(tmp_path / 'data', [0, 1], [0, 1])
     Image.new('RGB', (4, 8)).save(tmp_path / 'data/img/0.jpg')
     assert re.search('ann/0.png is 8x8, and its image .*img/0.jpg 4x8', look(SEGMENTOR, train=[dataset])[0])
@@ -83,9 +83,9 @@ def test_broken_and_missing_label_images(look, tmp_path):
     assert look(SEGMENTOR, train=[dataset]) == ('', [])
     path = tmp_path / 'data/ann/1.png'
     path.write_text('no image')
-    assert f'the label image {path} cannot be read as an image' in look(SEGMENTOR, train=[dataset])[0]
+    assert f'the segmentation mask {path} cannot be read as an image' in look(SEGMENTOR, train=[dataset])[0]
     path.unlink()
-    assert look(SEGMENTOR, train=[dataset])[0] == f'train_dataloader: the label image {path} is not there.'
+    assert look(SEGMENTOR, train=[dataset])[0] == f'train_dataloader: the segmentation mask {path} is not there.'
     dataset.pipeline.transforms = dataset.pipeline.transforms[:1]  # a test without labels
     assert look(SEGMENTOR, test=[dataset]) == ('', [])
 

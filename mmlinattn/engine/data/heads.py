@@ -1,0 +1,56 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Find the heads of a model and the numbers of their classes."""
+
+from typing import Any
+
+from torch import nn
+
+_NAMES = ('bbox_head', 'mask_head', 'head', 'decode_head', 'auxiliary_head')
+_NO_CLASSES = ('rpn_conv', 'max_depth', 'boundary_threshold')  # attributes of heads of proposals, depth and edges
+
+
+def counts_of_stages(model: nn.Module) -> dict[str, list[int]]:
+    """Return ``num_classes`` of each classifying head by name, one number per stage.
+
+    Models that take class names as text have none.
+    """
+    if hasattr(model, 'language_model'):
+        return {}
+    found, roi = {}, getattr(model, 'roi_head', None)
+    for name in _NAMES:
+        head = getattr(roi, name, None) or getattr(model, name, None)
+        counts = [
+            stage.num_classes
+            for stage in (head if isinstance(head, nn.ModuleList) else [head])
+            if type(getattr(stage, 'num_classes', None)) is int
+            and not getattr(stage, 'class_agnostic', False)
+            and not any(hasattr(stage, attribute) for attribute in _NO_CLASSES)
+        ]
+        if counts:
+            found[name] = counts
+    return found
+
+
+def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
+    """Return ``num_classes`` of each classifying head by name; of a cascade, the smallest number."""
+    return {name: min(counts) for name, counts in counts_of_stages(model).items()}
+
+
+def decode_head_of(model: Any) -> Any:
+    """Return the final ``decode_head`` of a segmentor, or None for other models."""
+    head = getattr(model, 'decode_head', None)
+    return head[-1] if isinstance(head, nn.ModuleList) else head
+
+
+def is_metric_learning(model: Any) -> bool:
+    """Return True if a model compares images by prototypes or a triplet loss, and is thus validated on other
+    classes."""
+    return hasattr(model, 'prototype') or hasattr(getattr(model, 'head', None), 'loss_triplet')
+
+
+def max_per_image(model: nn.Module) -> int:
+    """Return the largest number of objects that a detector returns for an image; 0 if it has no limit or is no
+    detector."""
+    head = getattr(model, 'roi_head', None) or getattr(model, 'bbox_head', None)
+    limits = getattr(head, 'test_cfg', None) or {}
+    return int(limits.get('max_per_img', 0) or 0) if isinstance(limits, dict) else 0

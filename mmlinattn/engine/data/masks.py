@@ -1,0 +1,166 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Read segmentation masks, and check their labels against the classes of a segmentor."""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from ...checkpoints.states import some
+from ...utils.errors import printable
+from .datasets import Finding, Samples, View, format_names, reads_local_files, transforms_of
+from .files import open_image, oriented_size, spread
+from .heads import decode_head_of
+
+_MIN_OPENED = 16  # masks that are opened, however slow
+
+
+class Masks:
+    """Segmentation masks of a data set, read by its own ``LoadAnnotations``.
+
+    Args:
+        view (View): A data set of MMSegmentation with its model.
+
+    Attributes:
+        count (int): Number of labels that the decode head knows; 0 for other models and data sets.
+        ignored (int): Label of ignored pixels.
+    """
+
+    def __init__(self, view: View):
+        head = decode_head_of(view.model)
+        self.dataset, steps = view.dataset, transforms_of(view.dataset)
+        self.load = next((step for step in steps if type(step).__name__ == 'LoadAnnotations'), None)
+        self.count = count if type(count := getattr(head, 'num_classes', None)) is int else 0
+        if getattr(head, 'out_channels', None) == 1:
+            if getattr(getattr(head, 'loss_decode', None), 'use_sigmoid', True):
+                self.count = 2  # background and foreground, by the sign of one number
+        if self.load is None or not hasattr(view.dataset, 'get_data_info'):
+            self.count = 0
+        ignored = getattr(head, 'ignore_index', None)
+        self.ignored = 255 if ignored is None else ignored
+        self.reduces = any(getattr(part, 'reduce_zero_label', None) for part in (self.load, self.dataset))
+
+    def read(self, num_images: int) -> Samples:
+        """Read the labels of a sample of about ``num_images`` masks, with the label of ignored pixels.
+
+        On average 0.01 s is allowed for each. While only one label and ignored pixels have been found, up to ten times
+        as many are read.
+        """
+        if not reads_local_files(self.dataset, self.load):
+            return Samples()
+        found: dict[int, str] = {}
+        begin, done = time.monotonic(), 0
+        for index in spread(len(self.dataset), 10 * num_images):
+            info = self.dataset.get_data_info(index)
+            path = info.get('seg_map_path')
+            if not isinstance(path, str) or '://' in path:
+                continue
+            limit = num_images * 10 if self.ignored in found and len(found) <= 2 else num_images
+            if done >= _MIN_OPENED and (done >= limit or time.monotonic() - begin > limit / 100):
+                break
+            labels, error = self._labels(info, path)
+            if error:
+                return Samples(done, error=f'the segmentation mask {path} {error}')
+            numbers = np.bincount(labels.ravel()).nonzero()[0] if labels.dtype == np.uint8 else np.unique(labels)
+            for number in numbers.tolist():
+                found.setdefault(int(number), path)
+            done += 1
+        return Samples(done, dict(sorted(found.items())))
+
+    def _labels(self, info: dict, path: str) -> tuple[Any, str]:
+        """Return the labels of a mask, and the reason why it cannot be used ('' if it can)."""
+        picture, size = info.get('img_path'), None
+        with suppress(Exception):  # Pillow does not know all images
+            size = oriented_size(picture)
+        try:
+            labels = self.load(info)['gt_seg_map']  # type: ignore[misc]
+            with open_image(path) as image:
+                highest = int(np.max(np.asarray(image))) if image.mode[0] in 'IF' else 0
+        except AssertionError as error:  # two settings of reduce_zero_label
+            return None, f'cannot be loaded: {printable(error)}'
+        except FileNotFoundError:
+            return None, 'is not there'
+        except (OSError, ValueError) as error:
+            return None, f'cannot be read as an image ({error})'
+        if labels.ndim != 2:
+            return labels, f'has {labels.shape[-1]} channels: expected one, the number of a class'
+        if highest > 255:
+            return labels, f'has the value {highest}, of which MMSegmentation keeps 8 bits: {highest % 256}'
+        if size and size != labels.shape[::-1]:
+            height, width = labels.shape
+            return labels, f'is {width}x{height}, and its image {picture} {size[0]}x{size[1]}: expected one size'
+        return labels, ''
+
+    def value(self, label: int) -> str:
+        """Return a note on the value of a label in the file, if it differs."""
+        of_ignored = ' or 255' if label == 255 else ''
+        return f' (the value {(label + 1) % 256}{of_ignored} in the file)' if self.reduces else ''
+
+
+def check_masks(view: View, num_images: int) -> Iterator[Finding]:
+    """Check that the masks of a segmentor hold labels of its classes only, and more than one class.
+
+    A sample of ``num_images`` is read.
+    """
+    masks = Masks(view)
+    if not masks.count:
+        return
+    padding = getattr(getattr(view.model, 'data_preprocessor', None), 'seg_pad_val', masks.ignored)
+    if view.is_training and padding != masks.ignored:
+        yield Finding(
+            f'{view.key}: data_preprocessor.seg_pad_val = {padding} and ignore_index = {masks.ignored} of the '
+            f'decode_head: padding trains as label {padding}. Set both to one number.',
+            False,
+        )
+    samples = masks.read(num_images)
+    labels = [label for label in samples.labels if label != masks.ignored]
+    beyond = [label for label in labels if not 0 <= label < masks.count]
+    if samples.error:
+        yield Finding(f'{view.key}: {samples.error}.')
+    elif beyond:
+        yield _beyond(view, masks, beyond, samples.labels[beyond[0]])
+    elif len(labels) > 1:
+        yield from _missing(view, masks, labels, samples)
+    elif samples.num:
+        yield _one_class(view, masks, labels, samples)
+
+
+def _beyond(view: View, masks: Masks, labels: list[int], path: str) -> Finding:
+    advice = f'Write the numbers 0 to {masks.count - 1} into the masks'
+    if labels == [masks.count] and not masks.reduces:
+        advice += ', or reduce_zero_label=True where 0 is no class'
+    if path.lower().endswith(('.jpg', '.jpeg')):
+        advice = 'JPEG changes the numbers of pixels: save segmentation masks as PNG'
+    return Finding(
+        f'{view.key}: {path} has the label {labels[0]}{masks.value(labels[0])}, which num_classes = {masks.count} of '
+        f'the decode_head does not know; {masks.ignored} does not count. {advice}.'
+    )
+
+
+def _missing(view: View, masks: Masks, labels: list[int], samples: Samples) -> Iterator[Finding]:
+    missing, classes = sorted(set(range(masks.count)) - set(labels)), view.classes
+    if masks.reduces and missing == [masks.count - 1] and masks.ignored in samples.labels:
+        yield Finding(
+            f'{view.key}: reduce_zero_label=True ignores the value 0 of segmentation masks, and 1 is the first class '
+            f'{some(classes[:1])}; the last, {some(classes[-1:])}, then is in none of {samples.num} of them. '
+            'Where 0 is a class, set it to False.',
+            False,
+        )
+    elif view.is_training and missing and samples.num == len(view.dataset) and missing[-1] < len(classes):
+        names = format_names([classes[label] for label in missing])
+        yield Finding(f'{view.key}: none of its {samples.num} masks has {names}: nothing of it trains.', False)
+
+
+def _one_class(view: View, masks: Masks, labels: list[int], samples: Samples) -> Finding:
+    names = dict(enumerate(view.classes))
+    only = ', '.join(f'label {label} {names.get(label, "")}'.strip() for label in labels) or 'no label at all'
+    text = f'{view.key}: {samples.num} of its masks, {next(iter(samples.labels.values()))} among them, have {only}'
+    is_ignoring = masks.ignored in samples.labels
+    if is_ignoring:
+        ignored = f'{masks.ignored}{masks.value(masks.ignored)}'
+        text += f', and {ignored}, which is ignored (ignore_index): no other class trains. '
+        remedy = 'reduce_zero_label=True ignores the value 0: set it to False where 0 is a class.'
+        text += remedy if masks.reduces else f'Write the number of the class in place of {masks.ignored}.'
+    return Finding(text, view.is_training and is_ignoring)
