@@ -112,20 +112,20 @@ def _error_of_boxes_in_images(content: dict) -> str:
 
 
 def _error_of_polygons(content: dict) -> str:
-    """Describe the first object without a valid polygon or RLE; '' if there is none."""
+    """Describe the first object without a polygon or RLE from which a mask can be drawn; '' if all have one."""
     sizes = {image.get('id'): [image.get('height'), image.get('width')] for image in content['images']}
     for entry in content['annotations']:
         mask, size = entry.get('segmentation'), sizes.get(entry.get('image_id'))
         if isinstance(mask, dict):
-            is_right = size in (None, list(mask.get('size') or ()))
+            is_valid = size in (None, list(mask.get('size') or ()))
         else:
             parts = mask if isinstance(mask, list) else []
-            is_right = any(isinstance(part, list) and len(part) >= 6 and len(part) % 2 == 0 for part in parts)
-        if not is_right and not _is_lost(entry, sizes):
+            is_valid = any(isinstance(part, list) and len(part) >= 6 and len(part) % 2 == 0 for part in parts)
+        if not is_valid and not _is_lost(entry, sizes):
             return (
-                f'annotation {entry.get("id")} of image {entry.get("image_id")}: segmentation={mask!r:.60}: '
-                'expected a list of polygons of three points or more, [[x, y, ...], ...], or an RLE of the size of its '
-                'image, where masks are learnt'
+                f'annotation {entry.get("id")} of image {entry.get("image_id")}: segmentation={mask!r:.60}: expected a '
+                'list of polygons of three points or more, [[x, y, ...], ...], or an RLE of the size of its image, '
+                'where masks are learnt'
             )
     return ''
 
@@ -251,10 +251,11 @@ def check_coco(view: View) -> Iterator[Finding]:
     colours = [getattr(step, 'color_type', '') for step in steps]
     turns = not any('ignore' in colour or colour == 'unchanged' for colour in colours)
     folder = (getattr(view.dataset, 'data_prefix', None) or {}).get('img') or ''
-    has_masks = any(getattr(step, 'with_mask', False) for step in steps)
     content, error = load_coco(path)
     error = error or error_of_sizes(content['images'], folder, turns)
-    error = error or _error_of_boxes_in_images(content) or (_error_of_polygons(content) if has_masks else '')
+    error = error or _error_of_boxes_in_images(content)
+    if not error and any(getattr(step, 'with_mask', False) for step in steps):
+        error = _error_of_polygons(content)
     if error:
         yield Finding(f'{view.key}: {path} {error}.')
         return

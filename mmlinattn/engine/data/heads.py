@@ -19,9 +19,10 @@ def counts_of_stages(model: nn.Module) -> dict[str, list[int]]:
     found, roi = {}, getattr(model, 'roi_head', None)
     for name in _NAMES:
         head = getattr(roi, name, None) or getattr(model, name, None)
+        stages: list[Any] = list(head) if isinstance(head, nn.ModuleList) else [head]
         counts = [
             stage.num_classes
-            for stage in (head if isinstance(head, nn.ModuleList) else [head])
+            for stage in stages
             if type(getattr(stage, 'num_classes', None)) is int
             and not getattr(stage, 'class_agnostic', False)
             and not any(hasattr(stage, attribute) for attribute in _NO_CLASSES)

@@ -32,7 +32,8 @@ class Masks:
         head = decode_head_of(view.model)
         self.dataset, steps = view.dataset, transforms_of(view.dataset)
         self.load = next((step for step in steps if type(step).__name__ == 'LoadAnnotations'), None)
-        self.count = count if type(count := getattr(head, 'num_classes', None)) is int else 0
+        count = getattr(head, 'num_classes', None)
+        self.count = count if type(count) is int else 0
         if getattr(head, 'out_channels', None) == 1:
             if getattr(getattr(head, 'loss_decode', None), 'use_sigmoid', True):
                 self.count = 2  # background and foreground, by the sign of one number

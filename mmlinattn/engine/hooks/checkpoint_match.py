@@ -16,96 +16,117 @@ from ...utils.building import unwrapped
 from ...utils.errors import RunError
 from ..optimizers.saved_groups import fit_checkpoint
 
-# entries that change during the training and are not settings
-_PROGRESS = ('last_step', 'base_values', 'verbose', 'best', 'num_bad_epochs', 'cooldown_counter')
+# entries of schedulers that change during the training, and parameters of optimizer groups
+_NO_SETTINGS = ('last_step', 'base_values', 'verbose', 'best', 'num_bad_epochs', 'cooldown_counter')
+_NO_SETTINGS += ('params', 'param_names')
 
 
-def _kept_settings(groups: list, saved: list) -> list[str]:
-    """Describe optimizer settings of the config that resuming replaces by those of the checkpoint."""
-    kept: dict[str, str] = {}
-    for group, old in zip(groups, saved):
-        for key in old:
-            # with a schedule, lr and momentum change by iteration; initial_lr and initial_momentum are the settings
-            begin = key in ('lr', 'momentum') and f'initial_{key}' in group and f'initial_{key}' in old
-            if key in group and key != 'params' and not begin and old[key] != group[key]:
-                kept.setdefault(key.replace('initial_', ''), f'{old[key]} (the config has {group[key]})')
-    return [f'{key} = {values}' for key, values in kept.items()]
+def _settings(state: dict) -> dict:
+    """Return the settings in the state of a scheduler or in a group of an optimizer."""
+    return {key: value for key, value in state.items() if key[0] != '_' and key not in _NO_SETTINGS}
 
 
-def _kept_schedule(schedulers: list, saved: list, has_other_epochs: bool) -> list[str]:
-    """Describe schedule settings of the config that resuming replaces by those of the checkpoint.
+def _of_other_kinds(own: dict, saved: dict) -> bool:
+    """Return True if each of two settings has names that the other lacks; versions of PyTorch only add names."""
+    names, others = ({key for key in each if not key.startswith('initial_')} for each in (own, saved))
+    return bool(names - others and others - names)
+
+
+def _replaced(own: dict, saved: dict) -> dict[str, str]:
+    """Describe the settings of the config that those of the checkpoint replace."""
+    both = own.keys() & saved.keys()
+    # with a schedule, lr and momentum change by iteration; initial_lr and initial_momentum are the settings
+    both -= {key.removeprefix('initial_') for key in both if key.startswith('initial_')}
+    changed = [key for key in sorted(both) if saved[key] != own[key]]
+    return {key.removeprefix('initial_'): f'{saved[key]} (the config has {own[key]})' for key in changed}
+
+
+def _replaced_in_groups(groups: list[dict], saved: list[dict], kind: str) -> dict[str, str]:
+    """Describe the settings of an optimizer that a resumed run takes from the checkpoint.
+
+    Raises:
+        RunError: The checkpoint is of another type of optimizer.
+    """
+    found: dict[str, str] = {}
+    for own, old in zip(map(_settings, groups), map(_settings, saved)):
+        if _of_other_kinds(own, old):
+            raise RunError(
+                f'the checkpoint to resume from is of another optimizer than {kind}: it has '
+                f'{some(sorted(old.keys() - own.keys()))} and lacks {some(sorted(own.keys() - old.keys()))}. Set '
+                'optim_wrapper.optimizer as it was, or load_from=CHECKPOINT instead of --resume; it starts at '
+                'iteration 0.'
+            )
+        found = {**_replaced(own, old), **found}
+    return found
+
+
+def _replaced_in_schedule(schedulers: list, saved: list[dict], is_fitted: bool) -> dict[str, str]:
+    """Describe the settings of a schedule that a resumed run takes from the checkpoint.
+
+    Args:
+        schedulers (list): Schedulers of the config.
+        saved (list[dict]): Their states in the checkpoint.
+        is_fitted (bool): SafeRunner fits schedulers by iteration to epochs of another length.
 
     Raises:
         RunError: The checkpoint has schedulers of other types; MMEngine would mix their states.
     """
-    owns = [{key for key in each.state_dict() if key[0] != '_' and key not in _PROGRESS} for each in schedulers]
-    is_other = any(
-        own - old.keys() and old.keys() - each.state_dict().keys() for own, old, each in zip(owns, saved, schedulers)
-    )
-    if len(schedulers) != len(saved) or is_other:
+    owns, olds = [_settings(each.state_dict()) for each in schedulers], [*map(_settings, saved)]
+    if len(owns) != len(olds) or any(map(_of_other_kinds, owns, olds)):
         raise RunError(
             f'the checkpoint to resume from has {len(saved)} param_schedulers that do not fit those of the config: '
             f'{some([type(each).__name__ for each in schedulers])}. Set param_scheduler as it was, or '
             'load_from=CHECKPOINT instead of --resume; it starts at iteration 0.'
         )
-    kept = []
-    for scheduler, old, own in zip(schedulers, saved, owns):
-        if has_other_epochs and not scheduler.by_epoch:
-            continue  # SafeRunner fits them to the length of an epoch
-        state, name = scheduler.state_dict(), type(scheduler).__name__
-        changed = [key for key in own & old.keys() if state[key] != old[key]]
-        kept += [f'{name}.{key} = {old[key]} (the config has {state[key]})' for key in sorted(changed)]
-    return kept
+    return {
+        f'{type(each).__name__}.{key}': values
+        for each, own, old in zip(schedulers, owns, olds)
+        for key, values in (_replaced(own, old) if each.by_epoch or not is_fitted else {}).items()
+    }
 
 
-def _warn_of_lost_state(runner, checkpoint: dict) -> None:
-    """Warn of state that the checkpoint lacks, or that nothing in a resumed run takes up."""
+def _check_resumed(runner, checkpoint: dict) -> None:
+    """Warn of state and settings in which a resumed run differs from the config.
+
+    Raises:
+        RunError: The checkpoint belongs to another type of optimizer, or to other types of schedulers, or holds no
+            position.
+    """
+    warn, meta = runner.logger.warning, checkpoint.get('meta') or {}
     own = dict(optimizer=runner.optim_wrapper, param_schedulers=runner.param_schedulers)
     lost = [key for key, value in own.items() if value and not checkpoint.get(key)]
     if lost:
-        runner.logger.warning(
+        warn(
             f'the checkpoint to resume from has no {" and no ".join(lost)} (save_optimizer, save_param_scheduler of '
             'CheckpointHook): these begin as at iteration 0.'
         )
     if 'ema_state_dict' in checkpoint and not any(isinstance(hook, EMAHook) for hook in runner.hooks):
-        runner.logger.warning(
+        warn(
             'the weights of the checkpoint to resume from are averages of EMAHook, which the config lacks: training '
             'continues from the averages. Add the hook to custom_hooks to continue from the trained weights.'
         )
-
-
-def _warn_of_kept_settings(runner, checkpoint: dict) -> None:
-    """Warn of optimizer and schedule settings that a resumed run takes from the checkpoint instead of the config.
-
-    Raises:
-        RunError: The checkpoint belongs to another type of optimizer, or to other types of schedulers.
-    """
-    saved, schedulers = checkpoint.get('optimizer'), runner.param_schedulers
-    if not isinstance(saved, dict) or not hasattr(runner.optim_wrapper, 'param_groups'):
+    if not {'epoch', 'iter'} <= {*meta}:
+        raise RunError(
+            'the checkpoint to resume from has no epoch and iteration, as files of weights alone. Set '
+            'load_from=CHECKPOINT instead of --resume; it starts at iteration 0.'
+        )
+    saved, schedules = checkpoint.get('optimizer'), checkpoint.get('param_schedulers')
+    optimizer = getattr(runner.optim_wrapper, 'optimizer', None)
+    if not isinstance(saved, dict) or not isinstance(optimizer, Optimizer) or not saved.get('param_groups'):
         return  # several optimizers, or none
-    if isinstance(getattr(runner.optim_wrapper, 'optimizer', None), Optimizer) and saved.get('param_groups'):
-        fit_checkpoint(runner.optim_wrapper.optimizer, checkpoint, unwrapped(runner.model))
-        saved = checkpoint['optimizer']
-    groups, old_groups = runner.optim_wrapper.param_groups, saved.get('param_groups') or []
-    for group, old in zip(groups, old_groups):
-        keys, old_keys = ({key for key in g if not key.startswith('initial_')} for g in (group, old))  # of schedules
-        missing, extra = sorted(keys - old_keys), sorted(old_keys - keys)
-        if missing and extra:  # a newer PyTorch has more settings, an older one fewer
-            kind = type(runner.optim_wrapper.optimizer).__name__
-            raise RunError(
-                f'the checkpoint to resume from is of another optimizer than {kind}: it has {some(extra)} and lacks '
-                f'{some(missing)}. Set optim_wrapper.optimizer as it was, or load_from=CHECKPOINT instead of --resume; '
-                'it starts at iteration 0.'
-            )
-    kept = _kept_settings(groups, old_groups)
-    if isinstance(schedulers, list) and isinstance(checkpoint.get('param_schedulers'), list):
-        meta, loop = checkpoint.get('meta') or {}, runner.train_loop
-        is_fitted = isinstance(loop, EpochBasedTrainLoop) and not meta.get('stopped')
-        is_fitted = is_fitted and meta.get('iter') != meta.get('epoch', 0) * len(loop.dataloader)
-        kept += _kept_schedule(schedulers, checkpoint['param_schedulers'], is_fitted)
-    if kept:
-        runner.logger.warning(
-            f'resuming takes optimizer and schedule of the checkpoint: {"; ".join(kept)}. For those of the config, set '
+    if saved.get('loss_scaler') == {}:  # of bfloat16: it scaled no loss
+        checkpoint['optimizer'] = {key: value for key, value in saved.items() if key != 'loss_scaler'}
+    fit_checkpoint(optimizer, checkpoint, unwrapped(runner.model))
+    groups = checkpoint['optimizer']['param_groups']
+    replaced = _replaced_in_groups(optimizer.param_groups, groups, type(optimizer).__name__)
+    if isinstance(runner.param_schedulers, list) and isinstance(schedules, list):
+        is_fitted = isinstance(runner.train_loop, EpochBasedTrainLoop) and not meta.get('stopped')
+        is_fitted = is_fitted and meta['iter'] != meta['epoch'] * len(runner.train_dataloader)
+        replaced.update(_replaced_in_schedule(runner.param_schedulers, schedules, is_fitted))
+    if replaced:
+        listed = '; '.join(f'{key} = {values}' for key, values in replaced.items())
+        warn(
+            f'resuming takes optimizer and schedule of the checkpoint: {listed}. For those of the config, set '
             'load_from=CHECKPOINT instead of --resume; it starts at iteration 0.'
         )
 
@@ -186,20 +207,14 @@ class CheckpointMatchHook(Hook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         model = unwrapped(runner.model)
-        state = runner_state(checkpoint, model)
-        is_training = isinstance(runner._train_loop, BaseLoop)
-        is_fatal = not is_training or runner._resume
-        if is_training and runner._resume:
-            saved = checkpoint.get('optimizer')
-            if isinstance(saved, dict) and saved.get('loss_scaler') == {}:  # of bfloat16: it scaled no loss
-                checkpoint['optimizer'] = {key: value for key, value in saved.items() if key != 'loss_scaler'}
-            _warn_of_lost_state(runner, checkpoint)
-            _warn_of_kept_settings(runner, checkpoint)
+        is_training, resumes = isinstance(runner._train_loop, BaseLoop), runner._resume
         option = f'--cfg-options custom_hooks.{type(self).__name__}'
+        state = runner_state(checkpoint, model)
         whole = compare(model, state)
-        whole.check_values(self.allow_nonfinite or not is_fatal, f' If it is meant: {option}.allow_nonfinite=True')
+        accepts = self.allow_nonfinite or (is_training and not resumes)
+        whole.check_values(accepts, f' If it is meant: {option}.allow_nonfinite=True')
         fit = needed(model, whole, self.left_out if is_training else self.left_out + UNUSED_IN_TESTS)
-        if not is_fatal:
+        if is_training and not resumes:
             self._check_start(model, whole, fit, checkpoint)
             fit = fit.only(lambda key: '.out_norms.' not in key)  # classifiers have none
             if fit.mismatched or fit.missing:
@@ -207,27 +222,22 @@ class CheckpointMatchHook(Hook):
                     f'{fit}These train from their initial values, as is usual for a head of other classes. To say that '
                     f'it is meant: {option}.left_out={_modules_of([*fit.mismatched, *fit.missing])}'
                 )
-        elif fit.mismatched or fit.missing or fit.unexpected:
-            used = 'These would be used as initialised. ' if fit.mismatched or fit.missing else ''
-            # on resuming, the state of the optimizer would have the old shapes
-            remedy = (
-                f'If it is meant: {option}.left_out={_modules_of([*(fit.mismatched or fit.missing or fit.unexpected)])}'
-            )
-            if is_training:
+            return
+        differing = fit.mismatched or fit.missing or fit.unexpected
+        if differing:
+            remedy = f'If it is meant: {option}.left_out={_modules_of([*differing])}'
+            if is_training:  # the state of the optimizer has the old shapes
                 remedy = 'load_from=CHECKPOINT instead of --resume trains other parts from scratch.'
+            used = 'These would be used as initialised. ' if fit.mismatched or fit.missing else ''
             raise RunError(f'{fit}{used}Use the config of the checkpoint, with its number of classes. {remedy}')
         resized = [key for key, weight in whole.weights.items() if key in state and state[key].shape != weight.shape]
-        if resized and is_training and runner._resume:
+        if resized and is_training:
             raise RunError(
                 f'the checkpoint to resume from has position tables of other sizes: {some(resized)}. Its optimizer '
                 'cannot continue. Set load_from=CHECKPOINT instead of --resume.'
             )
-
-        if is_training and runner._resume and not {'epoch', 'iter'} <= {*(checkpoint.get('meta') or {})}:
-            raise RunError(
-                'the checkpoint to resume from has no epoch and iteration, as files of weights alone. Set '
-                'load_from=CHECKPOINT instead of --resume; it starts at iteration 0.'
-            )
+        if is_training:
+            _check_resumed(runner, checkpoint)
 
     def _check_start(self, model: nn.Module, whole: Fit, fit: Fit, checkpoint: dict) -> None:
         """Refuse a ``load_from`` checkpoint without any usable weight, or without frozen weights of the backbone."""

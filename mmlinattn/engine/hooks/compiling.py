@@ -1,6 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import inspect
-import time
 from typing import Any
 
 import torch
@@ -124,26 +123,15 @@ class SharedDropPath(DropPath):
 
 @HOOKS.register_module(force=True)
 class CompileHook(Hook):
-    """Compile the blocks of the backbone with ``torch.compile``, and log each iteration that compiles.
+    """Compile the blocks of the backbone with ``torch.compile``.
 
     The option ``--compile`` of the tools adds this hook; in a config write ``custom_hooks=[dict(type='CompileHook')]``.
+    With ``TORCH_LOGS=recompiles`` PyTorch logs each compilation.
 
     Raises:
         RunError: The model has no backbone of this package.
     """
 
     def before_run(self, runner) -> None:
-        from torch._dynamo.utils import counters
-
         compile_blocks(runner.model)
         runner.logger.info('CompileHook: blocks are compiled when they are first used; those iterations take longer.')
-        self.counters, self.graphs = counters, counters['stats']['unique_graphs']
-
-    def _before_iter(self, runner, *args: Any, **kwargs: Any) -> None:
-        self.start = time.monotonic()
-
-    def _after_iter(self, runner, *args: Any, **kwargs: Any) -> None:
-        graphs, seconds = self.counters['stats']['unique_graphs'] - self.graphs, time.monotonic() - self.start
-        if graphs:
-            runner.logger.info(f'CompileHook: compiled {graphs} graphs; the iteration took {seconds:.0f} s.')
-            self.graphs += graphs

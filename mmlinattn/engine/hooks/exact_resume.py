@@ -10,12 +10,9 @@ from mmengine.dist import broadcast, get_rank
 from mmengine.hooks import EarlyStoppingHook, Hook
 from mmengine.registry import DATA_SAMPLERS, HOOKS, LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
-from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from ...utils.building import unwrapped
 from ...utils.errors import RunError
-from ..data.datasets import leaf_datasets, transforms_of
 
 _STEP, _BATCH = 0, 1  # separate random streams for the model and for the data
 # in the message hub: iteration of the last complete validation; LoggerHook prints keys that begin with val
@@ -123,6 +120,8 @@ class ExactResumeHook(Hook):
     their position as ``stopped``. On a CPU the losses are bitwise equal. On a GPU they differ as much as those of two
     runs of one program (see ``randomness.deterministic`` in MMEngine).
 
+    Transforms that keep images of earlier batches (MMDetection's ``CachedMosaic``) begin with an empty cache.
+
     ``train_dataloader`` has to be a config. With a ``DataLoader`` object, or a train loop other than MMEngine's two,
     the hook only warns. A second hook of this class has no effect.
 
@@ -159,7 +158,6 @@ class ExactResumeHook(Hook):
         loader = loop.dataloader
         if isinstance(loader.batch_sampler, _SeededBatches):
             return
-        self._warn_of_memory(runner)
         by_iterations = isinstance(loop, IterBasedTrainLoop)
         key = (self.seed, self.rank, _BATCH)
         self.batches = _SeededBatches(_build_batch_sampler(loader, config, self.seed), key, by_iterations)
@@ -180,20 +178,6 @@ class ExactResumeHook(Hook):
             self._num_trained = self.batches.num_done = done
             if isinstance(loop, ResumedEpochLoop):
                 loop.num_done = done
-
-    @staticmethod
-    def _warn_of_memory(runner) -> None:
-        """Warn in a resumed run of transforms that depend on earlier batches (cached images, kept sizes)."""
-        steps = (step for leaf in leaf_datasets(runner.train_dataloader.dataset) for step in transforms_of(leaf))
-        # MMDetection's data preprocessor resizes batches
-        augments = (getattr(unwrapped(runner.model), 'data_preprocessor', None) or nn.Identity()).modules()
-        keeps = {type(step).__name__ for step in steps if hasattr(step, 'results_cache')}
-        keeps |= {type(augment).__name__ for augment in augments if hasattr(augment, '_input_size')}
-        if runner.iter > 0 and keeps:
-            runner.logger.warning(
-                f'ExactResumeHook: {", ".join(sorted(keeps))} keeps images or sizes of earlier batches, so that this '
-                'resumed run sees others than an uninterrupted one.'
-            )
 
     def after_val_epoch(self, runner, metrics=None) -> None:
         """Record the validation, also in the best checkpoint, which is saved after this."""

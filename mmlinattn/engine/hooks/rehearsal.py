@@ -12,16 +12,13 @@ import warnings
 from collections.abc import Iterator
 from itertools import islice
 from traceback import walk_tb
-from types import SimpleNamespace
 from typing import Any, Optional
 
 import numpy as np
 import torch
 from mmengine.dist import get_rank, get_world_size
 from mmengine.hooks import CheckpointHook, Hook
-from mmengine.logging import MMLogger
 from mmengine.registry import HOOKS
-from mmengine.runner import EpochBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
 from mmengine.structures import InstanceData
 from torch.utils.data import BatchSampler, DataLoader
@@ -29,6 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from ...checkpoints.states import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError, described, meant, raising_object
+from ...utils.quietness import log_level
 from ..data.datasets import all_datasets
 from ..data.heads import num_classes_of_heads
 from ..optimizers.saved_groups import all_schedulers
@@ -36,7 +34,6 @@ from .progress import is_error
 
 _IMAGES = 2  # of each data set
 _FILES = ('outfile_prefix', 'out_file_path', 'output_dir', 'out_dir')  # attributes of metrics that write files
-_UPSTREAM = ('mmdet.', 'mmseg.', 'mmpretrain.', 'mmyolo.')
 _BOXES = {'bboxes', 'labels', 'scores', 'masks'}
 
 
@@ -46,21 +43,18 @@ def unchanged(runner) -> Iterator[None]:
 
     Nothing is printed inside, and compiled blocks run eagerly.
     """
-    generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    flags = [(module, module.training) for module in runner.model.modules()]
+    generators, flags = (random.getstate(), np.random.get_state()), {m: m.training for m in runner.model.modules()}
     disabled, visualizer = logging.root.manager.disable, runner.visualizer
-    logger = MMLogger.get_current_instance()  # keeps its answers to isEnabledFor until its level is set
-    level = logger.level
     backends = getattr(visualizer, '_vis_backends', None)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(warnings.catch_warnings())
-            stack.enter_context(torch.no_grad())
             warnings.simplefilter('ignore')
+            stack.enter_context(torch.random.fork_rng())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(log_level(logging.CRITICAL))
             logging.disable(logging.CRITICAL)
-            logger.setLevel(logging.CRITICAL)
             if 'torch._dynamo' in sys.modules and hasattr(torch.compiler, 'set_stance'):  # since PyTorch 2.6
                 stack.enter_context(torch.compiler.set_stance('force_eager'))
             if backends is not None:
@@ -68,16 +62,12 @@ def unchanged(runner) -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
-        logger.setLevel(level)
         if backends is not None:
             visualizer._vis_backends = backends
-        for module, flag in flags:
+        for module, flag in flags.items():
             module.training = flag
         random.setstate(generators[0])
         np.random.set_state(generators[1])
-        torch.set_rng_state(generators[2])
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
 
 
 class _Batches(list):
@@ -245,60 +235,24 @@ def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
     return metrics if isinstance(metrics, dict) else None
 
 
-def _private(dataset: Any) -> Any:
-    """Copy a data set and those inside it, with their transforms: some keep images. Annotations are shared.
+@contextlib.contextmanager
+def _copied_transforms(dataset: Any) -> Iterator[None]:
+    """Replace the transforms of a data set, and of those inside it, by copies in this context: some keep images.
 
-    Transforms that cannot be copied, and data sets without attributes, are shared too.
+    Transforms that cannot be copied are used as they are.
     """
-    if not hasattr(dataset, '__dict__'):
-        return dataset
-    made = object.__new__(type(dataset))  # MMEngine's slice of a data set cannot be copied
-    vars(made).update(vars(dataset))
-    for key, value in vars(made).items():
-        if key in ('dataset', '_dataset'):
-            setattr(made, key, _private(value))
-        elif key == 'datasets':
-            setattr(made, key, [*map(_private, value)])
-        elif key == 'pipeline':
-            with contextlib.suppress(Exception):  # open files and locks
-                setattr(made, key, copy.deepcopy(value))
-    return made
-
-
-def _switched(runner: Any, dataset: Any) -> Iterator[Any]:
-    """Yield a copied data set at the start, and after each change by the hooks that switch data in later epochs.
-
-    These are hooks such as PipelineSwitchHook and YOLOXModeSwitchHook of MMDetection, and SwitchRecipeHook of
-    MMPretrain.
-    """
-
-    def state() -> list:
-        keys = ('pipeline', '_skip_type_keys')
-        return [getattr(each, key, None) for each in all_datasets(dataset) for key in keys]
-
-    yield dataset
-    hooks = [copy.copy(hook) for hook in runner.hooks if 'Switch' in type(hook).__name__]
-    hooks = [hook for hook in hooks if type(hook).__module__.startswith(_UPSTREAM)]  # others may change the run
-    if not hooks or not isinstance(runner.train_loop, EpochBasedTrainLoop):
-        return
-    model: Any = unwrapped(runner.model)
-    stage: Any = _Stage(runner)
-    weights = {id(value): value for value in (*model.parameters(), *model.buffers())}
+    given = [(each, each.pipeline) for each in all_datasets(dataset) if 'pipeline' in getattr(each, '__dict__', ())]
     try:
-        stage.model = copy.deepcopy(model, weights)  # hooks may change heads and losses; weights are shared
-    except Exception:  # locks and open files
-        return
-    stage.train_dataloader = SimpleNamespace(dataset=dataset)
-    stage.train_loop = SimpleNamespace(dataloader=stage.train_dataloader)
-    for stage.epoch in range(runner.epoch, runner.max_epochs):
-        before = state()
-        for hook in hooks:
-            hook.before_train_epoch(stage)
-        if state() != before:
-            yield dataset
+        for each, pipeline in given:
+            with contextlib.suppress(Exception):  # open files and locks
+                each.pipeline = copy.deepcopy(pipeline)
+        yield
+    finally:
+        for each, pipeline in given:
+            each.pipeline = pipeline
 
 
-def _mask_fault(masks: Any, boxes: Any, size: Any) -> str:
+def _mask_error(masks: Any, boxes: Any, size: Any) -> str:
     """Describe masks that do not fit the boxes and the image; '' if they do."""
     if masks is None or boxes is None or not hasattr(masks, 'height') or not len(masks):
         return ''
@@ -313,23 +267,20 @@ def _mask_fault(masks: Any, boxes: Any, size: Any) -> str:
 def rehearse_training_data(runner: Any) -> None:
     """Load two training images, and compare masks with boxes and image: some transforms move boxes alone.
 
-    Images are loaded again after each change that hooks of upstream make in a later epoch.
-
     Raises:
         RunError: Loading fails, or masks do not fit. With ``MMLINATTN_TRACEBACK=1`` an error is raised unchanged.
     """
     dataset: Any = getattr(getattr(runner._train_loop, 'dataloader', None), 'dataset', None)
     if not hasattr(dataset, '__getitem__') or not hasattr(dataset, '__len__') or not len(dataset):
         return
-    faults, reason, cause = [], '', None
+    errors, reason, cause = [], '', None
     try:
-        with unchanged(runner):
-            for made in _switched(runner, _private(dataset)):
-                for sample in (made[index] for index in sorted({0, len(made) // 2})):
-                    packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
-                    found = packed.get('gt_instances') if hasattr(packed, 'get') else None
-                    if found is not None:
-                        faults.append(_mask_fault(found.get('masks'), found.get('bboxes'), sample['inputs'].shape[-2:]))
+        with unchanged(runner), _copied_transforms(dataset):
+            for sample in (dataset[index] for index in sorted({0, len(dataset) // 2})):
+                packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
+                found = packed.get('gt_instances') if hasattr(packed, 'get') else None
+                if found is not None:
+                    errors.append(_mask_error(found.get('masks'), found.get('bboxes'), sample['inputs'].shape[-2:]))
     except Exception as error:
         if os.environ.get('MMLINATTN_TRACEBACK') == '1':
             raise
@@ -337,17 +288,17 @@ def rehearse_training_data(runner: Any) -> None:
         for frame, _ in walk_tb(error.__traceback__):
             known = frame.f_locals.get('results')
             if isinstance(known, dict) and 'img' in known:
-                faults.append(_mask_fault(known.get('gt_masks'), known.get('gt_bboxes'), known['img'].shape[:2]))
-    fault = next(filter(None, faults), '')
-    if not fault and not reason:
+                errors.append(_mask_error(known.get('gt_masks'), known.get('gt_bboxes'), known['img'].shape[:2]))
+    misfit = next(filter(None, errors), '')
+    if not misfit and not reason:
         return
     steps = getattr(dataset, 'pipeline', ())
     names = ', '.join(type(step).__name__ for step in getattr(steps, 'transforms', steps))
     remedy = f'Correct its data set or transforms ({names}); MMLINATTN_TRACEBACK=1 shows where it fails.'
-    if fault:
+    if misfit:
         remedy = (
-            f'Masks do not fit: {fault}. One of the transforms ({names}) moves boxes and leaves masks behind: leave it '
-            'out where masks are learnt.'
+            f'Masks do not fit: {misfit}. One of the transforms ({names}) moves boxes and leaves masks behind: leave '
+            'it out where masks are learnt.'
         )
     raise RunError(f'train_dataloader: {reason}{". " if reason else ""}{remedy}') from cause
 

@@ -4,11 +4,12 @@ from collections import Counter
 from typing import Any
 
 import torch
-from mmengine.logging import MMLogger, print_log
+from mmengine.logging import print_log
 from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper, ZeroRedundancyOptimizer
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from torch import nn
 
+from ...utils.quietness import log_level
 from .saved_groups import by_settings, fit_groups
 
 _APPLIED = ('lr_mult', 'decay_mult')  # factors that lr and weight_decay of a group contain
@@ -114,13 +115,8 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     def add_params(self, params: list, module: nn.Module, prefix: str = '', **kwargs) -> None:
         """Let MMEngine make a group for each parameter, then merge groups with equal settings."""
-        logger = MMLogger.get_current_instance()
-        level = logger.level
-        logger.setLevel(max(level, logging.WARNING))  # MMEngine logs up to three lines for each parameter
-        try:
+        with log_level(logging.WARNING):  # MMEngine logs up to three lines for each parameter
             super().add_params(params, module, prefix=prefix, **kwargs)
-        finally:
-            logger.setLevel(level)
         if prefix == '':
             if self.base_wd:
                 exempt = undecayed(module)

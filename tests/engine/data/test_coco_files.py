@@ -59,22 +59,22 @@ def test_errors_of_a_coco_file(look, tmp_path, changes, words):
     assert not words or line.startswith(f'train_dataloader: {file} ')
 
 
-OUTLINE = [[2, 2, 12, 2, 12, 12]]
+POLYGON = [[2, 2, 12, 2, 12, 12]]
 
 
 @pytest.mark.parametrize(
-    ('outline', 'is_right'),
+    ('polygon', 'is_right'),
     [
-        ([[1, 2, 3, 4], *OUTLINE], True),  # MMDetection leaves the first out
+        ([[1, 2, 3, 4], *POLYGON], True),  # MMDetection leaves the first out
         (dict(size=[30, 40], counts='0'), True),
         (dict(size=[40, 30], counts='0'), False),
-        (OUTLINE[0], False),
-        ([OUTLINE[0][:4]], False),
+        (POLYGON[0], False),
+        ([POLYGON[0][:4]], False),
         (None, False),
     ],
 )
-def test_outlines_for_masks(look, tmp_path, outline, is_right):
-    file = coco(tmp_path, annotations=boxes(dict(segmentation=OUTLINE), dict(segmentation=outline)))
+def test_polygons_for_masks(look, tmp_path, polygon, is_right):
+    file = coco(tmp_path, annotations=boxes(dict(segmentation=POLYGON), dict(segmentation=polygon)))
     loads = dict(type='LoadAnnotations', with_bbox=True, with_mask=True)
     line, _ = look(DETECTOR, train=[coco_data(file, pipeline=[loads])])
     assert ('annotation 2 of image 1: segmentation' in line) != is_right and bool(line) != is_right

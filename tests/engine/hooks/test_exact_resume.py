@@ -155,15 +155,3 @@ def test_models_without_preprocessor_and_samplers_of_the_user(tmp_path):
     runner.model.train_step = lambda data, optim_wrapper: runner.model(**data)
     runner.train()
     assert runner.iter == 6 and 'ExactResumeHook leaves the data of EpochBasedTrainLoop alone' in lines[0]
-
-
-def test_augmentations_with_a_state_are_named(tmp_path):
-    """A stand-in for MMDetection's BatchSyncRandomResize."""
-    resizes = type('Resizes', (torch.nn.Identity,), dict(_input_size=None))
-    for resume in (False, True):
-        runner = make_runner(tmp_path, HOOKS, train_cfg=dict(by_epoch=True, max_epochs=1 + resume), resume=resume)
-        runner.model.data_preprocessor.batch_augments = torch.nn.ModuleList([resizes()])
-        lines = []
-        runner.logger.warning = lines.append
-        runner.train()
-        assert sum('ExactResumeHook: Resizes keeps images or sizes' in line for line in lines) == resume

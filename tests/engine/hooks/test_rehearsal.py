@@ -6,13 +6,12 @@ import logging
 import os
 import random
 import shutil
-import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers.engine_toys import Count, ToyDataset, make_runner, validation
+from helpers.engine_toys import Count, make_runner, validation
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
 from mmengine.registry import DATASETS
@@ -261,22 +260,6 @@ class MaskedData(torch.utils.data.Dataset):
         return dict(inputs=torch.zeros(3, *self.size), data_samples=BaseDataElement(gt_instances=found))
 
 
-class Sliced:
-    """As MMEngine's ``num_batch_per_epoch`` wraps a data set."""
-
-    def __init__(self, dataset):
-        self._dataset, self.pipeline = dataset, [threading.Lock()]
-
-    def __getattr__(self, name):
-        return getattr(self._dataset, name)
-
-
-def test_data_sets_that_cannot_be_copied():
-    inner = [1, 2]
-    made = rehearsal._private(whole := Sliced(inner))
-    assert made is not whole and made._dataset is inner and made.pipeline is whole.pipeline
-
-
 @pytest.mark.parametrize(
     ('masks', 'size', 'line'),
     [
@@ -293,39 +276,3 @@ def test_masks_that_transforms_leave_behind(masks, size, line):
     with pytest.raises(RunError, match=line) if line else contextlib.nullcontext():
         rehearsal.rehearse_training_data(runner)
     assert data.pipeline == [[]]
-
-
-class LateSwitchHook(Hook):
-    """Change transforms and model in the second epoch, as PipelineSwitchHook and YOLOXModeSwitchHook do."""
-
-    __module__ = 'mmdet.engine'
-
-    def __init__(self, transform):
-        self.transform = transform
-
-    def before_train_epoch(self, runner):
-        if runner.epoch == 1:
-            runner.train_dataloader.dataset.pipeline = self.transform
-            runner.model.layer.switched = True
-
-
-@pytest.mark.parametrize('fails', [True, False])
-def test_data_that_a_hook_switches_in_a_later_epoch(tmp_path, fails):
-    loaded = []
-
-    def transform(info):
-        loaded.append(made.iter)
-        return dict()['scale'] if fails else info
-
-    made = make_runner(tmp_path, HOOK + [LateSwitchHook(transform)], loader=dict(dataset=dict(type='Piped')))
-    with pytest.raises(RunError, match='loading fails: KeyError: scale') if fails else contextlib.nullcontext():
-        made.train()
-    assert loaded == [0] if fails else loaded == [0, 0] + [3] * 4 + [4] * 4 + [5] * 4
-    assert hasattr(made.model.layer, 'switched') != fails
-
-
-@DATASETS.register_module(force=True)
-class Piped(ToyDataset):
-    def __getitem__(self, index):
-        self.pipeline(dict())
-        return super().__getitem__(index)
