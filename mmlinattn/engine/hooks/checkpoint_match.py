@@ -17,8 +17,8 @@ from ...utils.errors import RunError
 from ..optimizers.saved_groups import fit_checkpoint
 
 # entries of schedulers that change during the training, and parameters of optimizer groups
-_NO_SETTINGS = ('last_step', 'base_values', 'verbose', 'best', 'num_bad_epochs', 'cooldown_counter')
-_NO_SETTINGS += ('params', 'param_names')
+_NO_SETTINGS = {'last_step', 'base_values', 'verbose', 'best', 'num_bad_epochs', 'cooldown_counter'}
+_NO_SETTINGS |= {'params', 'param_names'}
 
 
 def _settings(state: dict) -> dict:

@@ -1,6 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import re
-import sys
 
 import pytest
 from helpers.engine_toys import Count, make_runner, validation
@@ -43,19 +42,6 @@ def test_a_test_builds_no_training(tmp_path, capsys):
     missing = dict(dataset=dict(type='Missing'))
     make_runner(tmp_path, [*HOOKS, dict(type='ResultsHook')], loader=missing, **names).test()
     assert 'acc' in capsys.readouterr().out
-
-
-def test_a_terminal_has_a_bar_in_place_of_lines(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stdout, 'isatty', lambda: True, raising=False)
-    monkeypatch.setenv('TERM', 'xterm')
-    runner = make_runner(tmp_path, HOOKS, **validation())
-    (console,) = [handler for handler in runner.logger.handlers if type(handler).__name__ == 'StreamHandler']
-    console.setLevel('INFO')
-    runner.train()
-    out = capsys.readouterr().out
-    assert '6/6' in out and '━━' in out and ' step ' not in out
-    assert 'Epoch(train)' not in out and 'Saving checkpoint' in out  # MMEngine's other lines stay
-    assert '\x1b[?25h' in out  # the cursor is back
 
 
 def test_other_processes_are_silent(tmp_path, capsys, monkeypatch):
