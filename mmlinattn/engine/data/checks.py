@@ -49,6 +49,11 @@ def check_names(key: str, meta: dict) -> Iterator[Finding]:
         )
 
 
+def _labels_of_objects(info: dict) -> list:
+    objects = [each for each in info.get('instances') or () if isinstance(each, dict)]
+    return [each.get('bbox_label') for each in objects if not each.get('ignore_flag')]
+
+
 def read_samples(dataset: Any) -> Samples:
     """Read the labels of about 20000 samples, evenly spaced in a data set, and look for some of their images."""
     labels: dict[int, str] = {}
@@ -65,10 +70,8 @@ def read_samples(dataset: Any) -> Samples:
         if not isinstance(info, dict):
             return Samples()
         path = str(info.get('img_path', ''))
-        objects = [each for each in info.get('instances') or () if isinstance(each, dict)]
-        of_objects = [each.get('bbox_label') for each in objects if not each.get('ignore_flag')]
         of_image = np.ravel(info['gt_label']).tolist() if info.get('gt_label') is not None else []
-        for label in of_objects + of_image:
+        for label in _labels_of_objects(info) + of_image:
             if isinstance(label, Integral):
                 labels.setdefault(int(label), path)
         inside = path[len(root) :] if root and path.startswith(root) else ''
@@ -178,36 +181,34 @@ def _labelled_folders(view: View) -> dict[str, int]:
 
 
 def check_stages(views: Sequence[View]) -> Iterator[Finding]:
-    """Check that each label has the same class name in training, validation and all concatenated data sets."""
+    """Check that each label has the same folder or class name in training, validation and all concatenated data
+    sets."""
     views = [view for view in views if not getattr(view.dataset, 'return_classes', False)]  # they are text to a model
-    if len(views) < 2:
+    if not views:
         return
-    (key, dataset, _, _), first, folders = views[0], views[0].classes, dict(_labelled_folders(views[0]))
-    is_given = list(getattr(dataset, 'folder_to_idx', None) or ()) != first
+    key, first, folders = views[0].key, views[0].classes, dict(_labelled_folders(views[0]))
     for view in views[1:]:
-        other_key, theirs = view.key, _labelled_folders(view)
-        names = {label: folder for folder, label in folders.items()}
+        theirs, names = _labelled_folders(view), {label: folder for folder, label in folders.items()}
+        at = None if folders and theirs else first_difference(first, view.classes)
+        if at is not None:
+            yield Finding(
+                f'metainfo.classes: label {at} is {first[at]!r} in {key} and {view.classes[at]!r} in {view.key}. Both '
+                f'need the same classes in one order: {format_names(first)}'
+            )
+            return
+        # a sample may miss folders, and joined data sets may have more
+        is_sample = not getattr(view.dataset, 'folder_to_idx', None)
         for folder, label in theirs.items() if folders else ():
-            # a sample may miss folders, and joined data sets may have more
-            is_sample = not getattr(view.dataset, 'folder_to_idx', None)
-            is_new = folder not in folders and (is_sample or (other_key == key and label not in names))
+            is_new = folder not in folders and (is_sample or (view.key == key and label not in names))
             if folders.get(folder) != label and not is_new:
                 here = f'the folder {names[label]!r}' if label in names else 'no folder'
                 yield Finding(
-                    f'label {label} is {here} in {key} and the folder {folder!r} in {other_key}: images are judged by '
+                    f'label {label} is {here} in {key} and the folder {folder!r} in {view.key}: images are judged by '
                     'other classes than they train. Both need the same folders (some may be empty).'
                 )
                 return
-        if other_key == key:
+        if view.key == key:
             folders.update(theirs)
-        second = view.classes
-        at = first_difference(first, second)
-        if at is not None and not (folders and theirs and not is_given):
-            yield Finding(
-                f'metainfo.classes: label {at} is {first[at]!r} in {key} and {second[at]!r} in {other_key}. Both need '
-                f'the same classes in one order: {format_names(first)}'
-            )
-            return
 
 
 def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Finding]:
