@@ -423,9 +423,9 @@ def _building_message(error: BaseException, building: list, runner: Any) -> str:
     )
     file = '' if is_argument else _annotations(error)
     is_coco = file and innermost and hasattr(innermost[0], 'COCOAPI')  # MMDetection's data sets in COCO's layout
-    fault = load_coco(file)[1] if is_coco else ''
+    problem = load_coco(file)[1] if is_coco else ''
     if file:
-        text += f'; {file} {fault}' if fault else f', in reading {file}'
+        text += f'; {file} {problem}' if problem else f', in reading {file}'
     if 'need at least one array to concatenate' in text:  # MMEngine's serialisation
         kind = f'{innermost[0].__name__}: ' if innermost else ''
         text = f'{kind}the data set holds no image with {_choice(error)}'

@@ -16,6 +16,7 @@ from typing import Any, Optional
 
 import numpy as np
 import torch
+from mmengine.dataset import Compose
 from mmengine.dist import get_rank, get_world_size
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
@@ -242,6 +243,13 @@ def _copied_transforms(dataset: Any) -> Iterator[None]:
             each.pipeline = pipeline
 
 
+def _masks_of(sample: Any) -> tuple:
+    """Return masks, boxes and size of a loaded training image; None for those that it lacks."""
+    packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
+    found = packed.get('gt_instances') if hasattr(packed, 'get') else None
+    return (None,) * 3 if found is None else (found.get('masks'), found.get('bboxes'), sample['inputs'].shape[-2:])
+
+
 def _mask_error(masks: Any, boxes: Any, size: Any) -> str:
     """Describe masks that do not fit the boxes and the image; '' if they do."""
     if masks is None or boxes is None or not hasattr(masks, 'height') or not len(masks):
@@ -266,11 +274,12 @@ def rehearse_training_data(runner: Any) -> None:
     errors, reason, cause = [], '', None
     try:
         with unchanged(runner), _copied_transforms(dataset):
-            for sample in (dataset[index] for index in sorted({0, len(dataset) // 2})):
-                packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
-                found = packed.get('gt_instances') if hasattr(packed, 'get') else None
-                if found is not None:
-                    errors.append(_mask_error(found.get('masks'), found.get('bboxes'), sample['inputs'].shape[-2:]))
+            # MMDetection's PipelineSwitchHook replaces the transforms in a later epoch
+            later = [Compose(hook.switch_pipeline) for hook in runner.hooks if hasattr(hook, 'switch_pipeline')]
+            for pipeline in (None, *later):
+                if pipeline is not None:
+                    dataset.pipeline = pipeline
+                errors += [_mask_error(*_masks_of(dataset[index])) for index in sorted({0, len(dataset) // 2})]
     except Exception as error:
         if os.environ.get('MMLINATTN_TRACEBACK') == '1':
             raise

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers.engine_toys import Count, make_runner, validation
+from helpers.engine_toys import Count, ToyDataset, make_runner, validation
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
 from mmengine.registry import DATASETS
@@ -263,3 +263,29 @@ def test_masks_that_transforms_leave_behind(masks, size, line):
     with pytest.raises(RunError, match=line) if line else contextlib.nullcontext():
         rehearsal.rehearse_training_data(runner)
     assert data.pipeline == [[]]
+
+
+class LateSwitchHook(Hook):
+    """Change transforms in a later epoch, as MMDetection's PipelineSwitchHook does."""
+
+    def __init__(self, transform):
+        self.switch_pipeline = [transform]
+
+
+@pytest.mark.parametrize('fails', [True, False])
+def test_data_that_a_hook_switches_in_a_later_epoch(tmp_path, fails):
+    made = make_runner(
+        tmp_path,
+        HOOK + [LateSwitchHook(lambda info: dict()['scale'] if fails else info)],
+        loader=dict(dataset=dict(type='Piped')),
+    )
+    with pytest.raises(RunError, match='loading fails: KeyError: scale') if fails else contextlib.nullcontext():
+        made.train()
+    assert made.iter == (0 if fails else 6)
+
+
+@DATASETS.register_module(force=True)
+class Piped(ToyDataset):
+    def __getitem__(self, index):
+        self.pipeline(dict())
+        return super().__getitem__(index)
