@@ -9,7 +9,7 @@ import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from traceback import walk_tb
 from typing import Any, Optional
@@ -69,6 +69,19 @@ def unchanged(runner) -> Iterator[None]:
             module.training = flag
         random.setstate(generators[0])
         np.random.set_state(generators[1])
+
+
+@contextlib.contextmanager
+def _one_line(reason: Callable[[Exception], str]) -> Iterator[None]:
+    """Convert errors in this context to a RunError; with ``MMLINATTN_TRACEBACK=1`` they stay as they are."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        if os.environ.get('MMLINATTN_TRACEBACK') == '1':
+            raise
+        raise RunError(reason(error)) from error
 
 
 class _Batches(list):
@@ -204,24 +217,21 @@ def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
     made: Any = copy.copy(loop)
     made._runner = stand_in = _Stage(runner)
     label = max(num_classes_of_heads(unwrapped(runner.model)).get('bbox_head', 1) - 1, 0)
-    try:
-        with unchanged(runner), tempfile.TemporaryDirectory() as folder:
-            made.dataloader = _Batches(loop.dataloader, _starts(loop))
-            made.evaluator = _rehearsed(loop.evaluator, label, folder)
-            if isinstance(getattr(made, 'val_loss', None), dict):
-                made.val_loss = {}
-            metrics = made.run()
-    except RunError:
-        raise
-    except Exception as error:
-        if os.environ.get('MMLINATTN_TRACEBACK') == '1':
-            raise
-        raise RunError(
-            f'the {"validation" if stage == "val" else stage} would fail, by a rehearsal with two images: '
-            f'{described(error)} (in {raising_object(error)}). Correct {stage}_dataloader, {stage}_evaluator or the '
-            'model; --cfg-options rehearsal=False runs without this check, and MMLINATTN_TRACEBACK=1 shows where it '
-            'fails.'
-        ) from error
+    name = dict(val='validation').get(stage, stage)
+
+    def reason(error: Exception) -> str:
+        return (
+            f'the {name} would fail, by a rehearsal with two images: {described(error)} (in {raising_object(error)}). '
+            f'Correct {stage}_dataloader, {stage}_evaluator or the model; --cfg-options rehearsal=False runs without '
+            'this check, and MMLINATTN_TRACEBACK=1 shows where it fails.'
+        )
+
+    with _one_line(reason), unchanged(runner), tempfile.TemporaryDirectory() as folder:
+        made.dataloader = _Batches(loop.dataloader, _starts(loop))
+        made.evaluator = _rehearsed(loop.evaluator, label, folder)
+        if isinstance(getattr(made, 'val_loss', None), dict):
+            made.val_loss = {}
+        metrics = made.run()
     metrics = metrics if metrics is not None else stand_in.metrics
     return metrics if isinstance(metrics, dict) else None
 
@@ -271,35 +281,34 @@ def rehearse_training_data(runner: Any) -> None:
     dataset: Any = getattr(getattr(runner._train_loop, 'dataloader', None), 'dataset', None)
     if not hasattr(dataset, '__getitem__') or not hasattr(dataset, '__len__') or not len(dataset):
         return
-    errors, reason, cause = [], '', None
-    try:
-        with unchanged(runner), _copied_transforms(dataset):
-            # MMDetection's PipelineSwitchHook replaces the transforms in a later epoch
-            later = [Compose(hook.switch_pipeline) for hook in runner.hooks if hasattr(hook, 'switch_pipeline')]
-            for pipeline in (None, *later):
-                if pipeline is not None:
-                    dataset.pipeline = pipeline
-                errors += [_mask_error(*_masks_of(dataset[index])) for index in sorted({0, len(dataset) // 2})]
-    except Exception as error:
-        if os.environ.get('MMLINATTN_TRACEBACK') == '1':
-            raise
-        cause, reason = error, f'loading fails: {described(error)} (in {raising_object(error)})'
-        for frame, _ in walk_tb(error.__traceback__):
-            known = frame.f_locals.get('results')
-            if isinstance(known, dict) and 'img' in known:
-                errors.append(_mask_error(known.get('gt_masks'), known.get('gt_bboxes'), known['img'].shape[:2]))
-    misfit = next(filter(None, errors), '')
-    if not misfit and not reason:
-        return
     steps = getattr(dataset, 'pipeline', ())
     names = ', '.join(type(step).__name__ for step in getattr(steps, 'transforms', steps))
-    remedy = f'Correct its data set or transforms ({names}); MMLINATTN_TRACEBACK=1 shows where it fails.'
-    if misfit:
-        remedy = (
-            f'Masks do not fit: {misfit}. One of the transforms ({names}) moves boxes and leaves masks behind: leave '
-            'it out where masks are learnt.'
+
+    def misfit(*of_image: Any) -> str:
+        error = _mask_error(*of_image)
+        return error and (
+            f'Masks do not fit: {error}. One of the transforms ({names}) moves boxes and leaves masks behind: leave it '
+            'out where masks are learnt.'
         )
-    raise RunError(f'train_dataloader: {reason}{". " if reason else ""}{remedy}') from cause
+
+    def reason(error: Exception) -> str:
+        known = (frame.f_locals.get('results') for frame, _ in walk_tb(error.__traceback__))
+        images = (each for each in known if isinstance(each, dict) and 'img' in each)
+        found = (misfit(each.get('gt_masks'), each.get('gt_bboxes'), each['img'].shape[:2]) for each in images)
+        remedy = f'Correct its data set or transforms ({names}); MMLINATTN_TRACEBACK=1 shows where it fails.'
+        remedy = next(filter(None, found), remedy)
+        return f'train_dataloader: loading fails: {described(error)} (in {raising_object(error)}). {remedy}'
+
+    with _one_line(reason), unchanged(runner), _copied_transforms(dataset):
+        # MMDetection's PipelineSwitchHook replaces the transforms in a later epoch
+        later = [Compose(hook.switch_pipeline) for hook in runner.hooks if hasattr(hook, 'switch_pipeline')]
+        for pipeline in (None, *later):
+            if pipeline is not None:
+                dataset.pipeline = pipeline
+            for index in sorted({0, len(dataset) // 2}):
+                line = misfit(*_masks_of(dataset[index]))
+                if line:
+                    raise RunError(f'train_dataloader: {line}')
 
 
 def monitored(runner: Any) -> Iterator[tuple[str, str, Any]]:
