@@ -92,6 +92,10 @@ class SafeRunner(Runner):
             hook = dict(hook, type=SafeCheckpointHook)
         super().register_hook(hook, priority)
 
+    def register_default_hooks(self, hooks: Optional[dict] = None) -> None:
+        # None switches any hook off; MMEngine takes it for its own hooks only
+        super().register_default_hooks({key: Hook() if hook is None else hook for key, hook in (hooks or {}).items()})
+
     def build_train_loop(self, loop: Union[BaseLoop, dict]) -> BaseLoop:
         if isinstance(loop, dict):
             is_by_epoch = loop.get('by_epoch') or bare_name(loop.get('type')) == EpochBasedTrainLoop.__name__

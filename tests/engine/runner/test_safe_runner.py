@@ -163,3 +163,10 @@ def test_the_last_checkpoint(tmp_path, monkeypatch):
     Path('work/last_checkpoint').mkdir()
     with pytest.raises(CheckpointError, match='work/last_checkpoint is not a file'):
         find_latest_checkpoint('work')
+
+
+def test_hooks_that_are_switched_off(tmp_path):
+    """``visualization`` is none of MMEngine's own."""
+    runner = make_runner(tmp_path, [], default_hooks=dict(checkpoint=None, visualization=None))
+    runner.train()
+    assert runner.iter == 6 and not [*tmp_path.glob('*.pth')]
