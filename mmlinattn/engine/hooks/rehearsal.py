@@ -126,10 +126,15 @@ def _copied(metric: Any, folder: str) -> Any:
     return made
 
 
-def _add_box(sample: Any, label: int) -> None:
-    """Add a box of the whole image, with the last label, to the predictions of a detector.
+def _add_boxes(sample: Any, label: int, counts: list[int]) -> None:
+    """Add boxes of the whole image to the predictions of a detector, so that metrics meet all that a validation has.
 
-    Without predictions metrics have no names, and some fail for the last label alone.
+    Without predictions metrics have no names. Some fail only for the last label, or for different numbers of boxes.
+
+    Args:
+        sample: Data sample; those of other models stay as they are.
+        label: Label of the added boxes.
+        counts: Number of boxes of each sample before; that of this sample is appended.
     """
     found = sample.get('pred_instances') if hasattr(sample, 'get') else None
     if found is None or not {'bboxes', 'labels', 'scores'} <= {*found.keys()} <= _BOXES:
@@ -143,7 +148,11 @@ def _add_box(sample: Any, label: int) -> None:
     made.labels = found.labels.new_full((1,), label)
     if masks is not None:
         made.masks = masks.new_ones(1, *shape[:2])
-    sample.pred_instances = InstanceData.cat([found, made]) if len(found) else made
+    found = InstanceData.cat([found, made]) if len(found) else made
+    while len(found) in counts:
+        found = InstanceData.cat([found, made])
+    counts.append(len(found))
+    sample.pred_instances = found
 
 
 def _rehearsed(evaluator: Any, label: int, folder: str) -> Any:
@@ -151,10 +160,11 @@ def _rehearsed(evaluator: Any, label: int, folder: str) -> Any:
     made = copy.copy(evaluator)
     made.metrics = [_copied(metric, folder) for metric in getattr(evaluator, 'metrics', ())]
     ids: list = []
+    counts: list[int] = []
 
     def process(data_samples, data_batch=None) -> None:
         for sample in data_samples:
-            _add_box(sample, label)
+            _add_boxes(sample, label, counts)
             ids.append(sample.get('img_id') if hasattr(sample, 'get') else None)
         type(made).process(made, data_samples=data_samples, data_batch=data_batch)
 

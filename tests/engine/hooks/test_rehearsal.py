@@ -168,12 +168,25 @@ def test_an_image_without_predictions_gets_a_box_of_the_last_class():
     """Metrics of no predictions have no names, and one class too many for the annotations shows in its index."""
     for fields in ({}, dict(masks=torch.zeros(0, 6, 8, dtype=torch.bool))):
         made = sample(**fields)
-        rehearsal._add_box(made, 11)
+        rehearsal._add_boxes(made, 11, counts := [])
+        assert counts == [1]
         assert made.pred_instances.bboxes.tolist() == [[0, 0, 8, 6]] and made.pred_instances.labels.tolist() == [11]
         assert not fields or made.pred_instances.masks.all()
     made = sample(kernels=torch.zeros(0, 3))
-    rehearsal._add_box(made, 0)
+    rehearsal._add_boxes(made, 0, [])
     assert len(made.pred_instances) == 0
+
+
+@pytest.mark.parametrize(('sizes', 'counts'), [((0, 0), [1, 2]), ((100, 100), [101, 102]), ((3, 2), [4, 3])])
+def test_predictions_differ_in_number_and_have_the_last_label(sizes, counts):
+    """``CocoMetric`` fails for a label without category, and its ``proposal_fast`` for arrays of several lengths."""
+    seen = []
+    for size in sizes:
+        found = InstanceData(bboxes=torch.zeros(size, 4), labels=torch.zeros(size).long(), scores=torch.zeros(size))
+        sample = BaseDataElement(metainfo=dict(ori_shape=(6, 8)), pred_instances=found)
+        rehearsal._add_boxes(sample, 3, seen)
+        assert len(sample.pred_instances) == seen[-1] and sample.pred_instances.labels[-1] == 3
+    assert seen == counts
 
 
 def test_images_of_each_data_set_that_is_judged_apart():
