@@ -57,41 +57,17 @@ def test_the_merged_model_computes_the_same_and_its_weights_load(backbone, optio
         assert all(module is None for block in model.stages[0] for module in (block.gamma1, block.gamma2))
 
 
-def doubled(layer):
-    layer.register_forward_hook(lambda module, inputs, out: 2 * out)
+def hooked(path, change):
+    """Change the output of a part."""
+    return lambda model: model.get_submodule(path).register_forward_hook(lambda module, inputs, out: change(out))
 
 
-@pytest.mark.parametrize('place', ['attn.proj', 'ffn.fc2'])
-def test_a_layer_scale_beside_a_changed_layer_stays(place):
-    """Other changes: test_changed_modules.py."""
-    model, x = build('RAVLT').eval(), image(2, 70, 99)
-    block = model.stages[0][0]
-    doubled(block.get_submodule(place))
-    expected = model(x)
-    assert_near(model.switch_to_deploy()(x), expected)
-    assert (block.gamma1 is None, block.gamma2 is None) == (place == 'ffn.fc2', place == 'attn.proj')
+def double(out):
+    return 2 * out
 
 
-@pytest.mark.parametrize('place', ['0.layers.0', '0.layers.3', '1.layers.conv', '1.layers.norm'])
-def test_a_changed_convolution_or_norm_is_not_folded(place):
-    """Other changes: test_changed_modules.py."""
-    model = build('RAVLT').eval()
-    doubled(model.patch_embeds.get_submodule(place))
-    with pytest.raises(ValueError, match='^switch_to_deploy: BatchNorm2d cannot be folded into'):
-        model.switch_to_deploy()
-
-
-@pytest.mark.parametrize('part', ['attn', 'ffn', None])
-def test_layers_of_several_blocks_and_convolutions_without_bias(part):
-    model, x = build('RAVLT').eval(), image(2, 70, 99)
-    first, second = model.stages[2]
-    if part is None:
-        model.stages[2][1] = first
-    else:
-        setattr(second, part, getattr(first, part))
-    model.patch_embeds[0].layers[0].bias = None
-    expected = model(x)
-    assert_near(model.switch_to_deploy()(x), expected)
+def gate(out):
+    return out.clamp(-0.2, 0.2)
 
 
 class Sharpened(Block):
@@ -99,56 +75,84 @@ class Sharpened(Block):
         return super().add(x, branch, gamma).tanh()
 
 
-def gate_output(module, args, out):
-    return out.clamp(-0.2, 0.2)
-
-
-@pytest.mark.parametrize('place', ['attn', 'ffn', 'add'])
-def test_layer_scales_before_a_change_stay(place):
-    model, x = build('RAVLT').eval(), image(2, 70, 99)
-    block = model.stages[0][0]
-    if place == 'add':
-        block.add = lambda x, branch, gamma: x + (branch * gamma).tanh()
-    else:
-        block.get_submodule(place).register_forward_hook(gate_output)
-    expected = model(x)
-    assert_near(model.switch_to_deploy()(x), expected)
-
-
-def test_a_hook_on_a_stem_is_not_lost():
-    model = build('RAVLT').eval()
-    model.patch_embeds[0].layers.register_forward_hook(gate_output)
-    with pytest.raises(ValueError, match='the layers of a stem have a hook'):
-        model.switch_to_deploy()
-
-
-def test_an_own_stem_and_own_blocks_stay():
-    """A block may change its attention's output; a layer scale merged into the projection would skip that."""
-    model, x = build('RAVLT').eval(), image(2, 70, 99)
+def own_parts(model):
+    """Add an own stem, an own block and an own attention."""
     model.patch_embeds[0] = PatchEmbed(3, model.embed_dims[0], 4, 4)
     model.stages[0][0].__class__ = Sharpened
-    model.stages[1][0].attn = nn.Sequential(model.stages[1][0].attn)
-    model.stages[1][0].attn.forward = lambda x, stage: model.stages[1][0].attn[0](x, stage)
+    attn = model.stages[1][0].attn = nn.Sequential(model.stages[1][0].attn)
+    attn.forward = lambda x, stage: attn[0](x, stage)
+
+
+def own_addition(model):
+    model.stages[0][0].add = lambda x, branch, gamma: x + (branch * gamma).tanh()
+
+
+def shared(part):
+    """Share a part of two blocks, or the blocks themselves; the stem goes without a bias."""
+
+    def share(model):
+        first, second = model.stages[2]
+        if part is None:
+            model.stages[2][1] = first
+        else:
+            setattr(second, part, getattr(first, part))
+        model.patch_embeds[0].layers[0].bias = None
+
+    return share
+
+
+STAY = {
+    **{f'a hook on {part}': hooked(f'stages.0.0.{part}', double) for part in ('attn.proj', 'ffn.fc2')},
+    **{f'a gate on {part}': hooked(f'stages.0.0.{part}', gate) for part in ('attn', 'ffn')},
+    **{f'shared {part}': shared(part) for part in ('attn', 'ffn', None)},
+    'own parts': own_parts,
+    'own addition': own_addition,
+}
+
+
+@pytest.mark.parametrize('change', STAY.values(), ids=STAY)
+def test_layer_scales_beside_a_change_stay(change):
+    """Other changes: test_changed_modules.py."""
+    model, x = build('RAVLT').eval(), image(2, 70, 99)
+    change(model)
     expected = model(x)
     assert_near(model.switch_to_deploy()(x), expected)
 
 
-def test_convolutions_that_share_weights_are_refused():
+@pytest.mark.parametrize(('place', 'stays'), [('attn.proj', (True, False)), ('ffn.fc2', (False, True))])
+def test_the_other_layer_scale_is_merged(place, stays):
     model = build('RAVLT')
+    hooked(f'stages.0.0.{place}', double)(model)
+    block = model.switch_to_deploy().stages[0][0]
+    assert (block.gamma1 is not None, block.gamma2 is not None) == stays
+
+
+def shared_weights(model):
     convs = [layer for layer in model.patch_embeds[0].layers if isinstance(layer, nn.Conv2d)]
     convs[2].weight = convs[1].weight
-    with pytest.raises(ValueError, match='without hooks, shared or computed weights'):
-        model.switch_to_deploy()
 
 
-@pytest.mark.parametrize('change', [('forward', lambda x: x + 1), ('running_var', None)], ids=lambda c: c[0])
-@pytest.mark.parametrize('place', ['stem', 'ffn'])
-def test_a_batch_norm_that_cannot_be_folded_raises_before_anything_is_changed(place, change):
+NORMS = 'patch_embeds.3.layers.norm', 'stages.3.0.ffn.fc2.up.norms.0'
+FOLDED = 'BatchNorm2d cannot be folded into'
+REFUSED = [
+    *((hooked(f'patch_embeds.{place}', double), FOLDED) for place in ('0.layers.0', '0.layers.3')),
+    *((hooked(f'patch_embeds.{place}', double), FOLDED) for place in ('1.layers.conv', '1.layers.norm')),
+    (hooked('patch_embeds.0.layers', gate), 'the layers of a stem have a hook'),
+    (shared_weights, '.*without hooks, shared or computed weights'),
+    *(
+        (lambda model, norm=norm, change=change: setattr(model.get_submodule(norm), *change), '.*; allowed')
+        for norm in NORMS
+        for change in (('forward', lambda x: x + 1), ('running_var', None))
+    ),
+]
+
+
+@pytest.mark.parametrize(('change', 'message'), REFUSED)
+def test_a_batch_norm_that_cannot_be_folded_raises_before_anything_is_changed(change, message):
     model = build('RAVLT', **COMPACT['RAVLT'])
-    embed, factor = model.patch_embeds[-1].layers, model.stages[-1][-1].ffn.fc2.up
-    setattr(embed.norm if place == 'stem' else factor.norms[-1], *change)
+    change(model)
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match='switch_to_deploy: .* cannot be (folded into Conv2d|merged); allowed'):
+    with pytest.raises(ValueError, match=f'^switch_to_deploy: {message}'):
         model.switch_to_deploy()
     found = model.state_dict()
     assert found.keys() == state.keys() and all(torch.equal(found[key], state[key]) for key in state)

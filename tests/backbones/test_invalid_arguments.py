@@ -155,8 +155,6 @@ def test_wrong_images(backbone):
 
 
 def test_bounds_that_are_allowed():
-    """Accept fractional ratios, any window of a linear attention, and narrow heads without rotary encoding or in
-    unbuilt stages."""
     small_backbones.build(SWIN, 'inline', arch=arch(SWIN, mlp_ratios=(2.5,) * 4), window_size=2**20)
     narrow = arch('RAVLT', mlp_ratios=2.5, num_heads=(1, 2, 3, 16))
     for options in (dict(rotary=False), dict(out_indices=(0, 2))):

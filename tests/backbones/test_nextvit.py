@@ -129,9 +129,6 @@ def test_keys_are_those_of_averaged_tokens(size, reduction, is_dynamic, monkeypa
 
 
 def test_averages_of_keys():
-    """Average the keys of quadratic attentions in stages with a reduction; hallucinated attention needs a grid. Blocks
-    without an attention may be None."""
-
     def kinds(**options):
         modules = small_backbones.build('LinearNextViT', **options).modules()
         return [(m.reduction, m.ratio) for m in modules if isinstance(m, AveragedKeysAttention)]
@@ -162,8 +159,6 @@ def test_down_sampling_averages_the_pixels_that_are_there(size, is_dynamic, monk
 
 
 def test_channels_of_attentions_are_three_quarters_in_whole_groups():
-    """Round to the nearest number of groups, halves up, as the release does. Stages without attentions keep their
-    channels."""
     arch = dict(ARCH, group_dim=8, embed_dims=(8, 24, 48, 56), num_heads=(1, 1, 1, 1))
     assert small_backbones.build('LinearNextViT', arch=arch).attn_dims == (8, 16, 40, 40)  # 18, 36 and 42
 
@@ -185,8 +180,6 @@ def test_norms_by_option():
 
 
 def test_norm_cfg_is_of_all_norms():
-    """Apply ``norm_cfg`` to all norms, including output norms and compact networks. The latter may have their own
-    ``norm_cfg``."""
     fixed, sync = dict(type='BN', eps=1e-3, momentum=0.2), dict(type='SyncBN')
     mixed = dict(COMPACT, ffn=dict(type='compact', norm_cfg=sync))
     found = []

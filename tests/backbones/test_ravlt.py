@@ -15,7 +15,6 @@ ARCH = ARCHS['RAVLT']
 @pytest.mark.parametrize('attns', [None, ('rala',) * 4], ids=['hybrid', 'linear'])
 @pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
 def test_equals_the_equations_written_plainly(attns, training):
-    """Compare values and the gradient of every parameter, with running and with batch statistics."""
     model = goldens.fill(RAVLT(ARCH, stage_attns=attns, drop_path_rate=0.0)).double().train(training)
     x = image().double()
     outs, expected = model(x), reference_ravlt.forward(model, x)

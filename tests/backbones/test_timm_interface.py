@@ -25,17 +25,6 @@ def test_the_named_module_computes_the_output(backbone, out_norm):
             torch.testing.assert_close(made, out, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('out_indices', [(0, 1, 2, 3), (1, 3)])
-def test_feature_info_of_timm(out_indices):
-    timm = pytest.importorskip('timm')
-    model = build('RAVLT', out_indices=out_indices)
-    info = timm.models.FeatureInfo(model.feature_info, tuple(range(len(out_indices))))
-    outs = model(image())
-    assert info.channels() == [out.shape[1] for out in outs]
-    assert info.reduction() == [64 // out.shape[2] for out in outs]
-    assert info.module_name() == [f'out_norms.{i}' for i in out_indices]
-
-
 def test_intermediates_are_the_selected_outputs():
     model, x = build('RAVLT').eval(), image()
     outs = model(x)
@@ -91,15 +80,3 @@ def test_layers_of_parameters_rise_with_depth(backbone):
     assert {coarse(name) for name in names} == set(range(len(model.built_depths) + 2))
     last = max(i for i, name in enumerate(names) if name.startswith(('stages', 'blocks')))
     assert fine(names[last]) == sum(model.built_depths) and coarse(names[last]) == len(model.built_depths)
-
-
-def test_layer_decay_and_weight_decay_of_timm():
-    create = pytest.importorskip('timm.optim').create_optimizer_v2
-    model = build('LinearDeiT', 'softmax')
-    optimizer = create(model, 'adamw', lr=1.0, weight_decay=0.1, layer_decay=0.5)
-    groups = {parameter: group for group in optimizer.param_groups for parameter in group['params']}
-    names = dict(model.named_parameters())
-    # depths 0 (stem) to 3 (output norm)
-    scales = [groups[names[name]]['lr_scale'] for name in ('cls_token', 'blocks.0.attn.qkv.weight', 'out_norm.weight')]
-    assert scales == [0.125, 0.25, 1.0]
-    assert groups[names['cls_token']]['weight_decay'] == 0 < groups[names['blocks.0.attn.qkv.weight']]['weight_decay']

@@ -4,6 +4,7 @@
 import copy
 import itertools
 
+import pytest
 import torch
 from mmengine.registry import MODELS
 
@@ -58,6 +59,17 @@ def mixes(backbone):
     twice, others = names[-count:], itertools.cycle(names[:-count])
     seconds = list(itertools.islice(others, count))
     return tuple((last, second, [name] * 2, last) for name, second, last in zip(twice, seconds, others))
+
+
+def every_mix():
+    """Yield all mixes as parameters ``(backbone, stage_attns)`` of a test.
+
+    One mix per backbone is fast; together these cover all attentions.
+    """
+    for number, backbone in enumerate(ARCHS):
+        for i, attns in enumerate(mixes(backbone)):
+            marks = [] if i == number % len(mixes(backbone)) else [pytest.mark.slow]
+            yield pytest.param(backbone, attns, id=f'{backbone}-{i}', marks=marks)
 
 
 def build(backbone, attn=None, **options):
