@@ -16,8 +16,9 @@ every_attention = pytest.mark.parametrize('name', LINEAR)
 
 
 @every_form
-@pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
-@pytest.mark.parametrize('dtype', HALF, ids=str)
+@pytest.mark.parametrize(
+    ('dtype', 'masked'), [(torch.float16, False), (torch.float16, True), (torch.bfloat16, False)], ids=str
+)
 @every_attention
 def test_sums_over_the_tokens_of_a_detection_map(name, dtype, masked, which):
     """Sum 66,800 tokens of mean 1.2 (stage 1 at 1333x800): beyond float16's range, and bfloat16 counts only to 256."""
@@ -94,18 +95,6 @@ def test_every_power_with_dead_and_huge_tokens(power, channels, which):
     # the powers of the reference underflow beyond; beside tokens of 1e4, 1e-15 of their largest is above 0
     if power <= 16:
         torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
-
-
-@every_form
-def test_weights_far_apart(which):
-    """Give one key a weight beyond the resolution of float32 beside the others."""
-    q, k, v = torch.randn(3, 1, 20, 8)
-    k[:, 7] = 500.0
-    leaves = [t.requires_grad_() for t in (q.abs(), k, v)]
-    with form(which):
-        out = ops.rala(*leaves, 1)
-    torch.testing.assert_close(out, v[:, 7:8].expand_as(out), rtol=1e-3, atol=1e-3)
-    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), leaves))
 
 
 @every_form

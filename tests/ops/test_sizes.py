@@ -71,7 +71,6 @@ def test_no_tokens_give_an_empty_result(name, dtype, which):
 
 @pytest.mark.parametrize('name', [name for name in EVERY if 'no row' not in name])
 def test_traced_graphs_have_no_number_of_the_default_type(name):
-    """Keep float64 in graphs of ``torch.jit.trace``, which passes sizes as integer tensors."""
     q, k, v = torch.randn(3, 2, 12, 8, dtype=torch.float64)
     expected = EVERY[name](q, k, v, 2)
     torch.set_default_dtype(torch.bfloat16)
