@@ -51,7 +51,6 @@ def parts(size, rows, columns):
 
 @pytest.mark.parametrize('name', [*SEQUENTIAL, *MIXERS])
 def test_the_whole_map_is_its_tokens_row_by_row(name):
-    """Compare with the tokens of the map, and with a single window over it."""
     x = feature_map(3, 5)
     attention, context = filled(GlobalAttention(DIM, HEADS, ATTENTIONS[name])), StageContext.of(x)
     tokens = attend(attention, x.flatten(1, 2), Grid(3, 5)).unflatten(1, (3, 5))
@@ -80,7 +79,6 @@ def test_reduced_keys(name, height, width, ratio):
 
 
 def test_errors_of_arrangements():
-    """Raise for combinations that would be wrong at some positions or sizes."""
     with pytest.raises(ValueError, match=r"shift=True: 'inline' takes no bias"):
         WindowAttention(DIM, HEADS, 'inline', (4, 4), shift=True)
     for spec, options in (('inline', {}), ('softmax', dict(local_kernel=3))):
@@ -164,7 +162,6 @@ def softmax_window_by_pairs(attention, x, window, shift):
 @example(3, 8, (3, 3), True)
 @given(st.integers(1, 7), st.integers(1, 7), st.tuples(st.integers(2, 4), st.integers(2, 4)), st.booleans())
 def test_softmax_in_shifted_windows_equals_a_loop_over_pairs(height, width, window, shift):
-    """Include relative positions and the seam, exclude padding."""
     attention = filled(WindowAttention(DIM, HEADS, 'softmax', window, shift=shift, relative_bias=True))
     x = feature_map(height, width)
     slow = softmax_window_by_pairs(attention, x, window, shift)
@@ -196,7 +193,6 @@ def test_windows_of_a_rolled_map_have_no_neighbours_from_its_other_side(height, 
 @example(7, 9, 4)
 @given(sizes, sizes, st.integers(1, 3))
 def test_stripes_are_two_halves_of_windows(name, height, width, stripe):
-    """Give half of the channels vertical stripes and half horizontal ones, cropped to the map."""
     attention = filled(StripeAttention(DIM, HEADS, ATTENTIONS[name], stripe))
     x = feature_map(height, width)
     thirds = [part.chunk(2, dim=-1) for part in attention.qkv(x).split([2 * w for w in attention.widths], dim=-1)]

@@ -141,8 +141,6 @@ def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     local=st.booleans(),
 )
 def test_padding_changes_nothing_for_the_valid_tokens(name, height, width, around, held, backend, local):
-    """Compare a map with the same map inside a larger masked one: values and gradients are equal, whatever the padding
-    holds."""
     torch.manual_seed(0)
     attention = build(name, local_kernel=3 if local else None)
     held = min(held, 30.0) if name in OVERFLOWING else held
@@ -166,7 +164,6 @@ def test_padding_changes_nothing_for_the_valid_tokens(name, height, width, aroun
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_attention
 def test_a_window_of_padding_only_has_no_values_and_finite_gradients(name, dtype):
-    """Mask the second item of the batch as a whole."""
     attention = build(name).to(torch.promote_types(dtype, torch.float32))
     mask = torch.tensor([[True] * 15, [False] * 15])
     x = torch.randn(2, 15, DIM, dtype=attention.qkv.weight.dtype, requires_grad=True)

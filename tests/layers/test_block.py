@@ -102,7 +102,6 @@ def test_small_layer_scales_under_float16(learns):
     ],
 )
 def test_norms_that_would_take_rows_for_channels_are_refused(build, norm):
-    """Raise for norms over axis 1: they would run on maps with as many rows as channels."""
     with pytest.raises(ValueError, match=f"^norm_cfg=.*'{norm}'.*: expected a norm over the last axis, as 'LN'"):
         build(dict(type=norm, **(dict(num_groups=2) if norm == 'GN' else {})))
 

@@ -110,7 +110,6 @@ def test_errors(spec, words):
 
 @pytest.mark.parametrize(('spec', 'kind'), [(None, DWConvFFN), ('mlp', MLP), ('conv', ConvFFN), ('dwconv', DWConvFFN)])
 def test_feed_forward_networks_by_name(spec, kind):
-    """Build each network alone and as a compact one; the spec is shared by blocks and stays unchanged."""
     ffn = build_ffn(spec, DWConvFFN, 10, 30)
     assert type(ffn) is kind and (ffn.fc1.in_features, ffn.fc1.out_features, ffn.fc2.out_features) == (10, 30, 10)
     inner = {} if spec is None else dict(ffn=spec)
@@ -125,7 +124,6 @@ def test_feed_forward_networks_by_name(spec, kind):
 
 
 def test_branches_with_something_of_their_own_are_not_merged():
-    """Raise for an adapter in a branch. Norms: tests/backbones/test_deploy.py."""
     layer, x = unsettled(FactorisedLinear(12, 8, 5)), torch.randn(3, 12)
     kept = layer.down
     kept.linears[1] = nn.Sequential(nn.Linear(12, 5), nn.ReLU())

@@ -24,7 +24,6 @@ def test_patches_without_overlap(dtype, kernel, channels):
 
 
 def test_patches_may_be_made_to_overlap():
-    """Halve the stride of a trained embedding, for finer maps."""
     conv, x = PatchConv2d(3, 16, 8), torch.randn(2, 3, 32, 24)
     conv.stride = (4, 4)
     torch.testing.assert_close(conv(x), nn.functional.conv2d(x, conv.weight, conv.bias, 4))

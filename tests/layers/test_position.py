@@ -39,7 +39,6 @@ def test_tables_are_resized_bilinearly(height, width, prefix):
 
 
 def test_class_tokens_without_a_vector_get_none():
-    """Give class tokens without a stored vector zeros."""
     table = PositionTable(DIM, (2, 3), prefix=1)
     found = table(Grid(2, 3, prefix=3))
     assert not found[:, :2].any()
@@ -48,7 +47,6 @@ def test_class_tokens_without_a_vector_get_none():
 
 @pytest.mark.parametrize('prefix', [0, 1])
 def test_a_checkpoints_table_of_another_square_fits(prefix):
-    """Resize square tables; return others unchanged, so that loading reports them."""
     table, given = PositionTable(DIM, (6, 7), prefix), torch.randn(1, prefix + 16, DIM)
     fitted = table.fit(given)
     assert fitted.shape == table.weight.shape and torch.equal(fitted[:, :prefix], given[:, :prefix])

@@ -17,7 +17,6 @@ def pyramid(**options):
 
 @pytest.mark.parametrize(('height', 'width'), [(64, 96), (70, 90), (33, 47), (49, 32)])
 def test_levels_have_the_sizes_of_a_convolutional_pyramid(height, width):
-    """Read the last of several maps. The levels of an odd image are crops of those of the padded image."""
     neck, x = pyramid(), torch.randn(2, 8, -(-height // 16), -(-width // 16))
     outs, whole = neck([torch.zeros(1, 5, 3, 4), x], image_size=(height, width)), neck(x)
     for out, other, stride in zip(outs, whole, (4, 8, 16, 32, 64), strict=True):

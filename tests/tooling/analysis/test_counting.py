@@ -35,7 +35,6 @@ def test_deformable_convolutions():
 
 
 def test_convolutions_by_predicted_kernels():
-    """Count InLine's convolution of two images of 20 tokens, 24 channels and 9 taps."""
     with torch.device('meta'):
         mixer, mean = InLineMixer(24, 3), torch.zeros(2, 24)
         q, k, v = torch.zeros(3, 2, 20, 24)
@@ -87,7 +86,6 @@ def test_hallucinated_attention_counts_as_its_paper_counts(steps, taps):
 
 
 def test_memory_counts_live_storages():
-    """Add up tensors that live at the same time. A view keeps its whole storage."""
     with OpCounter(nn.Identity()) as count:
         for length in range(1, 8):
             x = torch.zeros(1000 * length, device='meta')

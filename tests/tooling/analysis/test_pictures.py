@@ -16,7 +16,6 @@ from mmlinattn.tooling.analysis.loading import Picture, token_at
 
 
 def of_size(shown, inputs=None):
-    """Return a grey image of ``shown`` (height, width), with network inputs of the padded size ``inputs``."""
     inputs = torch.zeros(1, 3, *(inputs or shown))
     return Picture('photo', np.full((*shown, 3), 100, np.uint8), inputs, None, np.asarray, shown[::-1])
 
