@@ -4,6 +4,7 @@
 import os
 import re
 import signal
+from pkgutil import resolve_name
 
 import mmcv
 import numpy as np
@@ -21,140 +22,80 @@ from mmlinattn.tooling import command_line
 from mmlinattn.utils.errors import RunError
 
 
-def persistent_workers_without_workers():
-    torch.utils.data.DataLoader([1], num_workers=0, persistent_workers=True)
-
-
-def one_image_in_batch_norm():
-    nn.BatchNorm2d(3)(torch.ones(1, 3, 1, 1))
-
-
-def segmentor_images_of_two_sizes():
-    from mmseg.models import SegDataPreProcessor
-
-    SegDataPreProcessor()(dict(inputs=[torch.ones(3, 4, 4), torch.ones(3, 4, 5)]))
-
-
-def samples_of_two_sizes():
-    default_collate([torch.ones(3, 4, 4), torch.ones(3, 4, 5)])
-
-
-def other_classes_of_a_segmentor():
-    from mmseg.datasets import CityscapesDataset
-
-    CityscapesDataset(metainfo=dict(classes=('cat',)), lazy_init=True)
-
-
-def three_boxes_of_two():
-    torch.ones(2).topk(3)  # as heads of the DETR family, by max_per_img
-
-
-def five_best_of_three():
-    from mmpretrain.evaluation import Accuracy
-
-    Accuracy.calculate(torch.rand(2, 3), torch.tensor([0, 1]), topk=(5,))
-
-
-def recalls_of_several_numbers_of_boxes():
-    from mmdet.evaluation import eval_recalls
-
-    eval_recalls([np.zeros((1, 4)), np.zeros((2, 4))], [np.zeros((3, 4)), np.zeros((5, 4))], [100])
+def build_sgd(**options):
+    build_optim_wrapper(nn.Linear(1, 1), {'optimizer': dict(type='SGD', lr=0.1), **options})
 
 
 def label_without_category():
-    from mmdet.evaluation import CocoMetric
-
-    metric = CocoMetric(metric='bbox')
+    metric = resolve_name('mmdet.evaluation:CocoMetric')(metric='bbox')
     metric.cat_ids = [1]
     found = dict(img_id=1, bboxes=np.ones((1, 4)), labels=np.ones(1, dtype=int), scores=np.ones(1))
     metric.results2json([found], 'unused')
 
 
-def unknown_optimizer():
-    build_optim_wrapper(nn.Linear(1, 1), dict(optimizer=dict(type='Nothing', lr=0.1)))
-
-
-def scale_in_a_list():
-    mmcv.imrescale(np.zeros((4, 4, 3)), [8, 8])
-
-
-def factor_of_no_weight_decay():
-    build_optim_wrapper(
-        nn.Linear(1, 1), dict(optimizer=dict(type='SGD', lr=0.1), paramwise_cfg=dict(norm_decay_mult=0.0))
-    )
-
-
-def weights_of_two_of_three_classes():
-    from mmpretrain.models import CrossEntropyLoss
-
-    CrossEntropyLoss(class_weight=[1.0, 2.0])(torch.rand(2, 3), torch.tensor([0, 1]))
-
-
 def mixed_images_of_unknown_classes():
-    from mmpretrain.models import ClsDataPreprocessor
-    from mmpretrain.structures import DataSample
-
-    data = dict(inputs=torch.ones(1, 3, 4, 4), data_samples=[DataSample().set_gt_label(1)])
-    ClsDataPreprocessor(batch_augments=dict(augments=dict(type='Mixup', alpha=0.8)))(data, training=True)
-
-
-def argument_of_older_backbones():
-    MODELS.build(dict(type='RAVLT', arch='tiny', pretrained='a.pth'))
-
-
-def image_that_is_none():
-    mmcv.bgr2rgb(np.zeros((0, 0, 3), np.uint8))
+    sample = resolve_name('mmpretrain.structures:DataSample')().set_gt_label(1)
+    preprocess = resolve_name('mmpretrain.models:ClsDataPreprocessor')
+    mixup = dict(augments=dict(type='Mixup', alpha=0.8))
+    preprocess(batch_augments=mixup)(dict(inputs=torch.ones(1, 3, 4, 4), data_samples=[sample]), training=True)
 
 
 def inferencer_of_a_detector():
-    from mmdet.apis import DetInferencer
-
     pipeline = [dict(type='LoadMyImage'), dict(type='PackDetInputs')]
-    DetInferencer._init_pipeline(
-        DetInferencer.__new__(DetInferencer), Config(dict(test_dataloader=dict(dataset=dict(pipeline=pipeline))))
-    )
+    kind = resolve_name('mmdet.apis:DetInferencer')
+    kind._init_pipeline(kind.__new__(kind), Config(dict(test_dataloader=dict(dataset=dict(pipeline=pipeline)))))
 
 
-def label_beyond_the_head():
-    F.cross_entropy(torch.rand(1, 3), torch.tensor([128]))
-
-
+# words of an error of upstream, and a call that raises it
 ERRORS = {
-    persistent_workers_without_workers: 'persistent_workers option needs num_workers',
-    one_image_in_batch_norm: 'Expected more than 1 value per channel',
-    segmentor_images_of_two_sizes: 'The image size in a batch should be the same',
-    samples_of_two_sizes: 'stack expects each tensor to be equal size',
-    other_classes_of_a_segmentor: 'is not a subset of classes',
-    three_boxes_of_two: 'selected index k out of range',
-    five_best_of_three: 'accuracy is unavailable since the number of categories',
-    recalls_of_several_numbers_of_boxes: 'inhomogeneous shape',
-    label_without_category: 'list index out of range',
-    unknown_optimizer: 'None is not a callable object',
-    scale_in_a_list: 'Scale must be a number or tuple of int',
-    factor_of_no_weight_decay: 'base_wd should not be None',
-    weights_of_two_of_three_classes: 'weight tensor should be defined',
-    mixed_images_of_unknown_classes: 'Cannot generate one-hot format labels',
-    argument_of_older_backbones: "unexpected keyword argument 'pretrained'",
-    image_that_is_none: '!_src.empty()',
-    inferencer_of_a_detector: 'LoadImageFromFile is not found',
-    label_beyond_the_head: 'is out of bounds',
+    'persistent_workers option needs num_workers': lambda: torch.utils.data.DataLoader([1], persistent_workers=True),
+    'Expected more than 1 value per channel': lambda: nn.BatchNorm2d(3)(torch.ones(1, 3, 1, 1)),
+    'The image size in a batch should be the same': lambda: resolve_name('mmseg.models:SegDataPreProcessor')()(
+        dict(inputs=[torch.ones(3, 4, 4), torch.ones(3, 4, 5)])
+    ),
+    'stack expects each tensor to be equal size': lambda: default_collate([torch.ones(4, 4), torch.ones(4, 5)]),
+    'is not a subset of classes': lambda: resolve_name('mmseg.datasets:CityscapesDataset')(
+        metainfo=dict(classes=('cat',)), lazy_init=True
+    ),
+    # as heads of the DETR family, by max_per_img
+    'selected index k out of range': lambda: torch.ones(2).topk(3),
+    'accuracy is unavailable since the number of categories': lambda: resolve_name(
+        'mmpretrain.evaluation:Accuracy'
+    ).calculate(torch.rand(2, 3), torch.tensor([0, 1]), topk=(5,)),
+    'inhomogeneous shape': lambda: resolve_name('mmdet.evaluation:eval_recalls')(
+        [np.zeros((1, 4)), np.zeros((2, 4))], [np.zeros((3, 4)), np.zeros((5, 4))], [100]
+    ),
+    'list index out of range': label_without_category,
+    'None is not a callable object': lambda: build_sgd(optimizer=dict(type='Nothing', lr=0.1)),
+    'Scale must be a number or tuple of int': lambda: mmcv.imrescale(np.zeros((4, 4, 3)), [8, 8]),
+    'base_wd should not be None': lambda: build_sgd(paramwise_cfg=dict(norm_decay_mult=0.0)),
+    'weight tensor should be defined': lambda: resolve_name('mmpretrain.models:CrossEntropyLoss')(
+        class_weight=[1.0, 2.0]
+    )(torch.rand(2, 3), torch.tensor([0, 1])),
+    'Cannot generate one-hot format labels': mixed_images_of_unknown_classes,
+    "unexpected keyword argument 'pretrained'": lambda: MODELS.build(
+        dict(type='RAVLT', arch='tiny', pretrained='a.pth')
+    ),
+    '!_src.empty()': lambda: mmcv.bgr2rgb(np.zeros((0, 0, 3), np.uint8)),
+    'LoadImageFromFile is not found': inferencer_of_a_detector,
+    'is out of bounds': lambda: F.cross_entropy(torch.rand(1, 3), torch.tensor([128])),
 }
 
 
-@pytest.mark.parametrize('error', ERRORS, ids=lambda error: error.__name__)
-def test_the_remedy_beside_upstream_s_error(monkeypatch, error):
+@pytest.mark.parametrize('words', ERRORS)
+def test_the_remedy_beside_upstream_s_error(monkeypatch, words):
     for package in ('mmdet', 'mmseg', 'mmpretrain'):
         pytest.importorskip(package)
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
-    (advice,) = [each for each in command_line.ADVICE if each.words == ERRORS[error]]
+    (advice,) = [each for each in command_line.ADVICE if each.words == words]
     line = rf'^c\.py: .*{re.escape(advice.words)}.*\. {re.escape(advice.remedy)}\.$'
     with pytest.raises(RunError, match=line):
         with command_line.setup_errors('c.py', whole=False):
-            error()
+            ERRORS[words]()
 
 
 def test_every_remedy_has_its_error():
-    assert sorted(each.words for each in command_line.ADVICE) == sorted(ERRORS.values())
+    assert sorted(each.words for each in command_line.ADVICE) == sorted(ERRORS)
 
 
 @pytest.mark.parametrize(

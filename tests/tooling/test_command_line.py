@@ -65,40 +65,59 @@ class Outer:
         MODELS.build(part)
 
 
-def test_an_error_while_building_names_the_innermost_class(monkeypatch):
+def divide():
+    1 / 0  # noqa: B018
+
+
+def interrupt():
+    try:
+        raise KeyboardInterrupt
+    except BaseException:
+        raise SyntaxError('Failed to format')  # noqa: B904 -- as MMEngine does
+
+
+def build(kind, **options):
+    return lambda: MODELS.build(dict(type=kind, **options))
+
+
+def fail(error):
+    def run():
+        raise error
+
+    return run
+
+
+REFUSES = build('Outer', part=dict(type='Refuses'))
+STARTED, STEPPED = (dict(whole=False, runner=SimpleNamespace(has_stepped=stepped)) for stepped in (False, True))
+ERRORS = [  # what fails, arguments of setup_errors, the error and its words
+    (REFUSES, {}, RunError, '^c.py cannot be run: Refuses: KeyError: '),
+    (REFUSES, dict(whole=False), RunError, '^c.py cannot be run: Refuses: KeyError: '),
+    (build('Refuses', split='train'), {}, RunError, r"argument 'split'\. .*_delete_=True"),
+    (build('Outer', prt=1), {}, RunError, "Did you mean 'part'"),
+    (build('Outr'), {}, RunError, "Did you mean 'Outer'"),
+    (divide, {}, RunError, '^c.py cannot be run: ZeroDivisionError: '),
+    (divide, dict(whole=False), ZeroDivisionError, ''),  # nothing is under construction
+    (divide, STARTED, RunError, ''),
+    (divide, STEPPED, ZeroDivisionError, ''),
+    (interrupt, {}, KeyboardInterrupt, ''),
+    # a ValueError of this package
+    (lambda: check_kernel('x', ('y',)), dict(whole=False), RunError, "^c.py: kernel='x': expected"),
+    (fail(RunError('as it is')), {}, RunError, '^as it is$'),
+    (fail(ValueError('need at least one array to concatenate')), {}, RunError, 'run: the data set holds no image with'),
+]
+
+
+@pytest.mark.parametrize(('run', 'options', 'kind', 'words'), ERRORS)
+def test_an_error_while_building_names_the_innermost_class(monkeypatch, run, options, kind, words):
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
-    explained = command_line.setup_errors
-    model = dict(type='Outer', part=dict(type='Refuses'))
-    for whole in (True, False):
-        with pytest.raises(RunError, match='^c.py cannot be run: Refuses: KeyError: '), explained('c.py', whole):
-            MODELS.build(model)
-    with pytest.raises(RunError, match=r"argument 'split'\. .*_delete_=True"), explained('c.py'):
-        MODELS.build(dict(type='Refuses', split='train'))
-    with pytest.raises(RunError, match='^c.py cannot be run: ZeroDivisionError: '), explained('c.py'):
-        1 / 0  # noqa: B018
-    with pytest.raises(ZeroDivisionError), explained('c.py', whole=False):
-        1 / 0  # noqa: B018 -- nothing is under construction
-    for has_stepped, kind in ((False, RunError), (True, ZeroDivisionError)):
-        with pytest.raises(kind), explained('c.py', whole=False, runner=SimpleNamespace(has_stepped=has_stepped)):
-            1 / 0  # noqa: B018
-    with pytest.raises(KeyboardInterrupt), explained('c.py'):
-        try:
-            raise KeyboardInterrupt
-        except BaseException:
-            raise SyntaxError('Failed to format')  # noqa: B904 -- as MMEngine does
-    with pytest.raises(RunError, match="Did you mean 'part'"), explained('c.py'):
-        MODELS.build(dict(type='Outer', prt=1))
-    with pytest.raises(RunError, match="Did you mean 'Outer'"), explained('c.py'):
-        MODELS.build(dict(type='Outr'))
-    with pytest.raises(RunError, match="^c.py: kernel='x': expected"), explained('c.py', whole=False):
-        check_kernel('x', ('y',))  # a ValueError of this package
-    with pytest.raises(RunError, match='^as it is$'), explained('c.py'):
-        raise RunError('as it is')
-    with pytest.raises(RunError, match='c.py cannot be run: the data set holds no image with'), explained('c.py'):
-        raise ValueError('need at least one array to concatenate')
+    with pytest.raises(kind, match=words), command_line.setup_errors('c.py', **options):
+        run()
+
+
+def test_a_traceback_if_asked_for(monkeypatch):
     monkeypatch.setenv('MMLINATTN_TRACEBACK', '1')
-    with pytest.raises(KeyError), explained('c.py'):
-        MODELS.build(model)
+    with pytest.raises(KeyError), command_line.setup_errors('c.py'):
+        REFUSES()
 
 
 @pytest.mark.parametrize(
@@ -140,10 +159,11 @@ def test_the_folder_of_an_output_file(tmp_path):
             command_line.check_out_file(path)
 
 
-@pytest.mark.parametrize('is_there', [True, False])
-def test_the_command_of_this_python(tmp_path, monkeypatch, is_there):
+@pytest.mark.parametrize(('place', 'is_named'), [('.', True), ('of_another_python', False), (None, False)])
+def test_the_command_of_this_python(tmp_path, monkeypatch, place, is_named):
     monkeypatch.setattr(sys, 'executable', str(tmp_path / 'python'))
-    monkeypatch.setenv('PATH', str(tmp_path))
-    if is_there:
-        (tmp_path / 'mmlinattn').touch(0o755)
-    assert command_line.console_command() == ('mmlinattn' if is_there else f'{tmp_path}/python -m mmlinattn')
+    monkeypatch.setenv('PATH', str(tmp_path / (place or '.')))
+    if place:
+        (tmp_path / place).mkdir(exist_ok=True)
+        (tmp_path / place / 'mmlinattn').touch(0o755)
+    assert command_line.console_command() == ('mmlinattn' if is_named else f'{tmp_path}/python -m mmlinattn')

@@ -186,10 +186,12 @@ def test_files_of_a_test(tested, tmp_path):
     assert tested(show_dir=out, interval=2) == ['x/1.png', 'y/2.png']
     found = tested(save_txt=out, save_json=f'{out}/all.json')
     assert found == ['all.json', 'x/1.png', 'x/1.txt', 'y/1.txt', 'y/2.png', 'y/2.txt']
-    assert len((tmp_path / 'out/y/1.txt').read_text().splitlines()) == 2
+    assert len((tmp_path / 'out/y/1.txt').read_text().splitlines()) == 2  # above the config's threshold
     entries = json.loads((tmp_path / 'out/all.json').read_text())
     assert [entry['image_id'] for entry in entries] == [0] * 3 + [1] * 3 + [2] * 3
     assert [entry['file_name'] for entry in entries] == ['1.png'] * 6 + ['2.png'] * 3
+    tested(save_txt=out, score_thr=0.0)
+    assert len((tmp_path / 'out/y/1.txt').read_text().splitlines()) == 3
 
 
 def test_a_visualizer_that_writes_nothing_is_an_error(tested, tmp_path):

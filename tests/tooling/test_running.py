@@ -18,30 +18,11 @@ from mmlinattn.utils.errors import RunError
 AMP = dict(type='AmpOptimWrapper', loss_scale='dynamic', dtype='bfloat16', use_fsdp=False)
 APEX = dict(type='ApexOptimWrapper', opt_level='O1', loss_scale='dynamic', num_losses=2)
 PLAIN = dict(type='OptimWrapper', clip_grad=None)
-OFF = ': mixed precision is off, training in fp32.'
-
-
-@pytest.mark.parametrize(
-    ('wrapper', 'device', 'is_asked', 'expected', 'said'),
-    [
-        # the plain wrapper does not take the arguments of the others
-        (dict(AMP, clip_grad=None), 'cpu', False, PLAIN, f'no accelerator{OFF}'),
-        (dict(APEX, clip_grad=None), 'mps', False, PLAIN, f'mps is no device of AmpOptimWrapper{OFF}'),
-        (PLAIN, 'cpu', True, PLAIN, f'no accelerator{OFF}'),
-        (PLAIN, 'cpu', False, PLAIN, None),
-    ],
-)
-def test_mixed_precision_without_an_accelerator(monkeypatch, capsys, wrapper, device, is_asked, expected, said):
-    monkeypatch.setattr(running, 'get_device', lambda: device)
-    cfg = Config(dict(optim_wrapper=wrapper))
-    running.set_precision(cfg, is_asked)
-    assert cfg.optim_wrapper == expected
-    assert capsys.readouterr().err == (f'notice: {said}\n' if said else '')
-
-
 BF16 = dict(type='AmpOptimWrapper', dtype='bfloat16', loss_scale=dict(enabled=False))
 FP16 = dict(type='AmpOptimWrapper', loss_scale='dynamic')
 SAID = {
+    'cpu': 'notice: no accelerator: mixed precision is off, training in fp32.\n',
+    'mps': 'notice: mps is no device of AmpOptimWrapper: mixed precision is off, training in fp32.\n',
     'bf16': 'bfloat16 without loss scaling',
     'fp16': 'float16 with loss scaling',
     'scaled bf16': 'bfloat16 with loss scaling',
@@ -52,24 +33,31 @@ SAID = {
 
 
 @pytest.mark.parametrize(
-    ('wrapper', 'capability', 'is_asked', 'expected', 'said'),
+    ('device', 'wrapper', 'is_asked', 'expected', 'said'),
     [
-        (dict(type=OptimWrapper), (9, 0), True, BF16, 'bf16'),
-        (dict(type=OptimWrapper), (7, 5), True, FP16, 'fp16'),
-        (dict(loss_scale=512.0), (7, 5), True, dict(FP16, loss_scale=512.0), 'fp16'),
-        (dict(dtype='float16'), (8, 0), True, dict(FP16, dtype='float16'), 'fp16'),  # set in the config
-        (AMP, (8, 0), True, AMP, 'scaled bf16'),
-        (AMP, (8, 0), False, AMP, 'scaled bf16'),
-        (PLAIN, (8, 0), False, PLAIN, 'fp32'),
-        (PLAIN, (8, 0), False, PLAIN, 'tf32'),
-        (PLAIN, (7, 5), False, PLAIN, 'nothing'),
-        ({}, (8, 0), True, {}, 'nothing'),
+        # the plain wrapper does not take the arguments of the others
+        ('cpu', dict(AMP, clip_grad=None), False, PLAIN, 'cpu'),
+        ('mps', dict(APEX, clip_grad=None), False, PLAIN, 'mps'),
+        ('cpu', PLAIN, True, PLAIN, 'cpu'),
+        ('cpu', PLAIN, False, PLAIN, 'nothing'),
+        # GPUs by their capability
+        ((9, 0), dict(type=OptimWrapper), True, BF16, 'bf16'),
+        ((7, 5), dict(type=OptimWrapper), True, FP16, 'fp16'),
+        ((7, 5), dict(loss_scale=512.0), True, dict(FP16, loss_scale=512.0), 'fp16'),
+        ((8, 0), dict(dtype='float16'), True, dict(FP16, dtype='float16'), 'fp16'),  # set in the config
+        ((8, 0), AMP, True, AMP, 'scaled bf16'),
+        ((8, 0), AMP, False, AMP, 'scaled bf16'),
+        ((8, 0), PLAIN, False, PLAIN, 'fp32'),
+        ((8, 0), PLAIN, False, PLAIN, 'tf32'),
+        ((7, 5), PLAIN, False, PLAIN, 'nothing'),
+        ((8, 0), {}, True, {}, 'nothing'),
     ],
 )
-def test_precision_of_a_simulated_gpu(monkeypatch, capsys, wrapper, capability, is_asked, expected, said):
-    monkeypatch.setattr(running, 'get_device', lambda: 'cuda')
-    monkeypatch.setattr('torch.cuda.is_available', lambda: True)
-    monkeypatch.setattr('torch.cuda.get_device_capability', lambda: capability)
+def test_precision_of_a_device(monkeypatch, capsys, device, wrapper, is_asked, expected, said):
+    is_gpu = isinstance(device, tuple)
+    monkeypatch.setattr(running, 'get_device', lambda: 'cuda' if is_gpu else device)
+    monkeypatch.setattr('torch.cuda.is_available', lambda: is_gpu)
+    monkeypatch.setattr('torch.cuda.get_device_capability', lambda: device)
     monkeypatch.setattr('torch.get_float32_matmul_precision', lambda: 'high' if said == 'tf32' else 'highest')
     cfg = Config(dict(optim_wrapper=wrapper))
     running.set_precision(cfg, is_asked)
@@ -204,8 +192,6 @@ def test_two_runs_in_one_work_dir(tmp_path):
 
 
 def test_a_missing_compiler_says_nothing(monkeypatch, capfd):
-    """MMEngine starts it by a shell, for its version."""
-
     def log_env(self, env_cfg):
         subprocess.run('no-such-compiler --version', shell=True)
 

@@ -16,6 +16,13 @@ from mmlinattn.tooling import settings
 from mmlinattn.utils.errors import RunError
 
 read = functools.cache(Config.fromfile)
+
+
+def raised(line):
+    """Expect an error with a line (a regular expression); none for ''."""
+    return pytest.raises(RunError, match=line) if line else contextlib.nullcontext()
+
+
 VARIABLE = 'is a variable of the file, which is used already. Set '
 
 
@@ -57,14 +64,11 @@ def test_options(task, option, line):
     cfg = Config(read(QUICK[task])._cfg_dict.to_dict())
     content = cfg._cfg_dict.to_dict()
     cfg.merge_from_dict({option: 'x'})
-    if not line:
-        return settings.check_options(content, cfg, {option: 'x'})
-    with pytest.raises(RunError, match=f'--cfg-options {re.escape(option)}: .*{line}'):
+    with raised(line and f'--cfg-options {re.escape(option)}: .*{line}'):
         settings.check_options(content, cfg, {option: 'x'})
 
 
-def test_options_beside_a_new_type():
-    """The arguments are those of the type on the same command line."""
+def test_options_beside_a_new_type_are_its_arguments():
     content = dict(default_scope='mmengine', optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)))
     cfg = Config(content)
     options = {'optim_wrapper.optimizer.type': 'AdamW', 'optim_wrapper.optimizer.amsgrad': True}
@@ -72,13 +76,12 @@ def test_options_beside_a_new_type():
     settings.check_options(content, cfg, options)
 
 
-@pytest.mark.parametrize(('value', 'fails'), [([0, 1], True), (0.01, False)])
-def test_a_decimal_comma_makes_a_list(value, fails):
+@pytest.mark.parametrize(('value', 'line'), [([0, 1], r'\[0, 1\]: expected one number, as 0.1 before'), (0.01, '')])
+def test_a_decimal_comma_makes_a_list(value, line):
     content, option = dict(optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1))), 'optim_wrapper.optimizer.lr'
     cfg = Config(content)
     cfg.merge_from_dict({option: value})
-    line = f'--cfg-options {option}=\\[0, 1\\]: expected one number, as 0.1 before'
-    with pytest.raises(RunError, match=line) if fails else contextlib.nullcontext():
+    with raised(line and f'--cfg-options {option}={line}'):
         settings.check_options(content, cfg, {option: value})
 
 
@@ -125,9 +128,7 @@ def test_names_at_the_top_of_a_file(tmp_path, text, line):
     (tmp_path / 'mine.yaml').write_text('_base_: ./mine.py\n')
     settings.check_variables(Config.fromfile(tmp_path / 'mine.yaml'))
     cfg = Config.fromfile(tmp_path / 'mine.py')
-    if not line:
-        return settings.check_variables(cfg)
-    with pytest.raises(RunError, match=re.escape(line)):
+    with raised(re.escape(line)):
         settings.check_variables(cfg)
 
 
@@ -142,9 +143,7 @@ def test_names_at_the_top_of_a_file(tmp_path, text, line):
 )
 def test_lists_in_place_of_one_data_set(dataset, line):
     cfg = Config(dict(train_dataloader=dict(dataset=dataset)))
-    if not line:
-        return settings.check_single(cfg)
-    with pytest.raises(RunError, match=re.escape(line)):
+    with raised(re.escape(line)):
         settings.check_single(cfg)
 
 
@@ -159,7 +158,5 @@ def test_lists_in_place_of_one_data_set(dataset, line):
 def test_numbers_that_yaml_reads_as_texts(tmp_path, text, line):
     (tmp_path / 'mine.yaml').write_text(text)
     cfg = Config.fromfile(tmp_path / 'mine.yaml')
-    if not line:
-        return settings.check_numbers(cfg)
-    with pytest.raises(RunError, match=line):
+    with raised(line):
         settings.check_numbers(cfg)

@@ -43,7 +43,6 @@ optim_wrapper = dict(type='AmpOptimWrapper', loss_scale='dynamic', optimizer=dic
 
 @pytest.mark.parametrize('name, keep, optimizer', [("it's mine.py", False, 'AdamW'), ('plain.py', True, 'SGD')])
 def test_a_config_of_ones_own(tmp_path, swap, name, keep, optimizer):
-    """Inherit a path, drop weights of the whole model, report frozen stages, and keep the optimizer if asked to."""
     path = tmp_path / name
     path.write_text(CLASSIFIER.format('frozen_stages=4', 'CrossEntropyLoss'))
     swapped, cfg = swap(str(path), 'flatten_pvt_v2_b0', keep_optimizer=keep)
@@ -131,7 +130,6 @@ optim_wrapper = dict(optimizer=dict(type=SGD, lr=0.1))
 
 
 def test_a_pure_python_config(tmp_path, swap):
-    """Write the whole config, as no text config can inherit a pure Python one."""
     (tmp_path / 'pure.py').write_text(PURE)
     (tmp_path / 'scope.py').write_text(
         "default_scope = 'mmpretrain'\ndata_preprocessor = dict(mean=[127.0] * 3, std=[60.0] * 3)\nother = 5\n"

@@ -13,7 +13,6 @@ for project in ('mmdet', 'mmseg', 'mmpretrain'):
 
 
 def test_a_backbone_is_that_of_the_tasks_config():
-    """Synchronise batch norms in detectors. Sizes for larger images start from the smaller one's weights."""
     numbers = torch.get_rng_state()
     detector, classifier = (zoo.find_backbone('ravlt_t', task) for task in ('mmdet', 'mmpretrain'))
     assert detector.cfg == dict(type='RAVLT', arch='tiny', norm_cfg=dict(type='SyncBN'))
@@ -37,7 +36,6 @@ def test_unknown_backbones():
 
 
 def test_recipes_without_a_row_of_their_own():
-    """Use the recipe of another size of the backbone, or else RAVLT's."""
     several = zoo.recipe('ravlt_b', 'mmdet')  # the schedule of 12 epochs comes first
     assert (several.model.type, several.train_cfg.max_epochs) == ('MaskRCNN', 12)
     assert zoo.recipe('inline_swin_b', 'mmpretrain').model.backbone.arch == 'inline-base'  # not that of 384 pixels
