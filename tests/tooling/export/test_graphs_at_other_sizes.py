@@ -15,7 +15,6 @@ from torch.export import Dim
 from mmlinattn.attention import Attention
 from mmlinattn.tooling.export import FORMATS, ExportableModel
 from mmlinattn.tooling.export.models import deviation
-from mmlinattn.utils import private_apis
 
 # Exporters take seconds for a graph: two stages of a backbone.
 HALVES = dict(
@@ -50,17 +49,7 @@ def check_onnx(model, file):
     graphs.check(FORMATS['onnx'].load(file), model)
 
 
-def cases():
-    """Yield every mix of every backbone. One mix per backbone is fast; together these cover all attentions."""
-    for number, backbone in enumerate(BACKBONES):
-        mixes = [*small_backbones.mixes(backbone)]
-        for place, attns in enumerate(mixes):
-            is_fast = place == number % len(mixes)
-            marks = [] if is_fast else pytest.mark.exhaustive
-            yield pytest.param(backbone, attns, id=f'{backbone}-{attns}', marks=marks)
-
-
-@pytest.mark.parametrize(('backbone', 'attns'), [*cases()])
+@pytest.mark.parametrize(('backbone', 'attns'), [mix for mix in small_backbones.every_mix() if not mix.marks])
 def test_graphs_of_a_tracer(backbone, attns, tmp_path):
     check_onnx(small_backbones.build(backbone, stage_attns=attns), tmp_path / 'model.onnx')
 
@@ -69,7 +58,9 @@ FPN_HEAD = dict(type='FPNHead', feature_strides=[4, 8, 16, 32])
 UPER_HEAD = dict(type='UPerHead', pool_scales=(1, 2, 3, 6))
 
 
-@pytest.mark.parametrize(('backbone', 'head'), [('RAVLT', FPN_HEAD), ('LinearSwin', UPER_HEAD)])
+@pytest.mark.parametrize(
+    ('backbone', 'head'), [('RAVLT', FPN_HEAD), pytest.param('LinearSwin', UPER_HEAD, marks=pytest.mark.slow)]
+)
 def test_segmentors_of_a_tracer(backbone, head, tmp_path):
     """Trace upsampling and pooling of MMSegmentation's heads with dynamic shapes, as :class:`ExportableModel` replaces
     them."""
@@ -170,6 +161,7 @@ def test_torch_export_finds_dynamic_shapes_by_itself_and_keeps_gradients():
     torch.testing.assert_close(gradient, x.grad, rtol=1e-3, atol=1e-4 * x.grad.abs().max().item())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(Dim, 'AUTO'), reason='since torch 2.6')
 def test_torch_onnx_export_with_gradients(tmp_path):
     """Call PyTorch's exporter outside of ``torch.no_grad``: it decomposes attention with a learned bias in another grad
@@ -181,18 +173,6 @@ def test_torch_onnx_export_with_gradients(tmp_path):
         warnings.simplefilter('ignore')
         torch.onnx.export(model, (image,), tmp_path / 'model.onnx', dynamo=True, input_names=['image'])
     assert deviation(FORMATS['onnx'].load(tmp_path / 'model.onnx')(image), model(image)) < graphs.TOLERANCE
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not private_apis.CAN_BE_SIZE_OBLIVIOUS, reason='since torch 2.6')
-@pytest.mark.parametrize('backbone', BACKBONES)
-def test_torch_export_of_all_stages_with_gradients_keeps_dynamic_shapes(backbone):
-    """Export without ``torch.no_grad``, as docs/deploy.md does; the last map may have one row."""
-    depth = len(graphs.ARCHS[backbone]['depths'])
-    model = graphs.build(backbone, ('rala', 'inline', 'focused', 'softmax')[:depth])
-    sizes = ({0: Dim('batch'), 2: Dim('height', min=32), 3: Dim('width', min=32)},)
-    graph = torch.export.export(model, (graphs.image((2, 224, 256)),), dynamic_shapes=sizes).module()
-    graphs.check(graph, model, [(1, 70, 96), (3, 333, 65), (1, 32, 64)])
 
 
 @pytest.mark.slow

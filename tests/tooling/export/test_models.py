@@ -46,7 +46,6 @@ def test_metadata(given, said):
 
 
 def test_a_test_pipeline_that_normalises():
-    """Add the pipeline's normalisation (MMDetection 2) to the metadata, or raise."""
     step = dict(type='Normalize', mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0])
 
     def said(*steps, **given):
@@ -73,7 +72,6 @@ def test_windows_of_segmentors():
 
 
 def test_decision_rules_of_heads():
-    """Include mmseg's heads of one output channel, cascaded heads, and mmpretrain's multi-label heads."""
     heads = pytest.importorskip('mmpretrain.models.heads')
     several = partial(heads.MultiLabelLinearClsHead, num_classes=3, in_channels=4)
     for head, expected in (
@@ -238,7 +236,6 @@ def test_files_are_written_with_their_deviations(fake, tmp_path):
 
 
 def test_folding_that_changes_the_numbers_is_found(fake):
-    """Run the reference before folding. A backbone that cannot be folded is exported as it is."""
     model = Toy()
     model.backbone.switch_to_deploy = lambda: model.backbone.conv.weight.data.mul_(2)
     with pytest.raises(RunError, match='deviates from the model'):
