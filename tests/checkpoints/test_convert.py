@@ -57,7 +57,6 @@ def test_meta_of_a_converted_file(config, tmp_path, monkeypatch, capsys, meta, e
 
 
 def test_a_failed_write_leaves_the_old_file(config, tmp_path, monkeypatch):
-    """Simulate a full disk, which PyTorch reports by its own error class."""
     (tmp_path / 'b.pth').write_text('yesterday')
     torch.save(sevens(), tmp_path / 'a.pth')
 

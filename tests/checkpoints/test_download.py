@@ -38,7 +38,6 @@ def error_line(name) -> str:
 
 
 def test_first_download_then_the_cache(server):
-    """Download once for a backbone and its classifier, which are in one file."""
     name = serve(server, 'ravlt_t', 200, WHOLE)
     first, second, whole = (LOAD(name, 'cpu')['state_dict'] for name in (name, name, f'{name}_in1k'))
     assert len(server.requests) == 1 and server.kept() == ['RAVLT_T.pth']

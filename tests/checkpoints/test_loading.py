@@ -36,7 +36,6 @@ def load(caplog, tmp_path):
 
 @pytest.mark.parametrize('dense', [False, True])
 def test_a_released_file_loads_without_a_warning(load, dense):
-    """Skip a classifier's head and a detector's other parts."""
     backbone, released = model(out_norm=dense), released_ravlt(dense)
     if dense:
         released = {f'backbone.{key}': value for key, value in released.items()} | {'neck.w': torch.ones(1)}

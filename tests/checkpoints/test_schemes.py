@@ -58,7 +58,6 @@ def test_arguments_of_mmengine_s_loader(tmp_path, monkeypatch, caplog, capsys):
 
 
 def test_an_import_registers_loaders_and_patches_nothing(tmp_path):
-    """Change nothing in MMEngine and PyTorch but registries and checkpoint schemes."""
     runner(tmp_path).train()
     script = f"""
         import mmengine.runner, mmengine.hooks, mmengine.infer, torch
@@ -113,13 +112,12 @@ def test_the_zoos_of_mmengine(server, monkeypatch, tmp_path):
     assert LOAD('openmmlab://resnet50_caffe')['state_dict']  # a name that MMEngine has changed
     server.replies['/resnet.pth'] = (200, saved({'fc': torch.ones(3)}))
     monkeypatch.setitem(schemes._ZOOS, 'torchvision', lambda: {'resnet50': f'{server.root}/resnet.pth'})
-    assert set(LOAD('torchvision://resnet50')) == {'fc'}
+    assert LOAD('torchvision://resnet50', map_location='meta')['fc'].is_meta
     with pytest.raises(CheckpointError, match="no model 'resnet51'; it has resnet50"):
         LOAD('torchvision://resnet51')
 
 
 def test_addresses_that_mmengine_unpickles_without_a_check():
-    """Replace every unchecked loader of MMEngine, and none of other packages."""
     for address in ('s3://x', 'cluster:s3://x', 'petrel://x', 'pavi://x', 'mmcls://x'):
         with pytest.raises(CheckpointError, match=f'^{address} .* download the file'):
             LOAD(address)

@@ -21,7 +21,6 @@ class Parts(nn.Module):
 
 
 def test_a_trained_model_needs_all_weights(tmp_path, monkeypatch):
-    """Allow differing auxiliary heads, and extra parts in the file. Raise for other differences."""
     monkeypatch.setitem(MODELS._module_dict, 'Parts', Parts)
     cfg, checkpoint = Config(dict(model=dict(type='Parts'))), tmp_path / 'weights.pth'
     state = {key: value for key, value in Parts().state_dict().items() if not key.startswith('auxiliary_head')}
