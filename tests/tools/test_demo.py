@@ -66,11 +66,12 @@ def pictures(tmp_path):
 
 @pytest.mark.parametrize('task', INFERENCERS)
 def test_a_folder_of_pictures(run, pictures, tmp_path, capsys, task):
-    out, threshold = tmp_path / 'deep' / 'folder', ['--score-thr', 0] if task == 'mmdet' else []
+    out, masks = tmp_path / 'deep' / 'folder', tmp_path / 'labels'
+    options = dict(mmdet=['--score-thr', 0], mmseg=['--save-labels', masks], mmpretrain=[])[task]
     if task != 'mmpretrain':  # its drawings alone would have one name
         for name in ('2024.01.02.jpg', 'b.png', 'b.png.bmp'):
             (pictures / name).unlink()
-    inferencer = run(task, pictures, out, '--classes', *NAMES[task], *threshold)
+    inferencer = run(task, pictures, out, '--classes', *NAMES[task], *options)
     drawn = sorted(path.name for path in out.iterdir())
     said = capsys.readouterr()
     assert f'{len(drawn)} image(s) in {out}\n' in said.out
@@ -85,6 +86,11 @@ def test_a_folder_of_pictures(run, pictures, tmp_path, capsys, task):
         (path,) = out.glob('c.*')
         drawing, given = mmcv.imread(str(path)), mmcv.imread(str(pictures / 'c.TIFF'))
         assert drawing.shape == given.shape and (drawing != given).mean() > 0.01
+    if task == 'mmseg':
+        assert sorted(path.name for path in masks.iterdir()) == ['2024.01.01.png', 'b.png', 'c.png']
+        labels = mmcv.imread(str(masks / 'c.png'), 'unchanged')
+        assert labels.shape == (70, 101) and labels.dtype == np.uint8
+        assert 1 <= labels.min() <= labels.max() <= 10  # reduce_zero_label
 
 
 @pytest.mark.parametrize('task', INFERENCERS)
@@ -136,7 +142,6 @@ def test_one_image_that_fails_keeps_no_other_from_being_drawn(run, tmp_path, cap
 
 
 def test_classifiers_of_several_labels_and_tasks(run, pictures, tmp_path, capsys):
-    """Print all labels above the threshold; several tasks are unsupported."""
     path, loss, fc = tmp_path / 'config.py', dict(type='CrossEntropyLoss', use_sigmoid=True), dict(type='LinearClsHead')
     labels = dict(type='MultiLabelLinearClsHead', topk=None, loss=loss)
     tasks = dict(_delete_=True, type='MultiTaskHead', in_channels=64, task_heads=dict(a=dict(fc, num_classes=12)))
@@ -188,17 +193,6 @@ def test_detections_of_a_folder_as_coco_results_and_yolo_text(run, pictures, tmp
         *numbers, score = map(float, line[1:])
         assert len(numbers) % 2 == 0 and len(numbers) >= 6 and max(numbers) <= 1 and score >= 0.12
     assert one['file_name'] == '12.jpg' and one['segmentation']['size'] == [70, 101]
-
-
-def test_segmentation_masks_of_a_segmentor(run, pictures, tmp_path):
-    for name in ('2024.01.02.jpg', 'b.png', 'b.png.bmp'):
-        (pictures / name).unlink()
-    run('mmseg', pictures, None, '--save-labels', tmp_path / 'labels', '--classes', *NAMES['mmseg'])
-    assert sorted(path.name for path in (tmp_path / 'labels').iterdir()) == ['2024.01.01.png', 'b.png', 'c.png']
-    labels = mmcv.imread(str(tmp_path / 'labels' / 'c.png'), 'unchanged')
-    assert (
-        labels.shape == (70, 101) and labels.dtype == np.uint8 and 1 <= labels.min() <= labels.max() <= 10
-    )  # reduce_zero_label
 
 
 # -- videos, webcams, URLs ---------------------------------------------------------------------------------------------
