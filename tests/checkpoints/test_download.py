@@ -13,12 +13,16 @@ LOAD = CheckpointLoader.load_checkpoint
 WHOLE = saved({'model': released_ravlt()})
 
 
+def link_to(root, monkeypatch):
+    """Replace the links of the released table by those of a server."""
+    entries = released_checkpoints().items()
+    table = {name: entry._replace(link=f'{root}/{entry.name}/?dl=1') for name, entry in entries}
+    monkeypatch.setattr(released, 'released_checkpoints', lambda: table)
+
+
 @pytest.fixture
 def server(server, monkeypatch):
-    table = {
-        name: entry._replace(link=f'{server.root}/{entry.name}/?dl=1') for name, entry in released_checkpoints().items()
-    }
-    monkeypatch.setattr(released, 'released_checkpoints', lambda: table)
+    link_to(server.root, monkeypatch)
     return server
 
 
@@ -55,11 +59,7 @@ def test_a_link_of_the_table_is_converted_as_well(server):
 @pytest.fixture
 def hub(server, monkeypatch):
     """Serve links of Hugging Face's hub from this machine."""
-    table = {
-        name: entry._replace(link=f'{download.HUB}/{entry.name}/?dl=1')
-        for name, entry in released_checkpoints().items()
-    }
-    monkeypatch.setattr(released, 'released_checkpoints', lambda: table)
+    link_to(download.HUB, monkeypatch)
     return server
 
 

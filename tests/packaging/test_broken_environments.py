@@ -18,19 +18,6 @@ HEADLESS = 'opencv-python-headless'
 NOT_SEEN = (*OWN, 'pkg_resources', '_distutils', 'distutils-', 'cv2', 'opencv', 'transformers', 'mmcv', 'mmseg', 'ftfy')
 NOT_SEEN += ('mmlinattn_mmcv',)
 SETUPTOOLS, OPERATORS = '"setuptools>=77,<82"', str(ROOT / 'mmcv_ops')
-# what was done to the environment, the modules of the lines, parts of the command
-BROKEN = {
-    'onedl-mmcv': (
-        ['install onedl-mmcv'],
-        ['mmengine', 'mmcv'],
-        ['-y onedl-mmengine onedl-mmcv', '"mmcv-lite>=2.1,<2.2"', OPERATORS],
-    ),
-    'several': (
-        ['install --no-deps setuptools>=82 mmcv-lite==2.2.0', 'install transformers>=5', 'uninstall mmdet ftfy'],
-        ['mmengine', 'mmcv', 'ftfy', 'mmpretrain.models', 'mmdet'],
-        [SETUPTOOLS, 'ftfy', '"transformers>=4.28,<4.52"', '"mmdet>=3.3,<3.4"', '"mmcv-lite>=2.1,<2.2"'],
-    ),
-}
 
 
 def overlay(folder: Path, commands) -> Path:
@@ -61,11 +48,27 @@ def lines(python: Path, env) -> list:
 
 
 @pytest.mark.parametrize(
-    'kind', [pytest.param('onedl-mmcv', marks=pytest.mark.slow), pytest.param('several', marks=pytest.mark.exhaustive)]
+    # what was done to the environment, the modules of the lines, parts of the command
+    ('commands', 'modules', 'parts'),
+    [
+        pytest.param(
+            ['install onedl-mmcv'],
+            ['mmengine', 'mmcv'],
+            ['-y onedl-mmengine onedl-mmcv', '"mmcv-lite>=2.1,<2.2"', OPERATORS],
+            marks=pytest.mark.slow,
+            id='onedl-mmcv',
+        ),
+        pytest.param(
+            ['install --no-deps setuptools>=82 mmcv-lite==2.2.0', 'install transformers>=5', 'uninstall mmdet ftfy'],
+            ['mmengine', 'mmcv', 'ftfy', 'mmpretrain.models', 'mmdet'],
+            [SETUPTOOLS, 'ftfy', '"transformers>=4.28,<4.52"', '"mmdet>=3.3,<3.4"', '"mmcv-lite>=2.1,<2.2"'],
+            marks=pytest.mark.exhaustive,
+            id='several',
+        ),
+    ],
 )
-def test_the_named_command_mends_it(kind, tmp_path):
+def test_the_named_command_mends_it(commands, modules, parts, tmp_path):
     pytest.importorskip('uv')
-    commands, modules, parts = BROKEN[kind]
     if not (SITE / 'mmdet').is_dir():
         pytest.skip('the packages of this Python lie elsewhere')
     python, env = overlay(tmp_path, commands), {**os.environ, 'OMP_NUM_THREADS': '1'}
