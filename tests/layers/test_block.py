@@ -41,7 +41,7 @@ def equation(model, x):
     return x
 
 
-@pytest.mark.parametrize('layer_scale', [None, 0.5])
+@pytest.mark.parametrize('layer_scale', [None, 0.5, 0.0])
 @pytest.mark.parametrize('prefix', [0, 1, 2])
 def test_feed_forward_networks_of_maps_take_tokens(prefix, layer_scale):
     """Apply a convolutional network to tokens on their grid; class tokens have no neighbours."""
@@ -53,7 +53,7 @@ def test_feed_forward_networks_of_maps_take_tokens(prefix, layer_scale):
     patches = model.ffn(hidden[:, prefix:].unflatten(1, (2, 3))).flatten(1, 2)
     alone = [model.ffn(hidden[:, i, None, None])[:, 0] for i in range(prefix)]
     expected = torch.cat((*alone, patches), dim=1)
-    torch.testing.assert_close(model(x, context), x + expected * (1 if layer_scale is None else 0.5))
+    torch.testing.assert_close(model(x, context), x + expected * (1 if layer_scale is None else layer_scale))
 
 
 @pytest.mark.parametrize('form', ['float64', 'bfloat16', 'autocast'])
