@@ -141,14 +141,29 @@ def test_batch_norms_are_folded(kind, norm, monkeypatch):
     torch.testing.assert_close(without_gradients(module, x), expected)
 
 
+def padded_in_a_circle(conv, around):
+    conv.padding_mode, conv._reversed_padding_repeated_twice = 'circular', [around] * 4
+    return conv
+
+
+@pytest.mark.parametrize('mode', ['constant', 'circular'])
 @pytest.mark.parametrize('of_gelu', [False, True])
 @pytest.mark.parametrize('size', [3, 5])
-def test_residual_convolutions(size, of_gelu):
+def test_residual_convolutions(size, of_gelu, mode):
     layer, x = filled(ResidualDWConv(DIM, size, of_gelu)), torch.randn(2, 9, 7, DIM, dtype=torch.float64)
+    if mode == 'circular':
+        padded_in_a_circle(layer, size // 2)
     hidden = F.gelu(x) if of_gelu else x
-    conv = F.conv2d(hidden.permute(0, 3, 1, 2), layer.weight, layer.bias, padding=size // 2, groups=DIM)
+    padded = F.pad(hidden.permute(0, 3, 1, 2), [size // 2] * 4, mode)
+    conv = F.conv2d(padded, layer.weight, layer.bias, groups=DIM)
     for out in (layer(x), without_gradients(layer, x)):
         torch.testing.assert_close(out, hidden + conv.permute(0, 2, 3, 1))
+
+
+def test_circular_padding_of_a_convolution_of_gelu():
+    layer, x = filled(leaves.ConvOfGELU(DIM, 5, 3, padding=1)), torch.randn(2, DIM, 9, 7, dtype=torch.float64)
+    expected = F.conv2d(F.pad(F.gelu(x), [1] * 4, 'circular'), layer.weight, layer.bias)
+    torch.testing.assert_close(padded_in_a_circle(layer, 1)(x), expected)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
