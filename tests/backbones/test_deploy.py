@@ -87,6 +87,12 @@ def own_addition(model):
     model.stages[0][0].add = lambda x, branch, gamma: x + (branch * gamma).tanh()
 
 
+def padded_in_a_circle(model):
+    for conv in model.patch_embeds.modules():
+        if isinstance(conv, nn.Conv2d):
+            conv.padding_mode, conv._reversed_padding_repeated_twice = 'circular', [conv.padding[0]] * 4
+
+
 def shared(part):
     """Share a part of two blocks, or the blocks themselves; the stem goes without a bias."""
 
@@ -107,6 +113,7 @@ STAY = {
     **{f'shared {part}': shared(part) for part in ('attn', 'ffn', None)},
     'own parts': own_parts,
     'own addition': own_addition,
+    'circular padding': padded_in_a_circle,
 }
 
 
