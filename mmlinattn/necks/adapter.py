@@ -57,7 +57,7 @@ class MapAdapter(BaseModule):
         if not len(sources) == len(scales) == num or not all(i is None or 0 <= i < len(in_channels) for i in sources):
             raise ValueError(
                 f'sources={tuple(sources)} and scales={tuple(scales)}: expected one entry for each of the {num} '
-                f'out_channels, and sources in in [0, {len(in_channels) - 1}]'
+                f'out_channels, and sources in [0, {len(in_channels) - 1}]'
             )
         if not all(isinstance(scale, (int, float)) and 0 < scale < float('inf') for scale in scales):
             raise ValueError(f'scales={tuple(scales)}: expected numbers above 0')
