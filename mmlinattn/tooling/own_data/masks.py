@@ -16,18 +16,10 @@ from .data import Data, Example, OwnData
 from .formats import recognise_all, refusal
 from .images import file_notes, image_size, is_mask
 from .mask_values import IGNORED, format_value, interpret, remap, scan
-from .names import MASK_ENDING, shared_key, some
+from .names import some
+from .pictures import MASK_SUFFIXES, beginnings, stems_of_image
 from .splits import divide
 
-# folders, in small letters
-_MASKS = frozenset(
-    """masks mask labels label annotations ann_dir segmentationclass segmentationclasspng gtfine semantic semantic_rgb
-    gt labeledapproved_full groundtruth ground_truth segmentations""".split()
-)
-_ROLES = _MASKS | {'img_dir', 'image_2', '701_stillsraw_full'}
-_SUFFIXES = ('.png', '.tif', '.tiff', '.bmp')
-_BESIDE = re.compile(r'(.+?)[_-]?(annot|annotations?|labels?|masks?|gt)$', re.IGNORECASE)  # train and trainannot
-_OF_IMAGES = ('_leftImg8bit', '_sat', '_image', '_img', '_rgb')  # endings of images
 _KINDS = ('labelTrainIds', 'labelIds')  # of masks, in the order of preference
 # masks of objects, parts and previews beside those of classes
 _OTHERS = re.compile(r'instance|object|panoptic|_parts|polygon|_color|_colour|confidence', re.IGNORECASE)
@@ -95,24 +87,16 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
     return OwnData('segmentation masks', classes, used, lists, settings, more + notes, drawn)
 
 
-class _Folders(NamedTuple):
-    """Folder of images, and that of their masks; both may be one folder, where masks have an ending."""
-
-    images: Path
-    masks: Path
-    ending: str = ''
-
-
 def _all_pairs(data: Data) -> list[_Pair]:
     """Pair images with masks: both have the same folders, apart from words for roles, and begin with the same name."""
     images, masks = _keys(data)
     named: dict[tuple, list[Path]] = {}
     for path, key in images.items():
-        for stem in {path.stem, *map(path.stem.removesuffix, _OF_IMAGES)}:
+        for stem in stems_of_image(path):
             named.setdefault((key, stem), []).append(path)
     found: dict[Path, list[_Pair]] = {}
     for mask, key in masks.items():
-        stem = next((stem for stem in _beginnings(mask.stem) if (key, stem) in named), '')
+        stem = next((stem for stem in beginnings(mask.stem) if (key, stem) in named), '')
         owners = named.get((key, stem), [])
         owners = [path for path in owners if not _OTHERS.search(data.name(path))] or owners
         if len(owners) > 1:
@@ -137,42 +121,13 @@ def _keys(data: Data) -> tuple[dict[Path, tuple], dict[Path, tuple]]:
     """Return the images and the masks with their folders: those of ``--images`` and ``--labels``, or by name."""
     top, labels = data.options.images, data.options.labels
     if top and labels and labels.is_dir():
-        files = Data(data.root).images  # those of --labels too
-        masks = {path: path.relative_to(labels).parent.parts for path in files if labels in path.parents}
-        images = {path: path.relative_to(top).parent.parts for path in files if top in path.parents}
-        data.images = files
-    else:
-        data.need_images()
-        images, masks = {}, dict.fromkeys(_masks_by_name(data), ())
-        for path in data.images:
-            parts = [part for part in data.rel(path).parent.parts if part.lower() not in _ROLES]
-            if path in masks:
-                masks[path] = shared_key(Path(*(_BESIDE.sub(r'\1', part) for part in parts)))
-            else:
-                images[path] = shared_key(Path(*parts))
-    chosen = {path: key for path, key in masks.items() if labels is None or labels in path.parents}
-    return {path: key for path, key in images.items() if path not in masks}, chosen
-
-
-def _masks_by_name(data: Data) -> list[Path]:
-    """Return the files in folders of masks, or without such folders those that are masks by their ending."""
-    folders = {folder for path in data.images for folder in data.rel(path).parents}
-    beside = {folder: _BESIDE.match(folder.name) for folder in folders}
-    of_masks = {folder for folder, match in beside.items() if match and folder.with_name(match[1]) in folders}
-    of_masks |= {folder for folder in folders if folder.name.lower() in _MASKS}
-    found = [path for path in data.images if of_masks & {*data.rel(path).parents}]
-    if found:
-        return found
-    files = {*data.images}
-    stems = {(path.parent, stem) for path in files for stem in (path.stem, *map(path.stem.removesuffix, _OF_IMAGES))}
-    ended = [path for path in data.images if MASK_ENDING.search(path.stem) and path.suffix.lower() in _SUFFIXES]
-    ended = [path for path in ended if (path.parent, MASK_ENDING.sub('', path.stem)) in stems]
-    return ended or [path for path in data.images if path.suffix == '.png' and path.with_suffix('.jpg') in files]
-
-
-def _beginnings(stem: str) -> list[str]:
-    """Return the beginnings of a name that end at a separator, the longest first."""
-    return [stem, *(stem[: match.start()] for match in reversed(list(re.finditer('[_.-]', stem))))]
+        data.images = Data(data.root).images  # those of --labels too
+        masks = {path: path.relative_to(labels).parent.parts for path in data.images if labels in path.parents}
+        images = {path: path.relative_to(top).parent.parts for path in data.images if top in path.parents}
+        return {path: key for path, key in images.items() if path not in masks}, masks
+    data.need_images()
+    images, masks = data.pictures.divided(data.images)
+    return images, {path: key for path, key in masks.items() if labels is None or labels in path.parents}
 
 
 def _pair(image: Path, mask: Path, stem: str) -> _Pair:
@@ -189,7 +144,7 @@ def _pair(image: Path, mask: Path, stem: str) -> _Pair:
 
 def _of_classes(data: Data, several: list[_Pair]) -> _Pair:
     """Return the pair of an image whose mask is one of classes rather than of objects, parts or previews."""
-    left = [pair for pair in several if pair.file.suffix.lower() in _SUFFIXES] or several
+    left = [pair for pair in several if pair.file.suffix.lower() in MASK_SUFFIXES] or several
     left = [pair for pair in left if not _OTHERS.search(data.name(pair.file))] or left
     kinds = ([pair for pair in left if kind in pair.file.name] for kind in _KINDS)
     first, *others = next(filter(None, kinds), left)
@@ -198,7 +153,7 @@ def _of_classes(data: Data, several: list[_Pair]) -> _Pair:
     if others:
         shorter, longer = sorted((first.file, others[0].file), key=lambda path: (len(path.name), path))
         raise RunError(f'{longer} is a second mask of {first.path.name}, beside {shorter.name}: join them.')
-    if first.file.suffix.lower() not in _SUFFIXES:
+    if first.file.suffix.lower() not in MASK_SUFFIXES:
         raise RunError(f'{first.file} is no PNG: JPEG and WebP files change the numbers of pixels: expected PNG.')
     return first
 

@@ -13,7 +13,15 @@ from ...utils.errors import RunError
 from .images import is_mask
 from .names import MASK_ENDING, Splits, has_role_only, shared_key
 
-_OF_LABELS = re.compile(r'label|annot|truth|(?<![a-z])gt(?![a-z])', re.IGNORECASE)  # folders
+# folders, in small letters
+_MASKS = frozenset(
+    """masks mask labels label annotations ann_dir segmentationclass segmentationclasspng gtfine semantic semantic_rgb
+    gt labeledapproved_full groundtruth ground_truth segmentations""".split()
+)
+_ROLES = _MASKS | {'img_dir', 'image_2', '701_stillsraw_full'}
+MASK_SUFFIXES = ('.png', '.tif', '.tiff', '.bmp')
+_BESIDE = re.compile(r'(.+?)[_-]?(annot|annotations?|labels?|masks?|gt)$', re.IGNORECASE)  # train and trainannot
+_OF_IMAGES = ('_leftImg8bit', '_sat', '_image', '_img', '_rgb')  # endings of images
 _UPLOAD = re.compile(r'[0-9a-f]{8}-')  # before names of files, by Label Studio
 
 
@@ -95,14 +103,19 @@ class Pictures:
                 f'{file}: its name is that of {own[0].name}, and the image that it names (<filename>, imagePath) is '
                 f'another, {name!r}: correct one.'
             )
-        key, folder, name = self.key(file), _tail(_parts(name)[-2:-1]), name or file.stem
+        key, folder, base = self.key(file), _tail(_parts(name)[-2:-1]), _parts(name)[-1]
+        name = name or file.stem
+
+        def same(path: Path) -> bool:
+            return path.name == base if base else path.stem == file.stem
+
         sure = (
             self._is_exact(file, name),
             lambda path: path.parent == file.parent,
             lambda path: self.key(path) == key,
             lambda path: folder(path) == 1,
         )
-        picture = self._best(file, name, named or own, *sure)
+        picture = self._best(file, name, named or own, same, *sure)
         if any(rank(picture) for rank in sure):
             return picture
         if is_mask(picture):
@@ -138,24 +151,38 @@ class Pictures:
         paths = [Path(os.path.normpath(top / name.replace('\\', '/'))) for top in (self.root, file.parent)]
         return lambda path: path in paths
 
-    def masks_among(self, images: Iterable[Path]) -> set[Path]:
-        """Return the images that are masks of others: ``masks/x.png``, ``x_mask.png`` or ``x.png`` of ``x.jpg``."""
-        twins: dict[tuple, list[Path]] = {}
+    def divided(self, images: Iterable[Path]) -> tuple[dict[Path, tuple], dict[Path, tuple]]:
+        """Return the images, and the masks by their folders or endings, with the parts of their folders that agree."""
+        found: tuple[dict[Path, tuple], dict[Path, tuple]] = {}, {}
+        images = list(images)
+        masks = self._masks_by_name(images)
         for path in images:
-            twins.setdefault((self.key(path), _key(MASK_ENDING.sub('', path.stem))), []).append(path)
-        found = set[Path]()
-        for (_, stem), several in twins.items():
-            if len(several) < 2 or stem not in (_key(path.stem) for path in several):
-                continue
-            parts = {path: self.rel(path).with_suffix('').parts for path in several}
-            common = set.intersection(*map(set, parts.values()))
-            names = {path: ' '.join(part for part in parts[path] if part not in common).lower() for path in several}
-            masks = [path for path in several if 'mask' in names[path]]
-            is_named = {path: _OF_LABELS.search(names[path]) or MASK_ENDING.search(path.stem) for path in several}
-            may_be = [path for path in several if not names[path] or is_named[path]]
-            masks = masks or [path for path in may_be if is_mask(path)]
-            found.update(masks if len(masks) < len(several) else ())
+            parts = [part for part in self.rel(path).parent.parts if part.lower() not in _ROLES]
+            parts = [_BESIDE.sub(r'\1', part) for part in parts] if path in masks else parts
+            found[path in masks][path] = shared_key(Path(*parts))
         return found
+
+    def _masks_by_name(self, images: list[Path]) -> set[Path]:
+        """Return the files in folders of masks, or without such folders those that are masks by their ending."""
+        folders = {folder for path in images for folder in self.rel(path).parents}
+        beside = {folder: _BESIDE.match(folder.name) for folder in folders}
+        of_masks = {folder for folder, match in beside.items() if match and folder.with_name(match[1]) in folders}
+        of_masks |= {folder for folder in folders if folder.name.lower() in _MASKS}
+        found = {path for path in images if of_masks & {*self.rel(path).parents}}
+        if found:
+            return found
+        files = {*images}
+        stems = {(path.parent, stem) for path in files for stem in stems_of_image(path)}
+        ended = {path for path in files if MASK_ENDING.search(path.stem) and path.suffix.lower() in MASK_SUFFIXES}
+        ended = {path for path in ended if (path.parent, MASK_ENDING.sub('', path.stem)) in stems}
+        return ended or {path for path in files if path.suffix == '.png' and path.with_suffix('.jpg') in files}
+
+    def masks_among(self, images: Iterable[Path]) -> set[Path]:
+        """Return the images of few values that are masks of others by their paths."""
+        others, masks = self.divided(images)
+        stems = {(key, stem) for path, key in others.items() for stem in stems_of_image(path)}
+        owned = (path for path, key in masks.items() if any((key, stem) in stems for stem in beginnings(path.stem)))
+        return {path for path in owned if is_mask(path)}
 
     def rel(self, path: Path) -> Path:
         return path.relative_to(self.root)
@@ -178,3 +205,12 @@ def _tail(folders: list[str]) -> Callable[[Path], int]:
 def _parts(name: str) -> list[str]:
     parts = [part for part in str(name).replace('\\', '/').split('/') if part not in ('', '.', '..')]
     return parts or ['']
+
+
+def beginnings(stem: str) -> list[str]:
+    """Return the beginnings of a name that end at a separator, the longest first."""
+    return [stem, *(stem[: match.start()] for match in reversed(list(re.finditer('[_.-]', stem))))]
+
+
+def stems_of_image(path: Path) -> set[str]:
+    return {path.stem, *map(path.stem.removesuffix, _OF_IMAGES)}

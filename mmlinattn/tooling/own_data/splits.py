@@ -325,6 +325,12 @@ def _class_table(classes: Sequence[str], splits: dict[str, list]) -> list[str]:
     lines = [f'{"class":{width}}  train    val  (images)']
     lines += [f'{name:{width}} {counts["train"][name]:6} {counts["val"][name]:6}' for name in classes[:50]]
     lines += [f'and {len(classes) - 50} more classes'] if len(classes) > 50 else []
+    alike = [name for name in classes if [*map(str.lower, classes)].count(name.lower()) > 1]
+    lines += (
+        [f'classes differ by capital letters alone: {some(alike)}; correct the labels, if they are one']
+        if alike
+        else []
+    )
     nowhere = [name for name in classes if not any(count[name] for count in counts.values())]
     lines += [f'no image of {some(nowhere)}: nothing of these classes is learnt'] if nowhere else []
     for split, end in (('train', 'val counts them, and they cannot be learnt'), ('val', 'not measured')):
