@@ -99,10 +99,10 @@ _OPTIONS = '|'.join(READINGS)
 
 
 def _placed(item: Object, box: list[float], scale: np.ndarray) -> Object:
-    outline = item.outline
-    if isinstance(outline, list) and (scale != 1).any():
-        outline = [(np.reshape(part, (-1, 2)) * scale).ravel().tolist() for part in outline]
-    return item._replace(box=tuple(box), outline=outline, is_raw=False)
+    segmentation = item.segmentation
+    if isinstance(segmentation, list) and (scale != 1).any():
+        segmentation = [(np.reshape(part, (-1, 2)) * scale).ravel().tolist() for part in segmentation]
+    return item._replace(box=tuple(box), segmentation=segmentation, is_raw=False)
 
 
 def _numbers(item: Object) -> str:

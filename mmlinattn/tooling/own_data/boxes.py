@@ -83,18 +83,18 @@ def _check_classes(classes: list[str], objects: list[Object], data: Data) -> Non
     if twice:
         raise RunError(f'DATA {str(data.root)!r}: two classes have the name {twice[0]!r}.')
     if objects and all(item.is_ignored for item in objects):
-        kinds = {mark for item in objects for mark in item.marks & IGNORED}
+        kinds = {flag for item in objects for flag in item.flags & IGNORED}
         raise RunError(f'DATA {str(data.root)!r}: all objects are ignored ({", ".join(sorted(kinds))}).')
 
 
 def _have_polygons(objects: list[Object], notes: list[str]) -> bool:
     """Return True if all objects that are learnt have polygons, and not all of these are rectangles."""
-    outlined = [bool(item.outline) for item in objects if not item.is_ignored]
-    if not any(outlined):
+    have_polygons = [bool(item.segmentation) for item in objects if not item.is_ignored]
+    if not any(have_polygons):
         return False
-    count = outlined.count(False)
+    count = have_polygons.count(False)
     if count or all(map(_is_rectangle, objects)):
-        reason = f'{count} of {len(outlined)} objects have no polygon' if count else 'all polygons are rectangles'
+        reason = f'{count} of {len(have_polygons)} objects have no polygon' if count else 'all polygons are rectangles'
         notes.append(f'{reason}: boxes alone are learnt')
         return False
     return True
@@ -140,9 +140,9 @@ def _check_splits(first: Claim, second: Claim, data: Data) -> None:
 
 def _check_run_lengths(photo: Photo) -> None:
     for item in photo.objects:
-        if isinstance(item.outline, dict) and list(item.outline.get('size') or ()) != list(photo.size[::-1]):
+        if isinstance(item.segmentation, dict) and list(item.segmentation.get('size') or ()) != list(photo.size[::-1]):
             raise RunError(
-                f'{photo.file}: a run length of {photo.path.name} has size={item.outline.get("size")}: expected '
+                f'{photo.file}: a run length of {photo.path.name} has size={item.segmentation.get("size")}: expected '
                 f'{list(photo.size[::-1])}, height and width of the image.'
             )
 
@@ -166,7 +166,7 @@ def _without_small(photos: list[Photo]) -> tuple[list[Photo], int]:
 def _with_regions(photo: Photo) -> Photo:
     """Replace objects of a class that means "ignore" by regions that are ignored for every class."""
     objects = [
-        item._replace(name=None, marks=item.marks | {'ignore'}) if is_region(item.name) else item
+        item._replace(name=None, flags=item.flags | {'ignore'}) if is_region(item.name) else item
         for item in photo.objects
     ]
     return photo._replace(objects=objects)
@@ -177,13 +177,13 @@ def _notes_on(photos: list[Photo]) -> list[str]:
     boxes = [(photo.size, item) for photo in photos for item in photo.objects]
     beyond = sum(_reaches_beyond(size, item.box) for size, item in boxes)
     notes = [f'{beyond} of {len(boxes)} boxes reach beyond their images and are cut'] if beyond else []
-    ignored = Counter(mark for _, item in boxes for mark in sorted(item.marks & IGNORED)[:1])
+    ignored = Counter(flag for _, item in boxes for flag in sorted(item.flags & IGNORED)[:1])
     if ignored:
-        listed = ', '.join(f'{count} {mark}' for mark, count in sorted(ignored.items()))
+        listed = ', '.join(f'{count} {flag}' for flag, count in sorted(ignored.items()))
         notes.append(f'{sum(ignored.values())} of {len(boxes)} boxes are ignored, neither learnt nor counted: {listed}')
-    counts = Counter(mark for _, item in boxes for mark in item.marks - IGNORED)
-    notes += [f'{counts[mark]} objects: {mark}, {meaning}' for mark, meaning in _MEANING.items() if counts[mark]]
-    rest = [f'{mark} ({count})' for mark, count in sorted(counts.items()) if mark not in _MEANING]
+    counts = Counter(flag for _, item in boxes for flag in item.flags - IGNORED)
+    notes += [f'{counts[flag]} objects: {flag}, {meaning}' for flag, meaning in _MEANING.items() if counts[flag]]
+    rest = [f'{flag} ({count})' for flag, count in sorted(counts.items()) if flag not in _MEANING]
     notes += [f'not used of the annotations: {", ".join(rest)}'] if rest else []
     return notes
 
@@ -195,7 +195,7 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = F
         photos: Images and their objects. An object without a class is ignored for every class.
         classes: Class names in the order of the labels.
         root: Folder to which file names are relative.
-        masks: Write outlines too.
+        masks: Write polygons too.
     """
     images: list[dict] = []
     annotations: list[dict] = []
@@ -205,26 +205,26 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = F
         for item in photo.objects:
             left, top, right, bottom = _cut(item.box, photo.size)
             entry = dict(image_id=number, bbox=[left, top, right - left, bottom - top], iscrowd=int(item.is_ignored))
-            entry['area'] = item.area or _area(item.outline) or (right - left) * (bottom - top)
+            entry['area'] = item.area or _area(item.segmentation) or (right - left) * (bottom - top)
             if masks:
-                entry['segmentation'] = item.outline or [[left, top, right, top, right, bottom, left, bottom]]
+                entry['segmentation'] = item.segmentation or [[left, top, right, top, right, bottom, left, bottom]]
             for name in classes if item.name is None else [item.name]:
                 annotations.append(dict(entry, id=len(annotations) + 1, category_id=classes.index(name) + 1))
     categories = [dict(id=i, name=name, supercategory='none') for i, name in enumerate(classes, 1)]
     return dict(images=images, annotations=annotations, categories=categories)
 
 
-def _area(outline: Any) -> float:
-    parts = outline if isinstance(outline, list) else []
+def _area(segmentation: Any) -> float:
+    parts = segmentation if isinstance(segmentation, list) else []
     return sum(float(cv2.contourArea(np.reshape(part, (-1, 2)).astype(np.float32))) for part in parts)
 
 
 def _is_rectangle(item: Object) -> bool:
     """Return True if the polygon is a rectangle, as some exporters write it for a box."""
-    if not isinstance(item.outline, list) or len(item.outline) != 1:
-        return not item.outline and item.is_ignored
-    outline = item.outline[0]
-    return is_right_angled(outline[:8] if len(outline) == 10 and outline[:2] == outline[8:] else outline)
+    if not isinstance(item.segmentation, list) or len(item.segmentation) != 1:
+        return not item.segmentation and item.is_ignored
+    polygon = item.segmentation[0]
+    return is_right_angled(polygon[:8] if len(polygon) == 10 and polygon[:2] == polygon[8:] else polygon)
 
 
 def _reaches_beyond(size: tuple[int, int], box: tuple) -> bool:

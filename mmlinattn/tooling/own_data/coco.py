@@ -10,7 +10,7 @@ from ...engine.data.coco import error_of_coco
 from ...utils.errors import RunError
 from .data import Source
 from .names import GROUPS, plain
-from .objects import Object, Photo, corners, marks_of
+from .objects import Object, Photo, corners, flags_of
 from .reading import Claim, Entry, Reader
 
 # keys that are read, or say nothing about an object
@@ -43,9 +43,9 @@ class Coco(Reader):
 
     def entries(self, source: Source) -> Iterator[Entry]:
         path, coco = source.path, source.content
-        fault = error_of_coco(coco)
-        if fault or not coco['images']:
-            raise RunError(f'{path} {fault or "has no images"}.')
+        error = error_of_coco(coco)
+        if error or not coco['images']:
+            raise RunError(f'{path} {error or "has no images"}.')
         categories = {item.get('id'): item.get('name') for item in coco['categories']}
         names = list(map(str, categories.values()))
         if None in categories.values():
@@ -62,7 +62,7 @@ class Coco(Reader):
         for image in coco['images']:
             name = str(image.get('file_name') or image.get('coco_url'))  # of LVIS: the latter
             groups = [key for key in image if plain(key) in GROUPS]
-            unused = (key for key in image if key not in (*_OF_IMAGES, *groups) and marks_of({key: image[key]}))
+            unused = (key for key in image if key not in (*_OF_IMAGES, *groups) and flags_of({key: image[key]}))
             self.unused.update(unused)
             group = next((f'{key} {image[key]}' for key in groups if image[key] not in (None, '')), None)
             split = str(image.get('split') or image.get('subset') or '')
@@ -85,20 +85,20 @@ class Coco(Reader):
 def _object(name: str, item: dict) -> Object:
     box, is_raw = tuple(item['bbox']), True
     attributes = item['attributes'] if isinstance(item.get('attributes'), dict) else {}
-    marks = marks_of({key: value for key, value in item.items() if key not in _READ})
-    marks |= marks_of({key: value for key, value in attributes.items() if key != 'rotation'})
-    outline, area = item.get('segmentation') or None, item.get('area')
-    if isinstance(outline, list):
-        if any(np.ndim(part) != 1 for part in outline):
+    flags = flags_of({key: value for key, value in item.items() if key not in _READ})
+    flags |= flags_of({key: value for key, value in attributes.items() if key != 'rotation'})
+    segmentation, area = item.get('segmentation') or None, item.get('area')
+    if isinstance(segmentation, list):
+        if any(np.ndim(part) != 1 for part in segmentation):
             raise ValueError('segmentation is no list of polygons, [[x, y, ...], ...], each a flat list of numbers')
-        kept = [part for part in outline if len(part) >= 6 and len(part) % 2 == 0]
-        marks |= {'lines'} if len(kept) < len(outline) else set()
-        outline = kept or None
+        kept = [part for part in segmentation if len(part) >= 6 and len(part) % 2 == 0]
+        flags |= {'lines'} if len(kept) < len(segmentation) else set()
+        segmentation = kept or None
     turn = attributes.get('rotation', item.get('rotation'))
     if isinstance(turn, (int, float)) and turn % 180:  # CVAT: degrees clockwise, of a box given before its rotation
         x, y, width, height = box
         points = corners((x, y, x + width, y + height), turn)
         box, is_raw = (*points.min(0).tolist(), *points.max(0).tolist()), False
-        marks |= {'rotated'}
+        flags |= {'rotated'}
     area = area if isinstance(area, (int, float)) and area > 0 else 0.0
-    return Object(name, box, outline, marks, area, is_raw)
+    return Object(name, box, segmentation, flags, area, is_raw)

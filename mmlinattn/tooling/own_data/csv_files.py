@@ -14,7 +14,7 @@ from ...utils.errors import RunError
 from .data import Data, Source, read_text
 from .images import SUFFIXES
 from .names import GROUPS, plain, split_in
-from .objects import Object, marks_of
+from .objects import Object, flags_of
 from .reading import Claim, Entry, Reader
 
 # columns by their meaning, in small letters without other signs
@@ -37,7 +37,7 @@ _HEADERS: list[tuple[str, Optional[str]]] = [
     ('bboxx bboxy bboxwidth bboxheight', None),
 ]
 _SIZE = ['width imagewidth imgwidth', 'height imageheight imgheight']
-_MARKS = 'confidence score difficult truncated occluded ignore iscrowd isoccluded istruncated isgroupof'.split()
+_FLAGS = 'confidence score difficult truncated occluded ignore iscrowd isoccluded istruncated isgroupof'.split()
 _RETINANET = ['filename', 'x1', 'y1', 'x2', 'y2', 'class']  # without header
 
 
@@ -163,7 +163,7 @@ class BoxTable(Reader):
     def entries(self, source: Source) -> Iterator[Entry]:
         table = source.content
         unused = table.unused(table.label, *table.box, *table.size)
-        unused = [name for name in unused if table.column(name) not in _MARKS]
+        unused = [name for name in unused if table.column(name) not in _FLAGS]
         self.notes += [f'not used of {source.path.name}: {", ".join(unused)}'] if unused else []
         name = (self.data.options.classes or ['object'])[0]
         if not table.label:
@@ -182,15 +182,15 @@ class BoxTable(Reader):
             numbers = table.numbers(row)
             if numbers:  # none for an image without objects
                 certain = {key for key in ('confidence', 'score') if re.fullmatch(r'1(\.0*)?', row.get(key, ''))}
-                marks = {key: row[key] for key in _MARKS if key in row and key not in certain}
-                entry.content.append((row.get(table.label, name), numbers, marks, list(row.values())))
+                flags = {key: row[key] for key in _FLAGS if key in row and key not in certain}
+                entry.content.append((row.get(table.label, name), numbers, flags, list(row.values())))
         return iter(images.values())
 
     def objects(self, content: Any, size: tuple[int, int]) -> Iterator[Object]:
-        for label, numbers, marks, row in content:
+        for label, numbers, flags, row in content:
             if not label:
                 raise ValueError(f'{row} has no class')
-            yield Object(label, tuple(numbers), None, marks_of(marks), is_raw=True)
+            yield Object(label, tuple(numbers), None, flags_of(flags), is_raw=True)
 
 
 def _has_several_words(table: Table, name: str) -> bool:

@@ -68,7 +68,7 @@ def draw_examples(data: OwnData, file: Path) -> None:
             line = '--' if item.is_ignored else '-'
             sides = right - left, bottom - top
             axes.add_patch(Rectangle((left, top), *sides, fill=False, edgecolor=colour, linewidth=1.5, linestyle=line))
-            for part in _polygons(item.outline) if data.masks else ():
+            for part in _polygons(item.segmentation) if data.masks else ():
                 axes.add_patch(Polygon(part, facecolor=(*colour[:3], 0.4), edgecolor=colour))
             name = f'{item.name or "all classes"}{" (ignored)" if item.is_ignored else ""}'
             background = dict(facecolor=colour, pad=1, linewidth=0)
@@ -87,13 +87,13 @@ def draw_examples(data: OwnData, file: Path) -> None:
     figure.savefig(file, dpi=80)
 
 
-def _polygons(outline: object) -> list[np.ndarray]:
-    """Return the polygons ``(N, 2)`` of an outline as COCO has it."""
-    if isinstance(outline, dict):
+def _polygons(segmentation: object) -> list[np.ndarray]:
+    """Return the polygons ``(N, 2)`` of polygons or run lengths."""
+    if isinstance(segmentation, dict):
         from pycocotools import mask as coco_masks
 
-        is_compressed = not isinstance(outline['counts'], list)
-        rle = outline if is_compressed else coco_masks.frPyObjects(outline, *outline['size'])
+        is_compressed = not isinstance(segmentation['counts'], list)
+        rle = segmentation if is_compressed else coco_masks.frPyObjects(segmentation, *segmentation['size'])
         found, _ = cv2.findContours(coco_masks.decode(rle), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
         return [part.reshape(-1, 2) for part in found if len(part) >= 3]
-    return [np.reshape(part, (-1, 2)) for part in outline] if isinstance(outline, list) else []
+    return [np.reshape(part, (-1, 2)) for part in segmentation] if isinstance(segmentation, list) else []

@@ -14,16 +14,16 @@ from PIL import Image
 from ...utils.errors import RunError
 from .data import Source
 from .images import SUFFIXES
-from .objects import Object, corners, ellipse, from_points, marks_of
+from .objects import Object, corners, ellipse, flags_of, from_points
 from .reading import Entry, Reader
 
 
 class _Shape(NamedTuple):
     name: str
     points: np.ndarray  # (N, 2) pixels, or the pixels of a mask (H, W) bool
-    is_outline: bool
-    marks: frozenset
-    group: Hashable = None  # outlines of one group and name are parts of one object
+    is_polygon: bool
+    flags: frozenset
+    group: Hashable = None  # polygons of one group and name are parts of one object
 
 
 class _ShapeReader(Reader):
@@ -37,26 +37,26 @@ class _ShapeReader(Reader):
         groups: dict[tuple, list[_Shape]] = {}
         for number, shape in enumerate(self.shapes(content, size)):
             is_grouped, is_mask = shape.group not in (None, 0, '', '0'), shape.points.dtype == bool
-            if is_grouped and not shape.is_outline:
-                shape = shape._replace(marks=shape.marks | {'group'})
-            key = (shape.name, is_mask, shape.group) if is_grouped and shape.is_outline else (number,)
+            if is_grouped and not shape.is_polygon:
+                shape = shape._replace(flags=shape.flags | {'group'})
+            key = (shape.name, is_mask, shape.group) if is_grouped and shape.is_polygon else (number,)
             groups.setdefault(key, []).append(shape)
         for several in groups.values():
-            marks = frozenset().union(*(shape.marks for shape in several)) | ({'parts'} if len(several) > 1 else set())
+            flags = frozenset().union(*(shape.flags for shape in several)) | ({'parts'} if len(several) > 1 else set())
             name, points = several[0].name, [shape.points for shape in several]
             if points[0].dtype == bool:
-                yield _of_mask(name, np.any(points, axis=0), marks)
+                yield _of_mask(name, np.any(points, axis=0), flags)
             else:
-                yield from_points(name, points, marks, several[0].is_outline)
+                yield from_points(name, points, flags, several[0].is_polygon)
 
 
-def _of_mask(name: str, mask: np.ndarray, marks: frozenset) -> Object:
+def _of_mask(name: str, mask: np.ndarray, flags: frozenset) -> Object:
     from pycocotools import mask as coco_masks
 
     rle = coco_masks.encode(np.asfortranarray(mask.astype(np.uint8)))
     left, top, width, height = coco_masks.toBbox(rle).tolist()
-    outline = dict(size=list(rle['size']), counts=rle['counts'].decode())
-    return Object(name, (left, top, left + width, top + height), outline, marks, float(mask.sum()))
+    segmentation = dict(size=list(rle['size']), counts=rle['counts'].decode())
+    return Object(name, (left, top, left + width, top + height), segmentation, flags, float(mask.sum()))
 
 
 def _placed(mask: np.ndarray, left: int, top: int, size: tuple[int, int]) -> np.ndarray:
@@ -77,15 +77,15 @@ class LabelMe(_ShapeReader):
 
     def entries(self, source: Source) -> Iterator[Entry]:
         content = source.content
-        self.unused.update(f'flag {flag}' for flag in marks_of(content.get('flags') or {}))
+        self.unused.update(f'flag {flag}' for flag in flags_of(content.get('flags') or {}))
         size = content.get('imageWidth'), content.get('imageHeight')
         yield Entry(str(content.get('imagePath') or ''), content['shapes'], size)
 
     def shapes(self, content: Any, size: tuple[int, int]) -> Iterator[_Shape]:
         for shape in content:
             kind, points = shape.get('shape_type') or 'polygon', np.reshape(np.asarray(shape['points'], float), (-1, 2))
-            marks = marks_of({key: value for key, value in shape.items() if key not in _OF_SHAPES})
-            marks |= marks_of(shape.get('flags') or {}) | marks_of(shape.get('attributes') or {})
+            flags = flags_of({key: value for key, value in shape.items() if key not in _OF_SHAPES})
+            flags |= flags_of(shape.get('flags') or {}) | flags_of(shape.get('attributes') or {})
             if kind == 'circle':  # its centre and a point of its edge
                 radius = float(np.hypot(*(points[1] - points[0])))
                 points = ellipse(points[0, 0], points[0, 1], radius, radius)
@@ -93,12 +93,12 @@ class LabelMe(_ShapeReader):
                 with Image.open(io.BytesIO(base64.b64decode(shape['mask']))) as image:
                     points = _placed(np.asarray(image) > 0, int(points[0, 0]), int(points[0, 1]), size)
             elif kind == 'rotation':
-                marks |= {'rotated'}
+                flags |= {'rotated'}
             elif kind != 'rectangle' and (kind != 'polygon' or len(points) < 3):
                 self.lost[kind] += 1
                 continue
-            is_outline = kind not in ('rectangle', 'rotation')
-            yield _Shape(str(shape['label']), points, is_outline, marks, shape.get('group_id'))
+            is_polygon = kind not in ('rectangle', 'rotation')
+            yield _Shape(str(shape['label']), points, is_polygon, flags, shape.get('group_id'))
 
 
 class Cvat(_ShapeReader):
@@ -123,11 +123,11 @@ class Cvat(_ShapeReader):
             for key, value in values.items():
                 with suppress(ValueError):
                     numbers[key] = float(value)
-            turn, marks = numbers.get('rotation', 0.0), marks_of(dict(occluded=values.get('occluded')))
-            marks |= marks_of({str(each.get('name')): each.text for each in shape.iter('attribute')})
+            turn, flags = numbers.get('rotation', 0.0), flags_of(dict(occluded=values.get('occluded')))
+            flags |= flags_of({str(each.get('name')): each.text for each in shape.iter('attribute')})
             if kind == 'box':
                 points = corners(tuple(numbers[key] for key in ('xtl', 'ytl', 'xbr', 'ybr')), turn)
-                marks |= {'rotated'} if turn % 180 else set()
+                flags |= {'rotated'} if turn % 180 else set()
             elif kind == 'polygon':
                 points = np.array([pair.split(',') for pair in values['points'].split(';')], float)
             elif kind == 'ellipse':
@@ -140,7 +140,7 @@ class Cvat(_ShapeReader):
             else:
                 self.lost[kind] += 1
                 continue
-            yield _Shape(values['label'], points, kind != 'box', marks, values.get('group_id'))
+            yield _Shape(values['label'], points, kind != 'box', flags, values.get('group_id'))
 
 
 class LabelStudio(_ShapeReader):
@@ -190,7 +190,7 @@ class LabelStudio(_ShapeReader):
                 raise ValueError('the image was turned in Label Studio: turn the files, and label anew')
             if 'rle' in value:
                 raise ValueError('it has brush masks: export them as "Brush labels to PNG" or COCO JSON')
-            marks, turn = marks_of(dict(score=result.get('score'))), float(value.get('rotation') or 0)
+            flags, turn = flags_of(dict(score=result.get('score'))), float(value.get('rotation') or 0)
             if 'points' in value:
                 points = np.asarray(value['points'], float) * share
             elif 'radiusX' in value:
@@ -201,13 +201,13 @@ class LabelStudio(_ShapeReader):
             elif 'width' in value and 'keypointlabels' not in value:
                 x, y, w, h = np.array([value[key] for key in ('x', 'y', 'width', 'height')], float) * np.tile(share, 2)
                 points = corners((x, y, x + w, y + h), turn, pivot=(x, y))
-                marks |= {'rotated'} if turn % 180 else set()
+                flags |= {'rotated'} if turn % 180 else set()
             else:
                 self.lost[str(result.get('type', 'keypoint'))] += 1
                 continue
-            is_outline = 'points' in value or 'radiusX' in value
+            is_polygon = 'points' in value or 'radiusX' in value
             for name in names:
-                yield _Shape(str(name), points, is_outline, marks)
+                yield _Shape(str(name), points, is_polygon, flags)
 
 
 def _counts(annotation: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-IGNORED = frozenset({'crowd', 'ignore', 'difficult'})  # marks of objects that are neither learnt nor counted
+IGNORED = frozenset({'crowd', 'ignore', 'difficult'})  # flags of objects that are neither learnt nor counted
 _ATTRIBUTES = {'iscrowd': 'crowd', 'is_crowd': 'crowd', 'isgroupof': 'crowd', 'ignored': 'ignore', 'dontcare': 'ignore'}
 _ATTRIBUTES.update(isoccluded='occluded', istruncated='truncated', confidence='score', num_keypoints='keypoints')
 _NOTHING = ('', '0', '0.0', 'false', 'no', 'none', 'unspecified', 'n/a', '-1')
@@ -26,14 +26,14 @@ class Object(NamedTuple):
 
     name: Optional[str]  # class; None for a region that is ignored for every class
     box: tuple  # left, top, right, bottom in pixels; of a raw box: four numbers as the file has them
-    outline: Any = None  # polygons [[x, y, ...], ...] in pixels or run lengths, as COCO has them
-    marks: frozenset = frozenset()  # further statements of the annotation, e.g. 'crowd', 'rotated'
+    segmentation: Any = None  # polygons [[x, y, ...], ...] in pixels, or run lengths
+    flags: frozenset = frozenset()  # of the annotation, e.g. 'crowd', 'rotated'
     area: float = 0.0  # square pixels; 0 if the format has none
     is_raw: bool = False  # the meaning of the four numbers is that of the claim
 
     @property
     def is_ignored(self) -> bool:
-        return bool(self.marks & IGNORED)
+        return bool(self.flags & IGNORED)
 
 
 class Photo(NamedTuple):
@@ -52,7 +52,7 @@ class Photo(NamedTuple):
         return {item.name for item in self.objects if item.name is not None and not item.is_ignored}
 
 
-def marks_of(attributes: dict[str, Any]) -> frozenset:
+def flags_of(attributes: dict[str, Any]) -> frozenset:
     """Return the names of attributes with a value other than empty, 0, false or 'Unspecified'.
 
     Raises:
@@ -60,11 +60,11 @@ def marks_of(attributes: dict[str, Any]) -> frozenset:
     """
     found = set()
     for key, value in attributes.items():
-        mark = _ATTRIBUTES.get(str(key).lower(), str(key).lower())
+        flag = _ATTRIBUTES.get(str(key).lower(), str(key).lower())
         if _is_set(value):
-            if mark in IGNORED and str(value).strip().lower() not in ('1', '1.0', 'true', 'yes'):
+            if flag in IGNORED and str(value).strip().lower() not in ('1', '1.0', 'true', 'yes'):
                 raise ValueError(f'{key}={value!r}: expected 0 or 1')
-            found.add(mark)
+            found.add(flag)
     return frozenset(found)
 
 
@@ -74,7 +74,7 @@ def _is_set(value: Any) -> bool:
     return value is not None and str(value).strip().lower() not in _NOTHING
 
 
-def from_points(name: Optional[str], parts: list, marks: Iterable[str] = (), is_outline: bool = True) -> Object:
+def from_points(name: Optional[str], parts: list, flags: Iterable[str] = (), is_polygon: bool = True) -> Object:
     """Return an object made of polygons, each ``(N, 2)`` in pixels.
 
     Raises:
@@ -84,8 +84,8 @@ def from_points(name: Optional[str], parts: list, marks: Iterable[str] = (), is_
     if not len(points) or not np.isfinite(points).all():
         raise ValueError('a point that is no number')
     box = (*points.min(0).tolist(), *points.max(0).tolist())
-    outline = [np.ravel(np.asarray(part, float)).tolist() for part in parts if len(part) >= 3]
-    return Object(name, box, outline if is_outline and outline else None, frozenset(marks))
+    segmentation = [np.ravel(np.asarray(part, float)).tolist() for part in parts if len(part) >= 3]
+    return Object(name, box, segmentation if is_polygon and segmentation else None, frozenset(flags))
 
 
 def corners(box: tuple, degrees: float = 0.0, pivot: Optional[tuple] = None) -> np.ndarray:
@@ -107,11 +107,11 @@ def _rotated(points: np.ndarray, degrees: float, centre: np.ndarray) -> np.ndarr
     return (points - centre) @ np.array([[cos, sin], [-sin, cos]]) + centre
 
 
-def is_right_angled(outline: list[float]) -> bool:
+def is_right_angled(polygon: list[float]) -> bool:
     """Return True for the four points of a rectangle, upright or rotated."""
-    if len(outline) != 8:
+    if len(polygon) != 8:
         return False
-    points = np.reshape(outline, (4, 2))
+    points = np.reshape(polygon, (4, 2))
     sides = np.roll(points, -1, 0) - points
     lengths = np.linalg.norm(sides, axis=1)
     angles = np.abs((sides * np.roll(sides, -1, 0)).sum(1)) / np.maximum(lengths * np.roll(lengths, -1), 1e-9)

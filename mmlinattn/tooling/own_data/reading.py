@@ -45,7 +45,7 @@ class Reader:
         has_one_image: A file has the labels of one image, mostly of its own name.
         classes: Class names that the files list.
         notes: Notes for the user.
-        lost: Shapes that are neither boxes nor outlines, by kind.
+        lost: Shapes that are neither boxes nor polygons, by kind.
         unused: Fields of images that are not used.
     """
 
@@ -93,7 +93,7 @@ class Reader:
             notes.append(f'not used of the images in {self.kind}: {_counted(self.unused, "{key} ({count})")}')
         if self.lost:
             listed_kinds = _counted(self.lost, '{count} of kind {key}')
-            notes.append(f'shapes that are no boxes or outlines are left out: {listed_kinds}')
+            notes.append(f'shapes that are no boxes or polygons are left out: {listed_kinds}')
         return Claim(self.kind, photos, classes, notes, self.boxes, self.units)
 
     def photos(self, sources: list[Source]) -> list[Photo]:

@@ -326,9 +326,9 @@ def schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
     every, warm = max(1, epochs // 12), max(1, min(500, epochs * steps // 10))
     warming = dict(type='LinearLR', start_factor=0.001, by_epoch=False, begin=0, end=warm)
     if task == 'detection':
-        marks = [epochs * 2 // 3, epochs * 11 // 12]
+        milestones = [epochs * 2 // 3, epochs * 11 // 12]
         falling = dict(
-            type='MultiStepLR', by_epoch=True, begin=0, end=Reference('max_epochs'), milestones=marks, gamma=0.1
+            type='MultiStepLR', by_epoch=True, begin=0, end=Reference('max_epochs'), milestones=milestones, gamma=0.1
         )
     else:
         falling = dict(

@@ -10,7 +10,7 @@ import numpy as np
 from ...utils.errors import RunError
 from .data import Source, read_lines
 from .names import some
-from .objects import Object, Photo, from_points, is_right_angled, marks_of
+from .objects import Object, Photo, flags_of, from_points, is_right_angled
 from .reading import Claim, Entry, Reader
 
 
@@ -31,10 +31,10 @@ class Yolo(Reader):
                 'key points or scores are: write kpt_shape: [number, 2 or 3] into data.yaml, or leave the scores out.'
             )
         photos += self._background(photos)
-        outlines = [item.outline[0] for photo in photos for item in photo.objects if item.outline]
-        if outlines and all(map(is_right_angled, outlines)):
+        polygons = [item.segmentation[0] for photo in photos for item in photo.objects if item.segmentation]
+        if polygons and all(map(is_right_angled, polygons)):
             photos = [photo._replace(objects=list(map(_as_rotated, photo.objects))) for photo in photos]
-        elif outlines and all(len(outline) == 8 for outline in outlines):
+        elif polygons and all(len(polygon) == 8 for polygon in polygons):
             self.notes.append('all polygons have four points, as rotated boxes have: they are learnt as masks')
         return Claim(self.kind, photos, self.classes, self.notes, self.boxes, self.units)
 
@@ -73,7 +73,7 @@ class Yolo(Reader):
         yield Entry('', read_lines(source.path))
 
     def objects(self, content: Any, size: tuple[int, int]) -> Iterator[Object]:
-        marks = frozenset({'keypoints'} if self.has_points else ())
+        flags = frozenset({'keypoints'} if self.has_points else ())
         for number, line in enumerate(content, 1):
             label, *values = line.split()
             here = f'line {number}: {line[:60]!r}'
@@ -91,14 +91,14 @@ class Yolo(Reader):
             if not np.isfinite(numbers).all() or count > 4 and not all(-0.01 <= each <= 1.01 for each in numbers):
                 raise ValueError(f'{here}; numbers are shares of the image, from 0 to 1')
             if count == 4:
-                yield Object(name, tuple(numbers), None, marks, is_raw=True)
+                yield Object(name, tuple(numbers), None, flags, is_raw=True)
             else:
                 self.rows.append(numbers)
-                yield from_points(name, [np.reshape(numbers, (-1, 2)) * size], marks)
+                yield from_points(name, [np.reshape(numbers, (-1, 2)) * size], flags)
 
 
 def _as_rotated(item: Object) -> Object:
-    return item._replace(outline=None, marks=item.marks | {'rotated'}) if item.outline else item
+    return item._replace(segmentation=None, flags=item.flags | {'rotated'}) if item.segmentation else item
 
 
 def _have_points(rows: list[list[float]]) -> bool:
@@ -149,5 +149,5 @@ class Kitti(Reader):
                 truncated, occluded, _, left, top, right, bottom = map(float, values[:7])
             except ValueError:
                 raise ValueError(f'line {number}: {kind} is not followed by the 14 numbers of KITTI') from None
-            marks = marks_of(dict(truncated=truncated > 0, occluded=occluded > 0, score=len(values) > 14))
-            yield Object(kind, (left, top, right, bottom), None, marks, is_raw=True)
+            flags = flags_of(dict(truncated=truncated > 0, occluded=occluded > 0, score=len(values) > 14))
+            yield Object(kind, (left, top, right, bottom), None, flags, is_raw=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from .data import Source
-from .objects import Object, corners, from_points, marks_of
+from .objects import Object, corners, flags_of, from_points
 from .reading import Entry, Reader
 
 _SHAPES = ('name', 'bndbox', 'robndbox', 'polygon', 'segmented', 'type', 'id', 'deleted')
@@ -34,7 +34,7 @@ class Voc(Reader):
 
 
 def _object(item: ElementTree.Element) -> Object:
-    """Read an object: a box, a rotated box of roLabelImg, or an outline that Roboflow writes beside the box."""
+    """Read an object: a box, a rotated box of roLabelImg, or an polygon that Roboflow writes beside the box."""
 
     def text(key: str) -> str:
         found = item.findtext(key)
@@ -42,15 +42,15 @@ def _object(item: ElementTree.Element) -> Object:
             raise ValueError(f'{item.tag} without {key}')
         return found.strip()
 
-    marks = marks_of({child.tag: child.text for child in item if child.tag not in _SHAPES and not len(child)})
-    marks |= {f'<{child.tag}>' for child in item if len(child) and child.tag not in _SHAPES}
+    flags = flags_of({child.tag: child.text for child in item if child.tag not in _SHAPES and not len(child)})
+    flags |= {f'<{child.tag}>' for child in item if len(child) and child.tag not in _SHAPES}
     if item.find('robndbox') is not None:  # centre, sides, radians clockwise
         x, y, width, height, angle = (float(text(f'robndbox/{key}')) for key in ('cx', 'cy', 'w', 'h', 'angle'))
         box = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
-        return from_points(text('name'), [corners(box, math.degrees(angle))], marks | {'rotated'}, is_outline=False)
-    outline = item.find('polygon')
-    if outline is not None and len(outline) >= 6:
-        points = np.reshape([float(child.text or 'nan') for child in outline], (-1, 2))
-        return from_points(text('name'), [points], marks)
+        return from_points(text('name'), [corners(box, math.degrees(angle))], flags | {'rotated'}, is_polygon=False)
+    polygon = item.find('polygon')
+    if polygon is not None and len(polygon) >= 6:
+        points = np.reshape([float(child.text or 'nan') for child in polygon], (-1, 2))
+        return from_points(text('name'), [points], flags)
     edges = tuple(float(text(f'bndbox/{edge}')) for edge in ('xmin', 'ymin', 'xmax', 'ymax'))
-    return Object(text('name'), edges, None, marks, is_raw=True)
+    return Object(text('name'), edges, None, flags, is_raw=True)

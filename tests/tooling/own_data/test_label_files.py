@@ -323,7 +323,7 @@ def test_shapes_that_are_no_objects_are_named(tmp_path):
     content['shapes'] += [dict(label='car', points=[[20, 20], [20, 26]], shape_type='circle')]
     text(file, dict(content, flags=dict(blurred=True)))
     data = read(tmp_path)
-    assert 'shapes that are no boxes or outlines are left out: 1 of kind point' in data.notes
+    assert 'shapes that are no boxes or polygons are left out: 1 of kind point' in data.notes
     assert 'not used of the images in LabelMe JSON: flag blurred (1)' in data.notes
     assert ('a.jpg', 'car', 14, 14, 26, 26) in annotations_of(data)
 
