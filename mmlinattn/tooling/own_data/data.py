@@ -78,6 +78,7 @@ class Data:
         images: Images, sorted by path.
         files: Files that may hold labels, lists or names.
         used: Files that were read. Readers add theirs.
+        lost: Numbers of lines that name no image, by list.
     """
 
     def __init__(self, path: Path, options: Optional[Options] = None):
@@ -97,6 +98,7 @@ class Data:
         self.containers = [path for path in every if container(path) and _is_in(path, self.options.labels)]
         self.no_images = [path for path in every if path.suffix.lower() in _NO_IMAGES]
         self.used: set[Path] = set()
+        self.lost = dict[Path, int]()
 
     def _walk(self) -> list[Path]:
         found: list[Path] = []
@@ -210,6 +212,7 @@ class Data:
         """Return notes on the files that were not read."""
         files = [path for path in self.files + self.containers if path not in self.used]
         notes = [f'files not used: {some(map(self.name, files), 6)}'] if files else []
+        notes += [f'{count} lines of {self.name(path)} name no image' for path, count in self.lost.items()]
         notes += [f'folders without a file: {some(map(self.name, self.empty), 6)}'] if self.empty else []
         return notes + ([f'images of a kind that is not read are left out: {self.unread}'] if self.unread else [])
 

@@ -171,11 +171,14 @@ def _resolve(data: Data, items: list, sources: Iterable[tuple[str, Path]]) -> _L
     listed, labelled = _Listed({}, []), {item.path for item in items}
     for split, source in sources:
         images = [item.path for item in items if source in (item.file, *item.path.parents, *item.file.parents)]
-        lost = 0
+        lost, inside = 0, source.resolve()
         if not images and source.is_file():
             images, lost = _of_list(data, source, labelled)
-        if len(images) <= lost:
+        elif not images:  # of an absolute path in data.yaml, by another link
+            images = [path for path in labelled if inside in path.resolve().parents]
+        if not images or len(images) <= lost and source not in (data.options.train, data.options.val):
             continue
+        data.lost.update({source: lost} if lost else {})
         listed.files.append(source)
         for image in images:
             known = listed.splits.setdefault(image, 'train' if split == 'trainval' else split)
