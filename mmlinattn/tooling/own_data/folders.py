@@ -54,20 +54,21 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item],
     """Return the only claim: format, images and notes."""
     tables = _tables(kinds)
     chosen, notes = data.options.labels, list[str]()
+    labelled = [{path for row in t.rows for path in data.pictures.named(row[t.image])} for t in tables]
+    named = [table for table, images in zip(tables, labelled) if images]
     folders, error = list[Item](), None
     if not chosen or chosen.is_dir() and not tables:
         try:
-            folders = _folder_items(data, notes)
+            folders = _folder_items(data, notes, set[Path]().union(*labelled))
         except RunError as raised:
             error = raised
     if len({item.name for item in folders}) == 1 and len(kinds) > 0:
         folders = []
-    named = [table for table in tables if any(data.pictures.named(row[table.image]) for row in table.rows)]
     if tables := named or ([] if folders or error else tables):  # a table of numbers and names names no image
         data.used.update(table.path for table in tables)
         items, more = read_class_tables(tables, data)
-        _check_folders(data, items, folders, data.name(tables[0].path))
-        return 'CSV of classes', items, more
+        kind, items = _joined(data, items, folders, data.name(tables[0].path))
+        return kind, items, more + notes
     if error:
         others = [sources[0] for kind, sources in kinds.items() if kind not in (UNKNOWN, 'CSV of classes')]
         beside = [f' {described_kind(data, source, "classification")}.' for source in others]
@@ -85,9 +86,17 @@ def _tables(kinds: dict[str, list[Source]]) -> list[Table]:
     return [table for table in classes if not table.box or table.label and table.has_one_row_an_image] + boxes
 
 
-def _check_folders(data: Data, items: list[Item], folders: list[Item], table: str) -> None:
-    """Raise an error if class folders differ from the classes of a table, or have more images."""
+def _joined(data: Data, items: list[Item], folders: list[Item], table: str) -> tuple[str, list[Item]]:
+    """Return the images of a table, and those of class folders if both are of different splits.
+
+    Raises:
+        RunError: Class folders differ from the classes of the table, or have more images.
+    """
     classes = {item.path: item.name for item in items}
+    splits = [{item.split for item in found} for found in (items, folders)]
+    are_apart = None not in splits[0] | splits[1] and not splits[0] & splits[1]
+    if folders and are_apart and not any(item.path in classes for item in folders):
+        return 'CSV of classes and folders of images', items + folders
     for item in folders:
         if classes.get(item.path, item.name) != item.name:
             raise RunError(
@@ -100,6 +109,7 @@ def _check_folders(data: Data, items: list[Item], folders: list[Item], table: st
             f'{table} and folders of classes both have labels, and {len(rest)} images are in folders alone: give '
             '--labels FILE, or --labels DIR for the folders.'
         )
+    return 'CSV of classes', items
 
 
 class _Folders:
@@ -129,8 +139,8 @@ class _Folders:
         return split, tuple(names)
 
 
-def _folder_items(data: Data, notes: list[str]) -> list[Item]:
-    """Return the images in class folders, in or around folders of splits."""
+def _folder_items(data: Data, notes: list[str], labelled: set[Path]) -> list[Item]:
+    """Return the images in class folders, in or around folders of splits; ``labelled`` ones may lie in none."""
     masks = data.pictures.masks_among(data.images)
     notes += [f'{len(masks)} masks of images are left out, as {data.name(min(masks))}'] if masks else []
     data.images = [path for path in data.images if path not in masks]
@@ -143,7 +153,7 @@ def _folder_items(data: Data, notes: list[str]) -> list[Item]:
         around = len(os.path.commonprefix([names[:-1] for _, names in found.values() if names]))
         found = {path: (split, names[around:]) for path, (split, names) in found.items()}
         if not given and any(split for split, _ in found.values()):
-            found = _of_splits(data, found, notes)
+            found = _of_splits(data, found, notes, labelled)
         _refuse_nested(top, {names for _, names in found.values()})
         items += [Item(path, names[0], split, path) for path, (split, names) in found.items() if names]
     unlabelled = {item.name for item in items if is_unlabelled(item.name)}
@@ -154,14 +164,14 @@ def _folder_items(data: Data, notes: list[str]) -> list[Item]:
 _Found = dict[Path, tuple[Optional[str], tuple[str, ...]]]  # split and folders of each image
 
 
-def _of_splits(data: Data, found: _Found, notes: list[str]) -> _Found:
+def _of_splits(data: Data, found: _Found, notes: list[str], labelled: set[Path]) -> _Found:
     """Return the images in folders of splits, after checking what lies beside and in them."""
     splits = {split for split, _ in found.values() if split}
     inside: _Found = {path: (split, names) for path, (split, names) in found.items() if split}
     first = next(split for split in ('train', 'val', 'test') if split in splits)
     _refuse_unclear(data, found, inside, first)
     beside = sorted({names[0] for split, names in found.values() if not split and names})
-    loose = [path for path, (split, names) in inside.items() if not names and split != 'test']
+    loose = [path for path, (split, names) in inside.items() if not names and split != 'test' and path not in labelled]
     if loose:
         lists = [path for path in data.files if path.suffix.lower() in ('.txt', '.csv')]
         raise RunError(

@@ -85,10 +85,10 @@ def _by_split(data: Data, items: list, found: list[Optional[str]], source: str) 
 def _draw_val(splits: dict[str, list], copies: list[list]) -> str:
     """Move images drawn from train to val, whole groups together; return a note."""
     items = splits['train']
-    groups = [_group_of(item) for item in items]
-    groups = groups if len(set(groups)) > 1 else [None] * len(groups)  # one group divides nothing
     alike = {item.path: str(several[0].path) for several in copies for item in several}
-    groups = [group or alike.get(item.path) for group, item in zip(groups, items)]
+    groups = [_group_of(item) for item in items]
+    for found in (groups, [group or alike.get(item.path) for group, item in zip(groups, items)]):
+        groups = found if len(set(found)) > 1 else [None] * len(items)  # one group divides nothing
     chosen = _draw(items, groups)
     whole = len({groups[i] for i in chosen} - {None})
     splits['val'] = [item for i, item in enumerate(items) if i in chosen]

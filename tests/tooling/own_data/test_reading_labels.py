@@ -194,6 +194,12 @@ def test_grey_colours_of_a_list_name_numbers(tmp_path):
     assert data.classes == ['ground', 'roof']
 
 
+def test_numbers_in_the_order_of_a_list_of_colours(tmp_path):
+    text(tmp_path / 'data/label_colors.txt', '0 0 0 ground\n64 0 128 car\n0 128 192 bus')
+    data = layout(tmp_path / 'data', 'CamVid of Kaggle', lambda number: halves(0, 1, 2))
+    assert data.classes == ['ground', 'car', 'bus'] and 'in the order of the list of colours' in ' '.join(data.notes)
+
+
 def test_colours_that_the_list_lacks(tmp_path):
     text(tmp_path / 'data/label_colors.txt', COLOUR_FILES['label_colors.txt'])
     with pytest.raises(RunError, match=re.escape('the colour (1, 2, 3), which the list of colours does not name')):

@@ -10,6 +10,7 @@ from helpers.own_files import HEIGHT, WIDTH, boxes_of, picture, read, text
 from PIL import Image
 
 from mmlinattn.tooling.own_data import drawing
+from mmlinattn.tooling.own_data.data import Data
 from mmlinattn.tooling.own_data.names import Splits, shared_key, split_in
 from mmlinattn.utils.errors import RunError
 
@@ -299,6 +300,60 @@ def test_copies_stay_in_one_split(tmp_path):
     data = read(tmp_path)
     shown = {split: {path.read_bytes() for path in paths} for split, paths in data.images.items()}
     assert not shown['train'] & shown['val']
+
+
+def folders_of_classes(root, *folders):
+    for folder in folders:
+        for i in range(3):
+            picture(root / folder / f'{folder.replace("/", "_")}{i}.jpg')
+
+
+def with_unlabelled(root):
+    folders_of_classes(root, 'cat', 'dog', '_unlabeled', 'no_label')
+
+
+def with_empty_folder(root):
+    folders_of_classes(root, 'train/cat', 'train/dog', 'val/cat', 'val/dog')
+    (root / 'train/bird').mkdir()
+
+
+def with_capitals(root):
+    folders_of_classes(root, 'cat', 'Cat', 'dog')
+
+
+def with_copies(root):
+    folders_of_classes(root, 'train/cat', 'train/dog', 'val/cat', 'val/dog')
+    (root / 'val/cat/other.jpg').write_bytes((root / 'train/cat/train_cat0.jpg').read_bytes())
+
+
+def with_a_table_of_val(root):
+    folders_of_classes(root, 'train/cat', 'train/dog', 'val')
+    text(root / 'val_labels.csv', 'filename,label\nval0.jpg,cat\nval1.jpg,dog\nval2.jpg,dog')
+
+
+@pytest.mark.parametrize(
+    'write, count, said',
+    [
+        (with_unlabelled, 6, 'folders of images without label are left out: _unlabeled, no_label'),
+        (with_empty_folder, 12, 'folders without a file: train/bird'),
+        (with_capitals, 9, 'classes differ by capital letters alone: Cat, cat'),
+        (with_copies, 13, '1 images of val are copies of training images'),
+        (with_a_table_of_val, 9, 'splits by columns or names of files and folders'),
+    ],
+)
+def test_class_folders_with_more_than_classes(tmp_path, write, count, said):
+    write(tmp_path)
+    data = read(tmp_path, 'classification')
+    assert said in ' '.join([*data.notes, *Data(tmp_path).unused()])
+    assert sum(map(len, data.images.values())) == count
+
+
+def test_two_data_sets_in_one_folder(tmp_path):
+    for folder in ('v1', 'v2'):
+        yolo(tmp_path / folder / 'train', names=[f'{name}{folder}' for name in NAMES])
+        text(tmp_path / folder / 'data.yaml', 'train: train\nval: train\nnames: [car]')
+    with pytest.raises(RunError, match='v1/data.yaml and .*v2/data.yaml have other names or splits'):
+        read(tmp_path)
 
 
 def test_dropped_files_are_named(tmp_path):
