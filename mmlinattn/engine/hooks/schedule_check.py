@@ -148,7 +148,7 @@ def _above_base(play: Play, schedulers: list) -> Optional[str]:
 def _warm_up(play: Play, schedulers: list) -> Optional[str]:
     at = int(np.argmax(play.bases))
     rates, total = play.rates[:, at], play.length.iters
-    peak = int(np.argmax(rates >= rates.max() * (1 - 1e-6)))
+    peak = int(np.argmax(rates >= np.max(rates) * (1 - 1e-6)))
     names = [type(each).__name__ for each in schedulers if _is_warm_up(each)]
     if not names or 2 * (play.begin + peak) <= total or rates[peak] <= rates[0]:
         return None

@@ -77,7 +77,7 @@ def _most_likely(raw: list, bad: dict[str, np.ndarray], flat: dict[str, np.ndarr
     likely = [reading for reading in READINGS if 5 * (bad[reading] | flat[reading]).sum() <= len(raw)]
     if len(likely) == 1:
         return likely[0]
-    photo, item = raw[int(bad['sides'].argmax())]
+    photo, item = raw[int(np.argmax(bad['sides']))]
     several = ' and as '.join(READINGS[each] for each in likely)
     both = f'boxes fit as {several}' if likely else 'boxes pass the edge of their image in every reading'
     raise RunError(f'{photo.file}: {both}, as {_numbers(item)} of {photo.path.name}: give --boxes {_OPTIONS}.')
@@ -87,7 +87,7 @@ def _check(raw: list, bad: dict[str, np.ndarray], said: str) -> None:
     """Raise an error if another reading than the format's fits better, or many boxes do not fit."""
     fitting = [reading for reading in READINGS if not bad[reading].any()]
     if bad[said].any() and (fitting or 5 * bad[said].sum() > len(raw)):
-        photo, item = raw[int(bad[said].argmax())]
+        photo, item = raw[int(np.argmax(bad[said]))]
         others = f'; as {READINGS[fitting[0]]} all of them fit' if fitting else ''
         raise RunError(
             f'{photo.file}: {bad[said].sum()} of {len(raw)} boxes pass the edge of their image, as {_numbers(item)} in '
