@@ -312,7 +312,8 @@ def rehearse_training_data(runner: Any) -> None:
     with _one_line(reason), unchanged(runner), _copied_transforms(dataset):
         # MMDetection's PipelineSwitchHook replaces the transforms in a later epoch
         later = [Compose(hook.switch_pipeline) for hook in runner.hooks if hasattr(hook, 'switch_pipeline')]
-        for pipeline in (None, *later):
+        has_transforms = 'pipeline' in getattr(dataset, '__dict__', ())  # those of most wrappers are inside
+        for pipeline in (None, *(later if has_transforms else ())):
             if pipeline is not None:
                 dataset.pipeline = pipeline
             for index in sorted({0, len(dataset) // 2}):

@@ -297,6 +297,18 @@ def test_data_that_a_hook_switches_in_a_later_epoch(tmp_path, fails):
     assert made.iter == (0 if fails else 6)
 
 
+def test_wrappers_get_no_transforms_of_a_switch():
+    data = torch.utils.data.Subset(MaskedData(Masks(2), (6, 8)), [0, 1])
+    runner = SimpleNamespace(
+        _train_loop=SimpleNamespace(dataloader=SimpleNamespace(dataset=data)),
+        model=torch.nn.Identity(),
+        visualizer=None,
+        hooks=[LateSwitchHook(dict)],
+    )
+    rehearsal.rehearse_training_data(runner)
+    assert 'pipeline' not in vars(data)
+
+
 @DATASETS.register_module(force=True)
 class Piped(ToyDataset):
     def __getitem__(self, index):
