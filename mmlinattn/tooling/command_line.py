@@ -20,13 +20,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
 import torch
-from mmengine.logging import MMLogger
 from mmengine.registry import Registry
 
 from ..engine.data.coco import load_coco
 from ..engine.runner import leave_process_group
 from ..utils.errors import RunError, closest, described, meant, printable, raising_object, say_last
 from ..utils.files import PACKAGE
+from ..utils.quietness import log_level
 from .memory import keep_freed_memory
 from .settings import accepted, takers
 
@@ -47,17 +47,9 @@ def one_line_errors():
 @contextmanager
 def quiet():
     """Silence warnings and logs of upstream models, exporters and tracers inside this context."""
-    loggers = [MMLogger.get_current_instance(), logging.getLogger()]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), log_level(logging.CRITICAL, logging.getLogger()):
         warnings.simplefilter('ignore')
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels):
-                logger.setLevel(level)
+        yield
 
 
 @contextmanager

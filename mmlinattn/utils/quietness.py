@@ -1,4 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -6,12 +7,16 @@ from mmengine.logging import MMLogger
 
 
 @contextmanager
-def log_level(lowest: int) -> Iterator[None]:
-    """Suppress lines of MMEngine's logger below a level. Setting the level also clears what loggers have cached."""
-    logger = MMLogger.get_current_instance()
-    level = logger.level
-    logger.setLevel(max(level, lowest))
+def log_level(lowest: int, *others: logging.Logger) -> Iterator[None]:
+    """Suppress lines of MMEngine's logger, and of ``others``, below a level.
+
+    Setting the level also clears what loggers have cached.
+    """
+    levels = {logger: logger.level for logger in (MMLogger.get_current_instance(), *others)}
+    for logger, level in levels.items():
+        logger.setLevel(max(level, lowest))
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)

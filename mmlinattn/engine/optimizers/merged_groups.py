@@ -115,17 +115,19 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     def add_params(self, params: list, module: nn.Module, prefix: str = '', **kwargs) -> None:
         """Let MMEngine make a group for each parameter, then merge groups with equal settings."""
-        with log_level(logging.WARNING):  # MMEngine logs up to three lines for each parameter
+        if prefix:  # MMEngine calls this method for each module inside
             super().add_params(params, module, prefix=prefix, **kwargs)
-        if prefix == '':
-            if self.base_wd:
-                exempt = undecayed(module)
-                for group in params:
-                    if group['params'][0] in exempt and 'decay_mult' not in group:
-                        group['weight_decay'] = 0.0
-            self.adjust(params, module)
-            if optimizer_class(self.optimizer_cfg['type']) is not ZeroRedundancyOptimizer:
-                params[:] = self._merged(params, module)
+            return
+        with log_level(logging.WARNING):  # MMEngine logs up to three lines for each parameter
+            super().add_params(params, module, **kwargs)
+        if self.base_wd:
+            exempt = undecayed(module)
+            for group in params:
+                if group['params'][0] in exempt and 'decay_mult' not in group:
+                    group['weight_decay'] = 0.0
+        self.adjust(params, module)
+        if optimizer_class(self.optimizer_cfg['type']) is not ZeroRedundancyOptimizer:
+            params[:] = self._merged(params, module)
 
     def adjust(self, params: list, model: nn.Module) -> None:
         """Change settings of the groups before they are merged; here each group has one parameter. Subclasses override
