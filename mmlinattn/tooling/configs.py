@@ -58,12 +58,7 @@ def load_config(args: argparse.Namespace) -> Config:
         set_data_root(cfg, args.data_root)
     if args.cfg_options:
         before = dict(cfg.get('train_cfg') or {})
-        try:
-            options = index_hooks(cfg, args.cfg_options)
-            content = cfg._cfg_dict.to_dict()
-            cfg.merge_from_dict(options)
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise RunError(f'--cfg-options {args.cfg_options} does not fit the config: {error}') from error
+        content, options = merge_options(cfg, args.cfg_options)
         check_options(content, cfg, options)
         fit_schedule(cfg, before, args.cfg_options)
     check_single(cfg)
@@ -110,6 +105,21 @@ def index_hooks(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
     return indexed
 
 
+def merge_options(cfg: Config, given: dict[str, Any]) -> tuple[dict, dict[str, Any]]:
+    """Apply ``--cfg-options``. Return the content of the config before, and the options with list indices.
+
+    Raises:
+        RunError: An option does not fit the config.
+    """
+    try:
+        options = index_hooks(cfg, given)
+        content = cfg._cfg_dict.to_dict()
+        cfg.merge_from_dict(options)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise RunError(f'--cfg-options {given} does not fit the config: {error}') from error
+    return content, options
+
+
 def read_config(path: str) -> Config:
     """Read a config and check that its task can run in this environment.
 
@@ -146,11 +156,8 @@ def read_with_options(args: argparse.Namespace) -> Config:
     Raises:
         RunError: See :func:`read_config`; or an option does not fit the config.
     """
-    cfg, options = read_config(args.config), args.cfg_options or {}
-    try:
-        cfg.merge_from_dict(index_hooks(cfg, options))
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise RunError(f'--cfg-options {options} does not fit the config: {error}') from error
+    cfg = read_config(args.config)
+    merge_options(cfg, args.cfg_options or {})
     return cfg
 
 
