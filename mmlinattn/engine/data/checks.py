@@ -122,7 +122,7 @@ def _unused(view: View, is_detector: bool) -> Iterator[Finding]:
             f'{format_names(view.classes)}: they have other names there, no area, or an image_id that is no image.',
             view.is_training and not samples.is_part,
         )
-    elif samples.labels and unused and view.is_training:
+    elif samples.labels and unused and view.is_training and not hasattr(view.dataset, 'cat_ids'):  # see check_coco
         has = 'has an object' if is_detector else 'is'
         text = f'{key}: none of its {samples.num} images {has} of {format_names(unused)}: nothing of these trains.'
         yield Finding(text, False)

@@ -241,6 +241,15 @@ def _stuff_first(content: dict) -> str:
     )
 
 
+def _unused_categories(content: dict, labels: dict) -> str:
+    """Describe classes without an object to train on; '' if each has one. ``labels`` are those of category ids."""
+    entries = [entry for entry in content['annotations'] if not (entry.get('iscrowd') or entry.get('ignore'))]
+    entries += [segment for entry in content['annotations'] for segment in entry.get('segments_info', ())]
+    used, names = {entry.get('category_id') for entry in entries} - {None}, content['categories']
+    unused = [entry.get('name') for entry in names if entry['id'] in labels and entry['id'] not in used]
+    return f' has no object of {format_names(unused)}: nothing of these classes trains' if used and unused else ''
+
+
 def check_coco(view: View) -> Iterator[Finding]:
     """Check the annotation file of a data set of MMDetection, and its categories against the classes of the config."""
     path, labels = getattr(view.dataset, 'ann_file', ''), getattr(view.dataset, 'cat2label', None)
@@ -265,6 +274,9 @@ def check_coco(view: View) -> Iterator[Finding]:
     if order:
         yield Finding(f'{view.key}: {path}{order}')
         return
+    unused = _unused_categories(content, labels) if view.is_training else ''
+    if unused:
+        yield Finding(f'{view.key}: {path}{unused}.', False)
     names = {entry['id']: entry.get('name') for entry in content['categories']}
     of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
     yield from check_categories(view.key, path, list(names.values()), of_labels, view.classes, needs_all=False)
