@@ -77,6 +77,7 @@ class Data:
     Attributes:
         images: Images, sorted by path.
         files: Files that may hold labels, lists or names.
+        empty: Folders without a file.
         used: Files that were read. Readers add theirs.
         lost: Numbers of lines that name no image, by list.
     """
@@ -195,12 +196,12 @@ class Data:
                 raise RunError(f'{path} cannot be read: {described(error)}') from error
             if isinstance(content, dict) and content.get('names'):
                 found[path] = content
-        for path, other in found.items():
-            first, content = next(iter(found.items()))
-            if other != content or content.get('train') and path.parent != first.parent:
-                raise RunError(f'{first} and {path} have other names or splits: keep one YAML file.')
-        self.used.update(found)
         if found:
+            (first, content), *others = found.items()
+            for path, other in others:
+                if other != content or content.get('train') and path.parent != first.parent:
+                    raise RunError(f'{first} and {path} have other names or splits: keep one YAML file.')
+            self.used.update(found)
             return first, content
         for path in [path for path in self.files if path.suffix.lower() == '.data']:
             self.used.add(path)
