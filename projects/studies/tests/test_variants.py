@@ -12,11 +12,16 @@ from mmengine.registry import MODELS
 
 from mmlinattn.attention import Grid
 from mmlinattn.tooling.analysis.weights import mixer_weights
+from projects.studies.arguments import SOURCES
 from projects.studies.task import Classifier
 from projects.studies.training import attention_measures, num_parameters
 from projects.studies.variants import STUDIES
 
 RESULTS = sorted((Path(__file__).resolve().parents[1] / 'results').glob('*/results.json'))
+
+
+def test_every_study_has_a_source():
+    assert list(SOURCES) == list(STUDIES)
 
 
 @pytest.mark.parametrize('name', STUDIES)
