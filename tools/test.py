@@ -200,7 +200,7 @@ def main(args: argparse.Namespace) -> None:
             mmengine.dump(metrics, args.out)
         written = (args.out, args.show_dir, args.save_json, args.save_txt, args.save_labels)
         for path in filter(None, written if runner.rank == 0 else ()):
-            print(f'predictions are in {osp.abspath(path)}')
+            print(f'wrote {osp.abspath(path)}')
 
 
 if __name__ == '__main__':

@@ -62,7 +62,7 @@ def test_tests_a_checkpoint(folder, trained):
     args = ['config.py', checkpoint, '--show-dir', 'shown', '--interval', 2, '--work-dir', 'tested']
     args += ['--cfg-options', 'test_dataloader.batch_size=3']
     out = python(TOOLS / 'test.py', *args, '--out', 'predictions.pkl', cwd=folder)
-    assert f'predictions are in {folder / "shown"}' in out
+    assert f'wrote {folder / "shown"}' in out
     images = sorted(path.name for path in (folder / 'shapes' / 'val2017').iterdir())
     assert sorted(path.name for path in (folder / 'shown').iterdir()) == images[::2]
     predictions = pickle.loads((folder / 'predictions.pkl').read_bytes())

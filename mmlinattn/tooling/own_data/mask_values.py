@@ -271,12 +271,12 @@ def read_values(data: Data) -> dict[int, str]:
     return found
 
 
-def _in_order(masks: _Masks) -> _Reading:
+def _of_indices(masks: _Masks) -> _Reading:
     """Read numbers that are the labels, the classes in their order, or a background and a foreground."""
-    return in_order(masks.values, masks.named, masks.seen.is_indexed)
+    return read_indices(masks.values, masks.named, masks.seen.is_indexed)
 
 
-def in_order(values: list[int], names: Optional[list[str]], is_indexed: bool = False) -> _Reading:
+def read_indices(values: list[int], names: Optional[list[str]], is_indexed: bool = False) -> _Reading:
     """Return class names, and a table from values to labels.
 
     Args:
@@ -326,7 +326,7 @@ def _of_colours(masks: _Masks) -> Optional[_Reading]:
     if not listed:
         raise RunError(
             f'{masks.mask} and others have the colours {some(map(format_value, colours))}: write label_colors.txt into '
-            'DATA, a line "R G B NAME" a class.'
+            'DATA, one line "R G B NAME" per class.'
         )
     unknown = {colour: pixels[colour] for colour in colours if colour not in listed}
     if sum(unknown.values()) > sum(pixels.values()) / 1000:
@@ -352,4 +352,4 @@ def _palette(colours: list[int]) -> tuple[dict[int, str], str]:
 
 
 # the first that understands the values decides
-_READINGS = (_of_colours, _of_cityscapes, _of_two_blurred, _of_list, _in_order)
+_READINGS = (_of_colours, _of_cityscapes, _of_two_blurred, _of_list, _of_indices)

@@ -72,7 +72,7 @@ class Reader:
         """Return the class names in the order of a list file, or of the label files with others that occur."""
         listed = self.data.names(*self.lists)
         if listed is None and self.classes:
-            listed = [*self.classes, *in_order(found - set(self.classes))]
+            listed = [*self.classes, *sort_names(found - set(self.classes))]
         return listed
 
     def read(self, sources: list[Source]) -> Claim:
@@ -151,7 +151,7 @@ def checked_size(file: Path, picture: Path, width: Any = None, height: Any = Non
     return size
 
 
-def in_order(names: Iterable[str]) -> list[str]:
+def sort_names(names: Iterable[str]) -> list[str]:
     """Sort class names alphabetically; names that are numbers come first, sorted by value."""
     return sorted(names, key=lambda name: (0, float(name), '') if re.fullmatch(r'\d+', name) else (1, 0.0, name))
 
@@ -167,12 +167,12 @@ def name_table(found: set[str], listed: Optional[list[str]]) -> tuple[list[str],
         RunError: A label is not in the list.
     """
     if not listed:
-        return in_order(found), {name: name for name in found}
+        return sort_names(found), {name: name for name in found}
     if found <= set(listed):
         return listed, {name: name for name in found}
     if '0' in found and found <= set(map(str, range(len(listed)))):
         return listed, {name: listed[int(name)] for name in found}
-    lacking = in_order(found - set(listed))[0]
+    lacking = sort_names(found - set(listed))[0]
     raise RunError(
         f'the label {lacking!r} is not in the list of classes ({", ".join(listed)}), and not all labels are its '
         'numbers from 0: correct classes.txt, or give --classes NAME ...'

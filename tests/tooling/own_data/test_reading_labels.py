@@ -32,7 +32,7 @@ def masks(root, values, names=None, suffix='.png', dtype=np.uint8, shape=(HEIGHT
     ],
 )
 def test_values_of_label_images(values, names, classes, table):
-    assert mask_values.in_order(values, names)[:2] == (classes, table)
+    assert mask_values.read_indices(values, names)[:2] == (classes, table)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_values_of_label_images(values, names, classes, table):
 )
 def test_values_that_are_refused(values, names, said):
     with pytest.raises(RunError, match=said):
-        mask_values.in_order(values, names)
+        mask_values.read_indices(values, names)
 
 
 def test_masks_of_0_and_255_are_copied_as_labels(tmp_path):
