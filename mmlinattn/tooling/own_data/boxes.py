@@ -14,6 +14,7 @@ from ...utils.errors import RunError
 from .box_numbers import settle
 from .data import Data, Example, OwnData
 from .formats import READERS, recognise_all, refusal
+from .names import composed, of_split, some
 from .objects import IGNORED, Object, Photo, is_region, is_right_angled
 from .reading import Claim
 from .splits import divide
@@ -38,15 +39,24 @@ def read_boxes(data: Data) -> OwnData:
             names the file, and the option that decides.
     """
     data.need_images()
-    claims = [settle(claim, data) for claim in _claims(data)]
-    photos, small = _without_small(_merged(claims, data))
+    claims = [settle(_with_composed_names(claim), data) for claim in _claims(data)]
+    merged = _merged(claims, data)
+    photos, small = _without_small(merged)
+    if small and not any(photo.objects for photo in photos):
+        photo = next(photo for photo in merged if photo.objects)
+        raise RunError(
+            f'{photo.file}: all {small} boxes are narrower than a pixel or outside of their image, as '
+            f'{photo.objects[0].box} of {photo.path.name}.'
+        )
     classes = [name for name in claims[0].classes if not is_region(name)]
     objects = [item for photo in photos for item in photo.objects]
     _check_classes(classes, objects, data)
     splits, notes = divide(data, photos, 'detection', classes)
     notes[1:1] = [note for claim in claims for note in claim.notes]
     masks = _have_polygons(objects, notes)
-    notes += _notes_on(photos)
+    notes += _notes_on(photos) + _notes_on_polygons(merged)
+    empty = sum(not photo.objects for photo in photos)
+    notes += [f'{empty} of {len(photos)} images have no object: they are background'] if empty else []
     notes += [f'{small} boxes narrower than a pixel, or outside of their image, are left out'] if small else []
     written = {split: as_coco(chosen, classes, data.root, masks) for split, chosen in splits.items()}
     counts = [Counter(a['image_id'] for a in coco['annotations'] if not a['iscrowd']) for coco in written.values()]
@@ -67,15 +77,29 @@ def read_boxes(data: Data) -> OwnData:
 def _merged(claims: list[Claim], data: Data) -> list[Photo]:
     """Return the images of all claims."""
     first: dict[Path, Photo] = {}
-    for photo in (_with_regions(photo) for claim in claims for photo in claim.photos):
+    photos = [_with_regions(photo) for claim in claims for photo in claim.photos]
+    for photo in sorted(photos, key=lambda photo: photo.file == photo.path):  # without label file: last
         other = first.setdefault(photo.path, photo)
-        if other is not photo:
-            files = f'by {data.name(other.file)} ({other.split}) and by {data.name(photo.file)} ({photo.split})'
-            raise RunError(f'{photo.path} is labelled twice: {files}: give --labels FILE, or remove one.')
+        if other is not photo and photo.file != photo.path:
+            files = [f'{data.name(each.file)}{of_split(each.split)}' for each in (other, photo)]
+            remedy = 'give --labels FILE, or remove one' if other.split == photo.split else 'remove it from one'
+            raise RunError(f'{photo.path} is labelled twice: by {files[0]} and by {files[1]}: {remedy}.')
         _check_run_lengths(photo)
     for claim in claims[1:]:
         _check_splits(claims[0], claim, data)
     return list(first.values())
+
+
+def _with_composed_names(claim: Claim) -> Claim:
+    known = {*claim.classes}
+    classes = [composed(name) for name in claim.classes if name == composed(name) or composed(name) not in known]
+    if classes == claim.classes:
+        return claim
+    photos = [
+        photo._replace(objects=[item._replace(name=item.name and composed(item.name)) for item in photo.objects])
+        for photo in claim.photos
+    ]
+    return claim._replace(classes=classes, photos=photos)
 
 
 def _check_classes(classes: list[str], objects: list[Object], data: Data) -> None:
@@ -126,16 +150,15 @@ def _claims(data: Data) -> list[Claim]:
 
 def _check_splits(first: Claim, second: Claim, data: Data) -> None:
     """Raise an error if two formats label one split, or differ in their classes."""
-    names = ' and '.join(f'{claim.kind} ({data.name(claim.photos[0].file)})' for claim in (first, second))
-    splits = [
-        {photo.split or data.splits.of(data.rel(photo.path).parent) for photo in claim.photos}
-        for claim in (first, second)
-    ]
+    names, splits = list[str](), list[set]()
+    for claim in (first, second):
+        photos = [photo for photo in claim.photos if photo.file != photo.path]
+        splits.append({photo.split or data.splits.of(data.rel(photo.path).parent) for photo in photos})
+        of_splits = f' of {some(sorted(splits[-1]))}' if None not in splits[-1] else ''
+        file, count = data.name(photos[0].file), len(photos)
+        names.append(f'{claim.kind} ({file}, {count} images{of_splits}, classes {some(claim.classes)})')
     if splits[0] & splits[1] or None in splits[0] | splits[1] or set(first.classes) != set(second.classes):
-        raise RunError(
-            f'{names} both have labels, of the splits {splits[0]} and {splits[1]} and the classes {first.classes} and '
-            f'{second.classes}: give --labels FILE, one of them.'
-        )
+        raise RunError(f'{" and ".join(names)} both have labels: convert one, or give --labels FILE, one of them.')
 
 
 def _check_run_lengths(photo: Photo) -> None:
@@ -170,6 +193,37 @@ def _with_regions(photo: Photo) -> Photo:
         for item in photo.objects
     ]
     return photo._replace(objects=objects)
+
+
+def _notes_on_polygons(photos: list[Photo]) -> list[str]:
+    """Return a note on objects whose box and polygons overlap by less than half."""
+    both = [
+        (photo, item)
+        for photo in photos
+        for item in photo.objects
+        if isinstance(item.segmentation, list) and not item.flags & {'rotated', 'lines'}
+    ]
+    apart = [(photo, item) for photo, item in both if _overlap(item.box, _extent(item.segmentation)) < 0.5]
+    if not apart:
+        return []
+    photo, item = apart[0]
+    return [
+        f'the boxes of {len(apart)} of {len(both)} objects lie elsewhere than their polygons, as '
+        f'{item.box} of {photo.path.name}: boxes are learnt as they are; correct one'
+    ]
+
+
+def _extent(polygons: list[list[float]]) -> tuple:
+    sides = [[each for polygon in polygons for each in polygon[axis::2]] for axis in (0, 1)]
+    return (*map(min, sides), *map(max, sides))
+
+
+def _overlap(box: tuple, other: tuple) -> float:
+    """Return the intersection over union of two boxes."""
+    left, top, right, bottom = (*map(max, box[:2], other[:2]), *map(min, box[2:], other[2:]))
+    areas = [(b[2] - b[0]) * (b[3] - b[1]) for b in (box, other)]
+    shared = max(right - left, 0) * max(bottom - top, 0)
+    return shared / max(sum(areas) - shared, 1e-9)
 
 
 def _notes_on(photos: list[Photo]) -> list[str]:

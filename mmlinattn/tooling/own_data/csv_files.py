@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 from ...utils.errors import RunError
 from .data import Data, Source, read_text
 from .images import SUFFIXES
-from .names import GROUPS, plain, split_in
+from .names import GROUPS, of_split, plain, split_in
 from .objects import Object, flags_of
 from .reading import Claim, Entry, Reader
 
@@ -46,8 +46,10 @@ class Table:
 
     def __init__(self, path: Path):
         text = read_text(path)
+        given = re.match(r'\s*sep=(.)\r?\n', text)  # of Excel
+        text = text[given.end() :] if given else text
         line = text.lstrip('\r\n').partition('\n')[0]
-        self.delimiter = max(',;\t', key=line.count)
+        self.delimiter = given[1] if given else max(',;\t', key=line.count)
         rows = [row for row in csv.reader(io.StringIO(text), delimiter=self.delimiter) if any(map(str.strip, row))]
         first = [cell.strip() for cell in rows[0]] if rows else []
         named = len(first) == 6 and first[0].lower().endswith(SUFFIXES)
@@ -59,7 +61,7 @@ class Table:
         cells = (zip(self.columns, [*map(str.strip, row), *padding]) for row in rows)
         self.rows = [{column: cell for column, cell in row if column} for row in cells]
         self.image, self.split, self.group = self.key(_IMAGE), self.key(_SPLIT), self.key(GROUPS)
-        self.label = self.key(name for name in _CLASS if name != self.image)
+        self.label = self._label()
         self.box, self.boxes = [self.key(_BOX)] if self.key(_BOX) else [], None
         for header, meaning in _HEADERS:
             if not self.box and set(header.split()) <= set(self.columns):
@@ -78,6 +80,17 @@ class Table:
     @property
     def has_one_row_an_image(self) -> bool:
         return len({row[self.image] for row in self.rows}) == len(self.rows)
+
+    def _label(self) -> str:
+        """Return the column of classes; names are preferred to their numbers."""
+        first, *others = [name for name in _CLASS if name in self.columns and name != self.image] or ['']
+        if others and all(re.fullmatch(r'\d*', row[first]) for row in self.rows):
+            for name in others:
+                pairs = {(row[first], row[name]) for row in self.rows}
+                is_name = not any(re.fullmatch(r'[\d.]*', row[name]) for row in self.rows)
+                if is_name and len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs}):
+                    return name
+        return first
 
     def key(self, names: Iterable[str]) -> str:
         return next((name for name in names if name in self.columns), '')
@@ -240,19 +253,23 @@ def read_class_tables(tables: list[Table], data: Data) -> tuple[list[Item], list
             item = Item(picture, names[0], table.split_of(row) or of_file, path, row.get(table.group) or None)
             first = items.setdefault(picture, item)
             if first[:4] != item[:4]:
-                raise RunError(
-                    f'{picture} is labelled twice: {first.name!r} ({first.split}) in {data.name(first.file)}, and '
-                    f'{item.name!r} ({item.split}) in {data.name(path)}: give --labels FILE.'
-                )
-    labels = {item.name for item in items.values()}
+                labels = [f'{each.name!r}{of_split(each.split)} in {data.name(each.file)}' for each in (first, item)]
+                remedy = 'remove one of the two rows' if first.file == path else 'give --labels FILE'
+                raise RunError(f'{picture} is labelled twice: {labels[0]}, and {labels[1]}: {remedy}.')
+    _refuse_several(tables[0].path, {item.name for item in items.values()}, columns)
+    return list(items.values()), notes
+
+
+def _refuse_several(path: Path, labels: set[str], columns: set[str]) -> None:
+    """Raise an error if some labels are several classes."""
     words = Counter(word for name in labels for word in set(re.split(_SEPARATORS, name)))
-    for name in labels:
+    for name in sorted(labels, key=lambda name: (-len(name), name)):
         parts = set(re.split(_SEPARATORS, name)) - {name}
         listed = set(re.split(r' *[,;|] *', name)) - {name, ''}
+        is_list = re.fullmatch(r'\[.*\]|\d+([\s,;|]+\d+)+', name)  # saved by pandas, or numbers
         is_joined = len(parts & labels) > 1 or listed & labels or '|' in name
-        if is_joined or columns & _SEVERAL and any(words[part] > 1 for part in parts):
+        if is_list or is_joined or columns & _SEVERAL and any(words[part] > 1 for part in parts):
             raise RunError(
-                f'{tables[0].path} has {name!r}, several classes; one an image is learnt. If it is one class, name '
-                'the column class and write its words with _.'
+                f'{path} has {name!r}, several classes; one an image is learnt. If it is one class, name the column '
+                'class and write its words with _.'
             )
-    return list(items.values()), notes

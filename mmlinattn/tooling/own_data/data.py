@@ -30,6 +30,7 @@ _CONTAINERS = {
     'GeoJSON': ('.geojson',),
     'an LMDB': ('.mdb',),
     'a MATLAB file': ('.mat',),
+    'a spreadsheet': ('.xlsx', '.xls', '.ods'),
     'a pickle': ('.pkl',),
     'an HDF5 file': ('.h5',),
     'an archive': ('.zip', '.tar', '.gz'),
@@ -159,15 +160,21 @@ class Data:
         Each line has a name, perhaps after its number from 0. In CVAT's ``labelmap.txt`` a name ends at the colon.
 
         Raises:
-            RunError: Two such files differ.
+            RunError: Two such files differ, or one has an empty line or a comment between its names.
         """
         if self.options.classes:
             return self.options.classes
         found: dict[Path, list[str]] = {}
         for path in [path for file in files for path in self.files if file in (path.name, path.suffix)]:
-            lines = read_lines(path)
+            lines = [line.strip() for line in read_text(path).rstrip().splitlines()]
             if path.name == 'labelmap.txt':
-                lines = [line.split(':')[0] for line in lines if not line.startswith('#')]
+                lines = [line.split(':')[0] for line in lines if line and not line.startswith('#')]
+            odd = next((number for number, line in enumerate(lines, 1) if not line or line.startswith('#')), None)
+            if odd:
+                raise RunError(
+                    f'{path}: line {odd} is {lines[odd - 1]!r}, which some tools count as a class and others skip: '
+                    'remove it, or give --classes NAME ...'
+                )
             numbered = [re.fullmatch(r'(\d+)[:,\s]\s*(.+)', line) for line in lines]
             if all(match and int(match[1]) == i for i, match in enumerate(numbered)):
                 lines = [match[2] for match in numbered if match]
@@ -239,7 +246,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding='utf-8-sig')
     except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f'{path} cannot be read as text of UTF-8: {described(error)}') from error
+        raise RunError(f'{path} cannot be read as text of UTF-8: {described(error)}; save it as UTF-8.') from error
 
 
 def folders_of(paths: Iterable[Path], root: Path) -> str:

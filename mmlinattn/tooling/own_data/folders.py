@@ -2,6 +2,7 @@
 """Read images with one class each, from class folders or from CSV files."""
 
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Optional
@@ -10,7 +11,7 @@ from ...utils.errors import RunError
 from .csv_files import Item, Table, read_class_tables
 from .data import Data, Example, OwnData, Source
 from .formats import UNKNOWN, described_kind, recognise_all, refusal
-from .names import has_role_only, is_unlabelled, some
+from .names import composed, has_role_only, is_unlabelled, some
 from .reading import name_table
 from .splits import divide
 
@@ -27,9 +28,11 @@ def read_classes(data: Data) -> OwnData:
     data.need_images()
     kinds = recognise_all(data)
     kind, items, notes = _claim(data, kinds)
+    items = [item._replace(name=composed(item.name)) for item in items]
     listed = data.names('classes.txt') if kind.startswith('CSV') else data.options.classes
     order, names = name_table({item.name for item in items}, listed)
     items = [item._replace(name=names[item.name]) for item in items]
+    _refuse_numbers(data, [item.name for item in items])
     occurring = {item.name for item in items}
     order = [name for name in order if name in occurring]
     splits, more = divide(data, items, 'classification', order, kind.startswith('CSV'))
@@ -48,6 +51,16 @@ def read_classes(data: Data) -> OwnData:
     }
     examples = [Example(item.path, title=item.name) for item in splits['train']]
     return OwnData(kind, classes, used, lists, dict.fromkeys(lists, dict(data_prefix='')), more + notes, examples)
+
+
+def _refuse_numbers(data: Data, labels: list[str]) -> None:
+    """Raise an error if the labels are measured numbers, or another one for each image."""
+    classes = set(labels)
+    what = f'DATA {str(data.root)!r}: the {len(classes)} labels ({some(sorted(classes), 3)})'
+    if any(re.fullmatch(r'-?\d*\.\d*[1-9]\d*', name) for name in classes):
+        raise RunError(f'{what} are numbers, not classes: regression is not learnt.')
+    if len(classes) == len(labels) > 2:
+        raise RunError(f'{what} are of one image each: these are names of images, or each class needs more images.')
 
 
 def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item], list[str]]:

@@ -234,8 +234,8 @@ def refusal(data: Data, kinds: dict[str, list[Source]], task: str) -> RunError:
     for kind, (source, *_) in kinds.items():
         if kind == UNKNOWN or task == 'detection' and (kind in READERS or kind == 'CSV of classes'):
             continue
-        if kind == 'an archive':
-            remedy = 'unpack it'
+        if kind in ('an archive', 'a spreadsheet'):
+            remedy = 'unpack it' if kind == 'an archive' else 'save it as CSV'
         elif task == 'detection' and kind in FORMATS:
             remedy = str(FORMATS[kind])
         return RunError(f'{root}: {described_kind(data, source, task)}: {remedy}. {takes}')

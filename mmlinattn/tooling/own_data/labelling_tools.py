@@ -180,11 +180,13 @@ class LabelStudio(_ShapeReader):
 
     def shapes(self, content: Any, size: tuple[int, int]) -> Iterator[_Shape]:
         share = np.array(size) / 100  # of percent
+        named = {result.get('id') for result in content if _names_of(result)}  # a region may be in two results
         for result in content:
-            value = result.get('value')
-            names = next((v for k, v in (value or {}).items() if k.endswith('labels') and v), None)
-            if not isinstance(value, dict) or not names:
-                self.lost.update({result.get('type')} - {None, 'rectangle', 'relation'})
+            value, names = result.get('value'), _names_of(result)
+            if not names:
+                is_region = result.get('type') == 'rectangle' and result.get('id') not in named
+                kind = 'rectangle without label' if is_region else result.get('type')
+                self.lost.update({kind} - {None, 'rectangle', 'relation'})
                 continue
             if result.get('image_rotation'):
                 raise ValueError('the image was turned in Label Studio: turn the files, and label anew')
@@ -208,6 +210,12 @@ class LabelStudio(_ShapeReader):
             is_polygon = 'points' in value or 'radiusX' in value
             for name in names:
                 yield _Shape(str(name), points, is_polygon, flags)
+
+
+def _names_of(result: dict) -> list:
+    value = result.get('value')
+    values = value.items() if isinstance(value, dict) else ()
+    return next((names for key, names in values if key.endswith('labels') and names), [])
 
 
 def _counts(annotation: Any) -> bool:

@@ -263,7 +263,10 @@ def read_values(data: Data) -> dict[int, str]:
             value = numbers[0]
             if len(numbers) == 3:
                 value = _IS_COLOUR + (numbers[0] << 16 | numbers[1] << 8 | numbers[2])
-            here[value] = (line['name'] or line['name2']).strip()
+            name = (line['name'] or line['name2']).strip()
+            other = here.setdefault(value, name)
+            if other != name and not {other.lower(), name.lower()}.intersection(_VOID):
+                raise RunError(f'{path}: {format_value(value)} is {other!r} and {name!r}: correct one.')
         if found and here != found:
             raise RunError(f'{first} and {path} give values other classes; keep one.')
         found, first = here, path

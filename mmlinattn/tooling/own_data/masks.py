@@ -184,6 +184,11 @@ def _has_masks(data: Data, folder: Path) -> bool:
 
 
 def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunError:
+    stems = {path.stem.casefold(): path for path in images}
+    for mask in masks:
+        image = stems.get(mask.stem.casefold())
+        if image and image.stem != mask.stem:
+            return RunError(f'{mask} and {image} differ by capital letters in their names: rename one.')
     for image, mask in zip(images, masks):
         alike = sorted(path.parent.name for path in masks if path.name == mask.name)
         several = f'; {len(alike)} masks have the name {mask.name}, in {some(alike, 4)}: join them' * (len(alike) > 1)

@@ -2,6 +2,7 @@
 """Read the names of folders and files: the split they name, and the part that a label and its image share."""
 
 import re
+import unicodedata
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path, PurePath
@@ -114,6 +115,16 @@ def shared_key(folder: PurePath) -> tuple[str, ...]:
     """
     kept = (' '.join(_SPLITS.get(word, word) for word in _words(part) if word not in _ROLES) for part in folder.parts)
     return tuple(filter(None, kept))
+
+
+def of_split(split: Optional[str]) -> str:
+    """Return the split in brackets for messages, or ''."""
+    return f' ({split})' if split else ''
+
+
+def composed(name: str) -> str:
+    """Return a class name in Unicode's composed form: macOS decomposes the names of folders."""
+    return unicodedata.normalize('NFC', name)
 
 
 def relative(path: Path, root: Path) -> str:

@@ -3,7 +3,6 @@
 
 import os
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from urllib.parse import unquote
 
 from ...utils.errors import RunError
 from .images import is_mask
-from .names import MASK_ENDING, Splits, has_role_only, shared_key
+from .names import MASK_ENDING, Splits, composed, has_role_only, shared_key
 
 # folders, in small letters
 _MASKS = frozenset(
@@ -26,7 +25,7 @@ _UPLOAD = re.compile(r'[0-9a-f]{8}-')  # before names of files, by Label Studio
 
 
 def _key(name: str) -> str:
-    return unicodedata.normalize('NFC', name).casefold()
+    return composed(name).casefold()
 
 
 class Pictures:

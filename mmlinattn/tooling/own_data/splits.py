@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Optional
 from ...utils.errors import RunError
 from .csv_files import split_table
 from .data import Data, folders_of, read_lines
-from .images import check_whole, end_of
+from .images import SUFFIXES, check_whole, end_of
 from .names import some, split_in
 
+_ENDINGS = (*SUFFIXES, '.xml', '.txt', '.json')  # of images and label files in lists
 _PREFERRED = {'detection': 'Main', 'segmentation': 'Segmentation'}  # VOC's folders of lists
 
 
@@ -45,7 +46,7 @@ def divide(
         check_whole(item.path)
     splits, notes = _by_split(data, items, *_splits_of(data, items, task, by_folder))
     copies = _copies([item for chosen in splits.values() for item in chosen])
-    if 'val' not in splits and 'test' in splits:
+    if 'val' not in splits and any(item.classes for item in splits.get('test', ())):
         splits['val'] = splits.pop('test')
         notes.append('no val in the data: test takes its place')
     if 'val' not in splits:
@@ -61,6 +62,10 @@ def divide(
         notes.append(f'the {len(splits.pop(split))} images of test have no labels: val is tested on')
     labelled = {path for item in items for path in (item.path, item.file)}
     left = [path for path in data.images if path not in labelled]
+    if task == 'segmentation':
+        masks = data.pictures.divided(data.images)[1].keys() & {*left}
+        left = [path for path in left if path not in masks]
+        notes += [f'{len(masks)} masks are not used: {folders_of(sorted(masks), data.root)}'] if masks else []
     notes += [f'{len(left)} images without labels are left out: {folders_of(left, data.root)}'] if left else []
     notes += _notes_on_copies(splits, copies) + _class_table(classes, splits)
     return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
@@ -151,7 +156,8 @@ def _splits_of(data: Data, items: list, task: str, by_folder: bool) -> tuple[lis
         return folders, 'names of folders' if any(folders) else ''
     found, names = _filled(items, of_data, folders), some(map(data.name, of_data.files))
     for item, split, folder in zip(items, found, folders if len({*folders}) > 1 else ()):
-        if item.path in of_data.splits and folder and folder != split:
+        is_both = 'trainval' in data.name(item.path.parent).lower()
+        if item.path in of_data.splits and folder and folder != split and not is_both:
             raise RunError(
                 f'{item.path} is of {split} in {names}, and in a folder of {folder}: give --train and --val, each a '
                 'list or a folder.'
@@ -194,11 +200,13 @@ def _resolve(data: Data, items: list, sources: Iterable[tuple[str, Path]]) -> _L
 def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], int]:
     """Return the labelled images in a list file, and the number of lines that name no image.
 
-    A line is a path or a file name, with or without suffix, and may have more words.
+    A line is a path or a file name of an image or its label file, with or without suffix, and may have more words.
     """
     found, lost = list[Path](), 0
     for line in read_lines(path):
-        known = [(name, data.pictures.named(name)) for name in dict.fromkeys((line, *line.split()[:1]))]
+        words = (line, *line.split()[:1])
+        stems = [word.rpartition('.')[0] for word in words if word.lower().endswith(_ENDINGS)]
+        known = [(name, data.pictures.named(name)) for name in dict.fromkeys((*words, *stems))]
         fitting = ((name, [image for image in images if image in labelled]) for name, images in known)
         name, images = next(filter(all, fitting), ('', []))
         if len(images) > 1:
@@ -275,6 +283,13 @@ def _of_texts(data: Data, items: list, task: str) -> Optional[_Listed]:
         order = ('train', 'val', 'test', *([] if 'train' in lists else ['trainval']))
         sources += [(split, file) for split in order for file in lists.get(split, ())]
     listed = _resolve(data, items, sources)
+    for _, file in sources if not listed.splits else ():
+        lines = read_lines(file)
+        if lines and all(line.lower().endswith(_ENDINGS) for line in lines):
+            raise RunError(
+                f'{file} has the name of a split, and its lines name no labelled image, as {lines[0]!r}: correct or '
+                'remove it, or give --train and --val.'
+            )
     return listed if listed.splits else None
 
 

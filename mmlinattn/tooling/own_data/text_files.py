@@ -120,7 +120,9 @@ def _have_points(rows: list[list[float]]) -> bool:
 
 
 def _names(file: Optional[Path], content: dict) -> list[str]:
-    names = content.get('names')
+    names, number = content.get('names'), content.get('nc')
+    if isinstance(names, (dict, list)) and number and str(number) != str(len(names)):
+        raise RunError(f'{file}: nc={number}, and names has {len(names)}: correct one.')
     if isinstance(names, dict):
         if sorted(names) != sorted(map(str, range(len(names)))):
             raise RunError(f'{file}: names have the numbers [{", ".join(names)}]: expected 0 to {len(names) - 1}.')

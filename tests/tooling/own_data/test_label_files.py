@@ -4,6 +4,7 @@
 import base64
 import io
 import json
+import unicodedata
 from xml.sax.saxutils import quoteattr
 
 import numpy as np
@@ -290,6 +291,10 @@ def coco_marks(**marks):
         (coco_marks(score=0.7), '6 objects: score, as predictions have'),
         (coco_marks(track_id=3, attributes=dict(colour='red', occluded=True)), 'colour (6), track_id (6)'),
         (coco_marks(attributes=dict(occluded=True)), '6 objects: occluded'),
+        (
+            coco_marks(bbox=[0, 0, 9, 9], segmentation=[np.ravel(TRIANGLE).tolist()]),
+            'boxes of 6 of 6 objects lie elsewhere than their',
+        ),
     ],
 )
 def test_every_statement_about_an_object_is_used_or_named(tmp_path, write, said):
@@ -322,10 +327,39 @@ def test_shapes_that_are_no_objects_are_named(tmp_path):
     content['shapes'] += [dict(label='car', points=[[1, 1]], shape_type='point')]
     content['shapes'] += [dict(label='car', points=[[20, 20], [20, 26]], shape_type='circle')]
     text(file, dict(content, flags=dict(blurred=True)))
+    text(tmp_path / 'images/b.json', dict(content, shapes=[], imagePath='b.jpg'))
     data = read(tmp_path)
+    assert '1 of 6 images have no object: they are background' in data.notes
     assert 'shapes that are no boxes or polygons are left out: 1 of kind point' in data.notes
     assert 'not used of the images in LabelMe JSON: flag blurred (1)' in data.notes
     assert ('a.jpg', 'car', 14, 14, 26, 26) in annotations_of(data)
+
+
+def test_regions_without_label_are_named(tmp_path):
+    images(tmp_path)
+    label_studio(tmp_path, id='a')
+    content = json.loads((tmp_path / 'project-1.json').read_text())
+    for name in 'ab':  # the one of a has its label in another result
+        shape = dict(
+            type='rectangle', value=studio_value(CAR[1]), original_width=WIDTH, original_height=HEIGHT, id=name
+        )
+        content[0]['annotations'][0]['result'].append(shape)
+    text(tmp_path / 'project-1.json', content)
+    data = read(tmp_path)
+    assert 'shapes that are no boxes or polygons are left out: 1 of kind rectangle without label' in data.notes
+
+
+def test_decomposed_letters_of_a_class_are_the_composed_ones(tmp_path):
+    """As macOS writes names of folders."""
+    images(tmp_path)
+    names = [unicodedata.normalize(form, 'Fußgänger') for form in ('NFC', 'NFD')]
+    labelme(tmp_path, {name: [(names[number % 2], CAR[1])] for number, name in enumerate(OBJECTS)})
+    data = read(tmp_path)
+    assert data.classes == names[:1] and len(annotations_of(data)) == 6
+    for number in range(8):
+        picture(tmp_path / 'folders' / ('train', 'val')[number % 2] / names[number % 2] / f'{number}.jpg')
+        picture(tmp_path / 'folders' / ('train', 'val')[number % 2] / 'bus' / f'{number + 8}.jpg')
+    assert read(tmp_path / 'folders', 'classification').classes == sorted(['bus', names[0]])
 
 
 def test_regions_without_class_are_ignored_for_every_class(tmp_path):
@@ -418,6 +452,7 @@ UNREAD = {
     'gt.txt': ('1,1,10,20,30,40,1,-1,-1,-1', 'MOT text files', 'mot2coco'),
     'annotations/a.txt': ('10,20,30,40,1,4,0,0', 'VisDrone text files', 'COCO JSON'),
     'a.tfrecord': ('x', 'a TFRecord', 'COCO JSON'),
+    'labels.xlsx': ('x', 'a spreadsheet', 'save it as CSV'),
     'old.xml': ('<annotation><object><polygon><pt><x>1</x></pt></polygon></object></annotation>', 'LabelMe XML', 'VOC'),
     'dlib.xml': ('<dataset><images><image file="a.jpg"><box top="1"/></image></images></dataset>', 'dlib XML', 'COCO'),
 }
@@ -473,8 +508,10 @@ def flat_images(root):
         ['filename,label', *(f'{name}.jpg,{"car" if name < "d" else "bus"}' for name in OBJECTS)],
         ['id\tbreed', *(f'{name}\t{"car" if name < "d" else "bus"}' for name in OBJECTS)],
         ['image,bus,car', *(f'{name},{int(name >= "d")},{int(name < "d")}' for name in OBJECTS)],
+        ['image,label,label_name', *(f'{name},{int(name < "d")},{"car" if name < "d" else "bus"}' for name in OBJECTS)],
+        ['sep=;', 'image;label', *(f'{name};{"car" if name < "d" else "bus"}' for name in OBJECTS)],
     ],
-    ids=['label', 'tabs without endings', 'a column a class'],
+    ids=['label', 'tabs without endings', 'one column per class', 'number and name', 'of Excel'],
 )
 def test_tables_of_classes(tmp_path, rows):
     images(tmp_path)
@@ -507,8 +544,12 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
         (['image,label', 'z.jpg,a'], "names the image 'z.jpg'"),
         (
             ['image,label', 'a.jpg,a', 'a.jpg,b'],
-            "a.jpg is labelled twice: 'a' (None) in labels.csv, and 'b' (None) in labels.csv",
+            "a.jpg is labelled twice: 'a' in labels.csv, and 'b' in labels.csv: remove one of the two rows",
         ),
+        (['image,label', "a.jpg,\"['x', 'y']\"", "b.jpg,['x']"], "['x', 'y']\", several classes"),
+        (['image,label', 'a.jpg,16 0', 'b.jpg,5', 'c.jpg,5'], "'16 0', several classes"),
+        (['image,label', 'a.jpg,0.5', 'b.jpg,0.25', 'c.jpg,0.5'], 'are numbers, not classes'),
+        (['image,label', 'a.jpg,p1', 'b.jpg,p2', 'c.jpg,p3'], 'are of one image each'),
     ],
 )
 def test_tables_of_classes_that_are_refused(tmp_path, rows, said):

@@ -107,6 +107,13 @@ def test_voc_of_a_folder_above_and_lists_by_other_names(tmp_path):
         assert any(note in each for each in data.notes), data.notes
 
 
+def test_a_folder_of_trainval_contradicts_no_list(tmp_path):
+    """As in DIOR."""
+    voc_folder(tmp_path, '0123', WHEEL, train='012', val='3')
+    (tmp_path / 'JPEGImages').rename(tmp_path / 'JPEGImages-trainval')
+    assert counts(read(tmp_path)) == [3, 1]
+
+
 def test_voc_of_two_years(tmp_path):
     """trainval replaces the missing train of the later one."""
     voc_folder(tmp_path / 'VOC2007', 'abcx', WHEEL, trainval='abcx', train='ab', val='c')
@@ -213,6 +220,17 @@ def test_yolo_polygons_of_turned_photographs(tmp_path):
     exif[0x0112] = 6
     picture(tmp_path / 'images/val/0.jpg', exif=exif)
     assert list(boxes_of(read(tmp_path), 'val')) == [('images/val/0.jpg', 'a', (12, 16, 24, 16))]
+
+
+def test_a_test_file_without_boxes_is_no_val(tmp_path):
+    """Challenges keep back the labels of their test images."""
+    for i in range(6):
+        picture(tmp_path / f'{i}.jpg')
+    text(tmp_path / 'train.json', coco([f'{i}.jpg' for i in range(4)]))
+    text(tmp_path / 'test.json', dict(coco(['4.jpg', '5.jpg']), annotations=[]))
+    data = read(tmp_path)
+    assert counts(data, 'train', 'val') == [3, 1]
+    assert 'the 2 images of test have no labels: val is tested on' in data.notes
 
 
 def test_splits_without_boxes(tmp_path):
@@ -335,6 +353,9 @@ def labelled(line, **names):
         (labelled('0 0.1 0.2 0.3 0.4 0.5 0.6 0.7'), 'is no class and x y width height'),
         (labelled('1 0.5 0.5 0.2 0.2', yaml='{1: a, 2: b}'), 'names have the numbers [1, 2]: expected 0 to 1'),
         (labelled('1 0.5 0.5 0.2 0.2', yaml='coco.names'), "names='coco.names': expected a list"),
+        (labelled('0 0.5 0.5 0.2 0.2', yaml='[a, b]\nnc: 3'), 'data.yaml: nc=3, and names has 2'),
+        ({**labelled('0 0.5 0.5 0.2 0.2'), 'classes.txt': 'a\n\nb\n'}, "classes.txt: line 2 is ''"),
+        ({**labelled('0 0.5 0.5 0.2 0.2'), 'classes.txt': '# mine\na'}, "classes.txt: line 1 is '# mine'"),
         ({'classes.txt': 'a'}, '(classes.txt: of no known format): export it as COCO JSON. It takes COCO'),
         (
             {**labelled('1 0.5 0.5 0.2 0.2', yaml='[a, b]'), 'classes.txt': 'b\na'},

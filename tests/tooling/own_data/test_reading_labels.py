@@ -200,6 +200,12 @@ def test_numbers_in_the_order_of_a_list_of_colours(tmp_path):
     assert data.classes == ['ground', 'car', 'bus'] and 'in the order of the list of colours' in ' '.join(data.notes)
 
 
+def test_a_colour_of_two_classes_is_refused(tmp_path):
+    text(tmp_path / 'data/label_colors.txt', '0 0 0 ground\n64 0 128 car\n64 0 128 bus')
+    with pytest.raises(RunError, match=re.escape("(64, 0, 128) is 'car' and 'bus'")):
+        layout(tmp_path / 'data', 'CamVid of Kaggle', lambda number: halves((0, 0, 0), (64, 0, 128)))
+
+
 def test_colours_that_the_list_lacks(tmp_path):
     text(tmp_path / 'data/label_colors.txt', COLOUR_FILES['label_colors.txt'])
     with pytest.raises(RunError, match=re.escape('the colour (1, 2, 3), which the list of colours does not name')):
@@ -291,6 +297,18 @@ def test_classes_of_label_images_stay_in_train(tmp_path):
     data = read(tmp_path / 'data', 'segmentation', classes=['a', 'b', 'c', 'd'])
     train = {int(stem) for stem in data.annotations['train'].split()}
     assert len(train & {3, 11}) == 1 and 7 in train and 'no image of d in val: not measured' in data.notes
+
+
+def test_masks_and_images_by_other_capitals_and_without_the_other(tmp_path):
+    picture(tmp_path / 'images/A.jpg')
+    picture(tmp_path / 'masks/a.png', halves(0, 1))
+    with pytest.raises(RunError, match='A.jpg differ by capital letters in their names: rename one'):
+        read(tmp_path, 'segmentation')
+    for name in 'bcde':
+        picture(tmp_path / f'images/{name}.jpg')
+        picture(tmp_path / f'masks/{name}.png', halves(0, 1))
+    notes = read(tmp_path, 'segmentation').notes
+    assert {'1 masks are not used: masks/ (1)', '1 images without labels are left out: images/ (1)'} <= {*notes}
 
 
 def test_test_images_without_labels_of_a_class(tmp_path):
