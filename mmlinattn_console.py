@@ -6,6 +6,7 @@ It also imports PyTorch, and tools parse their arguments before that, so that ``
 """
 
 import argparse
+import re
 import runpy
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -60,11 +61,16 @@ def tool_parser(description: str, **options) -> argparse.ArgumentParser:
 
 
 class Settings(argparse.Action):
-    """MMEngine's action for KEY=VALUE arguments; others are a usage error."""
+    """MMEngine's action for KEY=VALUE arguments; others, and dicts as values, are a usage error."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         from mmengine.config import DictAction  # imports torch
 
+        for value in values:
+            key, _, text = value.partition('=')
+            if re.search(r'(^|[\[(,\s])(dict\(|\{)', text):
+                reason = f'a value is no dict. Set each key, as {key}.type=NAME, or {key}.0.type=NAME in a list'
+                raise argparse.ArgumentError(self, f'{value}: {reason}')
         try:
             DictAction(self.option_strings, self.dest)(parser, namespace, values, option_string)
         except (ValueError, AssertionError) as error:

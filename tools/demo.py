@@ -60,6 +60,7 @@ from mmlinattn.checkpoints.loading import check_trained
 from mmlinattn.engine.hooks.data_check import extend_palette
 from mmlinattn.tooling.class_names import class_names, num_classes
 from mmlinattn.tooling.command_line import (
+    check_device,
     check_display,
     check_out_file,
     clean_end,
@@ -103,7 +104,10 @@ def find_pictures(path: str) -> list:
         return [path]
     if not osp.isdir(path):
         raise RunError(f'image {path!r}: no such file or folder.')
-    files = (file for file in Path(path).iterdir() if file.is_file() and not file.name.startswith('.'))
+    inner = [file for file in Path(path).iterdir() if not file.name.startswith('.')]
+    files, folders = ([file for file in inner if file.is_file()], [file.name for file in inner if file.is_dir()])
+    if folders:
+        notice(f'{len(folders)} folder(s) inside {path!r}, as {min(folders)!r}, are not read.')
     pictures = sorted(str(file) for file in files if file.suffix.lower() in SUFFIXES)
     if not pictures:
         raise RunError(f'image {path!r}: no image ({" ".join(SUFFIXES)}) in this folder.')
@@ -259,6 +263,7 @@ def load_model(args: argparse.Namespace, cfg):
     head = cfg.model.get('head')
     if isinstance(head, dict) and head.get('task_heads'):
         raise RunError(f'{args.config}: labels of several tasks are not drawn; tools/test.py --out writes them.')
+    check_device(args.device)
     with setup_errors(args.config):
         inferencer = build_inferencer(cfg, args.checkpoint, args.device)
     # inferencers load the weights that fit, and keep the initial values of the others

@@ -105,6 +105,19 @@ def check_display(name: str = '--show') -> None:
         raise RunError(f'{name}: there is no display (DISPLAY is not set).')
 
 
+def check_device(name: Optional[str]) -> None:
+    """Check the value of ``--device``.
+
+    Raises:
+        RunError: It is no device, or this machine lacks it.
+    """
+    try:
+        if name:
+            torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise RunError(f'--device={name!r}: {described(error).splitlines()[0]}') from error
+
+
 def notice(message: str) -> None:
     """Print one line to stderr, from one process per machine."""
     if int(os.environ.get('LOCAL_RANK', 0)) == 0:
@@ -163,6 +176,7 @@ class Advice(NamedTuple):
     origin: str  # prefix of the name of a module near the end of the traceback
     words: str
     remedy: str
+    value: str = ''  # local variable of the traceback, for {value}; names of the registry beside it are compared
 
 
 _NEAR = 4  # innermost frames of a traceback that are searched for the origin
@@ -232,7 +246,15 @@ ADVICE = [
         TypeError,
         'mmengine.optim',
         'None is not a callable object',
-        'optim_wrapper.optimizer.type is no known optimizer',
+        'optim_wrapper.optimizer={value}: type is no known optimizer',
+        'optimizer_cfg',
+    ),
+    Advice(
+        KeyError,
+        'mmcv.cnn.bricks',
+        'Cannot find None in registry',
+        'type={value} of a layer, such as norm_cfg, is in no registry',
+        'layer_type',
     ),
     Advice(
         TypeError,
@@ -279,11 +301,17 @@ ADVICE = [
     Advice(
         IndexError,
         'torch.nn.functional',
-        'is out of bounds',
+        'is out of bounds.',
         'A label is beyond num_classes of the head: in a mask that DataCheckHook did not open '
         '(custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file), or as padding, if '
-        'data_preprocessor.seg_pad_val differs from ignore_index. Or a loss has class_weight beside ignored pixels: '
-        "MMSegmentation 1.2's CrossEntropyLoss looks them up in it",
+        'data_preprocessor.seg_pad_val differs from ignore_index',
+    ),
+    Advice(
+        IndexError,
+        'mmseg.models.losses',
+        'is out of bounds for dimension',
+        "MMSegmentation 1.2's CrossEntropyLoss looks ignored pixels, and padding, up in class_weight: leave it out, or "
+        'use FocalLoss',
     ),
 ]
 
@@ -292,9 +320,18 @@ def advice_for(error: BaseException) -> str:
     """Return the remedy of :data:`ADVICE` for an error, or ''."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)][-_NEAR:]
     origins = [str(frame.f_globals.get('__name__', '')) for frame in frames]
-    for kind, origin, words, remedy in ADVICE:
+    for kind, origin, words, remedy, value in ADVICE:
         if isinstance(error, kind) and words in str(error) and any(each.startswith(origin) for each in origins):
-            return remedy
+            return remedy.format(value=_local(error, value)) if value else remedy
+    return ''
+
+
+def _local(error: BaseException, name: str) -> str:
+    """Return a local variable, or an attribute of ``self``, of the innermost frame of a traceback that has it."""
+    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
+        for known in (frame.f_locals, getattr(frame.f_locals.get('self'), '__dict__', {})):
+            if name in known:
+                return repr(known[name])
     return ''
 
 
@@ -332,7 +369,11 @@ def _near_type(error: BaseException) -> str:
         registry = frame.f_locals.get('registry')
         if isinstance(registry, Registry):
             parts = [registry, *registry.children.values(), *([registry.parent] if registry.parent else [])]
-            return meant(found[1].rpartition('.')[2], {name for part in parts for name in part.module_dict}).strip()
+            name = found[1].rpartition('.')[2]
+            scopes = [part.scope for part in registry.root.children.values() if name in part.module_dict]
+            if scopes:
+                return f'It is of another project: write {scopes[0]}.{name}'
+            return meant(name, {name for part in parts for name in part.module_dict}).strip()
     return ''
 
 

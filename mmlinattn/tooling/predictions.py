@@ -179,7 +179,7 @@ def write_mask(path, sample, values: Sequence[int]) -> None:
     Args:
         values (Sequence[int]): Value of each label, see :func:`label_values`.
     """
-    labels = sample.pred_sem_seg.data.squeeze(0).cpu().numpy()
+    labels = sample.pred_sem_seg.data.squeeze(0).cpu().numpy().astype(int)  # floats of a model with one channel
     table = np.array(values, np.uint8 if max(values) < 256 else np.uint16)
     mmcv.imwrite(table[labels], str(path))
 

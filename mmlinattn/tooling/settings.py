@@ -290,11 +290,16 @@ def _inherited(path: str, tree: ast.Module) -> dict:
 
 
 def check_numbers(cfg: Config) -> None:
-    """Check that numbers with an exponent are numbers. YAML reads ``1e-4``, without a dot, as a text.
+    """Check that numbers are numbers, and lengths positive. YAML reads ``1e-4``, without a dot, as a text.
 
     Raises:
-        RunError: A text is such a number.
+        RunError: A text is a number with an exponent, or begins with a digit in the optimizer or a scheduler; or a
+            length is not positive.
     """
+    for key in ('max_epochs', 'max_iters', 'val_interval'):
+        length = (cfg.get('train_cfg') or {}).get(key, 1)
+        if not isinstance(length, (int, float)) or length < 1:
+            raise RunError(f'train_cfg.{key}={length!r}: expected a positive integer.')
     for path, value in _leaves({key: cfg.get(key) for key in _OF_NUMBERS if cfg.get(key)}):
         found = _EXPONENT.fullmatch(value) if isinstance(value, str) else None
         if found:
@@ -304,6 +309,9 @@ def check_numbers(cfg: Config) -> None:
             raise RunError(
                 f'{path}={value!r}: expected a number, not a text. YAML needs a dot before the exponent: set {written}.'
             )
+        is_of_numbers = path.startswith(('optim_wrapper.', 'param_scheduler.'))
+        if is_of_numbers and isinstance(value, str) and re.match(r'[-+.]?\d', value):
+            raise RunError(f'{path}={value!r}: expected a number, not a text.')
 
 
 def check_single(cfg: Config) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from traceback import walk_tb
-from typing import Optional
+from typing import Any, Optional
 
 
 class RunError(RuntimeError):
@@ -68,13 +68,18 @@ def meant(name: str, names: Iterable[str]) -> str:
 
 
 def raising_object(error: BaseException) -> str:
-    """Return the class name of the module, metric, transform, hook or data set in which an error was raised."""
-    kinds = ('Module', 'BaseMetric', 'BaseTransform', 'BaseDataset', 'Dataset', 'Evaluator', 'Visualizer', 'Hook')
-    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
-        kind = type(frame.f_locals.get('self'))
-        if any(base.__name__ in kinds for base in kind.__mro__):
-            return kind.__name__
-    return 'the loop'
+    """Return the class name of the module, metric, transform, hook or data set in which an error was raised.
+
+    The name of a module inside the model follows.
+    """
+    kinds = {'Module', 'BaseMetric', 'BaseTransform', 'BaseDataset', 'Dataset', 'Evaluator', 'Visualizer', 'Hook'}
+    known: list[Any] = [frame.f_locals.get('self') for frame, _ in walk_tb(error.__traceback__)]
+    found = [each for each in known if kinds & {base.__name__ for base in type(each).__mro__}]
+    if not found:
+        return 'the loop'
+    inner, model = found[-1], next((each for each in found if hasattr(each, 'named_modules')), None)
+    names = [name for name, module in model.named_modules() if module is inner] if model is not None else []
+    return ' '.join([type(inner).__name__, *names[:1]]).rstrip()
 
 
 def say_last(line: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from mmcv.cnn import build_norm_layer
 from mmengine.config import Config
 from mmengine.dataset import default_collate
 from mmengine.optim import build_optim_wrapper
@@ -69,6 +70,7 @@ ERRORS = {
     ),
     'list index out of range': label_without_category,
     'None is not a callable object': lambda: build_sgd(optimizer=dict(type='Nothing', lr=0.1)),
+    'Cannot find None in registry': lambda: build_norm_layer(dict(type='Nothing'), 4),
     'Scale must be a number or tuple of int': lambda: mmcv.imrescale(np.zeros((4, 4, 3)), [8, 8]),
     'base_wd should not be None': lambda: build_sgd(paramwise_cfg=dict(norm_decay_mult=0.0)),
     'weight tensor should be defined': lambda: resolve_name('mmpretrain.models:CrossEntropyLoss')(
@@ -80,7 +82,10 @@ ERRORS = {
     ),
     '!_src.empty()': lambda: mmcv.bgr2rgb(np.zeros((0, 0, 3), np.uint8)),
     'LoadImageFromFile is not found': inferencer_of_a_detector,
-    'is out of bounds': lambda: F.cross_entropy(torch.rand(1, 3), torch.tensor([128])),
+    'is out of bounds.': lambda: F.cross_entropy(torch.rand(1, 3), torch.tensor([128])),
+    'is out of bounds for dimension': lambda: resolve_name('mmseg.models:CrossEntropyLoss')(class_weight=[1.0, 2.0])(
+        torch.rand(1, 2, 1, 2), torch.tensor([[[1, 255]]])
+    ),
 }
 
 
@@ -90,7 +95,10 @@ def test_the_remedy_beside_upstream_s_error(monkeypatch, words):
         pytest.importorskip(package)
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
     (advice,) = [each for each in command_line.ADVICE if each.words == words]
-    line = rf'^c\.py: .*{re.escape(advice.words)}.*\. {re.escape(advice.remedy)}\.$'
+    value = re.escape("{'type': 'Nothing', 'lr': 0.1}" if 'optimizer' in advice.value else "'Nothing'")
+    line = (
+        rf'^c\.py: .*{re.escape(advice.words)}.*\. {re.escape(advice.remedy).replace(re.escape("{value}"), value)}\.$'
+    )
     with pytest.raises(RunError, match=line):
         with command_line.setup_errors('c.py', whole=False):
             ERRORS[words]()

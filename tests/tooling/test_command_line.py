@@ -2,6 +2,7 @@
 """Ends of the command lines: one line on errors and on Ctrl-C. tests/tools/test_bad_input.py has the lines."""
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import re
@@ -11,12 +12,13 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 
 import mmlinattn_console
 from mmlinattn.ops.feature_maps import check_kernel
 from mmlinattn.tooling import command_line
-from mmlinattn.utils.errors import RunError
+from mmlinattn.utils.errors import RunError, raising_object
 
 
 @pytest.mark.parametrize(('age', 'is_resumed', 'is_its_own'), [(0, False, True), (99, True, True), (99, False, False)])
@@ -95,6 +97,7 @@ ERRORS = [  # what fails, arguments of setup_errors, the error and its words
     (build('Refuses', split='train'), {}, RunError, r"argument 'split'\. .*_delete_=True"),
     (build('Outer', prt=1), {}, RunError, "Did you mean 'part'"),
     (build('Outr'), {}, RunError, "Did you mean 'Outer'"),
+    (build('mmdet.RAVLT2'), {}, RunError, "Did you mean 'RAVLT'"),
     (divide, {}, RunError, '^c.py cannot be run: ZeroDivisionError: '),
     (divide, dict(whole=False), ZeroDivisionError, ''),  # nothing is under construction
     (divide, STARTED, RunError, ''),
@@ -112,6 +115,28 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch, run, opt
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
     with pytest.raises(kind, match=words), command_line.setup_errors('c.py', **options):
         run()
+
+
+def test_names_of_another_project(monkeypatch):
+    pytest.importorskip('mmdet.models')
+    pytest.importorskip('mmpretrain.models')
+    with pytest.raises(RunError, match='It is of another project: write mmdet.RetinaNet'):
+        with command_line.setup_errors('c.py'), MODELS.switch_scope_and_registry('mmpretrain') as registry:
+            registry.build(dict(type='RetinaNet'))
+
+
+@pytest.mark.parametrize(('name', 'reason'), [('cuda:99', 'cuda:99'), ('gpu', 'gpu'), ('', ''), ('cpu', '')])
+def test_devices(name, reason):
+    with pytest.raises(RunError, match=f"--device='{name}': .*Error") if reason else contextlib.nullcontext():
+        command_line.check_device(name)
+
+
+def test_modules_are_named_by_their_place_in_the_model():
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.ModuleDict(dict(head=torch.nn.Linear(2, 2))))
+    model.forward = lambda x: model[1]['head'](x)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(1, 3))
+    assert raising_object(caught.value) == 'Linear 1.head'
 
 
 def test_a_traceback_if_asked_for(monkeypatch):

@@ -115,7 +115,8 @@ def test_yolo_lines():
 @pytest.mark.parametrize(('largest', 'kind'), [(200, np.uint8), (300, np.uint16)])
 def test_segmentation_masks(tmp_path, largest, kind, capsys):
     labels = torch.arange(12).reshape(1, 3, 4)
-    sample, values = BaseDataElement(pred_sem_seg=PixelData(data=labels)), [largest, *range(2, 13)]
+    # floats of a model with one channel
+    sample, values = BaseDataElement(pred_sem_seg=PixelData(data=labels.float())), [largest, *range(2, 13)]
     predictions.write_mask(tmp_path / 'new' / 'a.png', sample, values)
     image = mmcv.imread(str(tmp_path / 'new' / 'a.png'), 'unchanged')
     assert image.dtype == kind

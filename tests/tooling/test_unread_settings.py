@@ -12,6 +12,7 @@ from mmengine.optim import OptimWrapper
 from mmengine.runner import EpochBasedTrainLoop
 from torch.optim import SGD
 
+import mmlinattn_console
 from mmlinattn.tooling import settings
 from mmlinattn.utils.errors import RunError
 
@@ -132,6 +133,16 @@ def test_names_at_the_top_of_a_file(tmp_path, text, line):
         settings.check_variables(cfg)
 
 
+@pytest.mark.parametrize('value', ["dict(type='A',b=1)", '{}', "[dict(type='A')]", '(1,{"a":2})'])
+def test_dicts_of_the_command_line_are_refused(value, capsys):
+    parser = mmlinattn_console.tool_parser('A tool.')
+    mmlinattn_console.add_config_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(['c.py', '--cfg-options', f'model.init_cfg={value}'])
+    assert 'a value is no dict. Set each key, as model.init_cfg.type=NAME' in capsys.readouterr().err
+    assert parser.parse_args(['c.py', '--cfg-options', 'a=predict(x)']).cfg_options == dict(a='predict(x)')
+
+
 @pytest.mark.parametrize(
     ('dataset', 'line'),
     [
@@ -153,6 +164,12 @@ def test_lists_in_place_of_one_data_set(dataset, line):
         ('optim_wrapper: {optimizer: {lr: 1e-4}}', "optim_wrapper.optimizer.lr='1e-4': .* set 1.0e-4."),
         ('param_scheduler: [{eta_min: 2.5E7}]', "param_scheduler.0.eta_min='2.5E7': .* set 25000000."),
         ('optim_wrapper: {optimizer: {lr: 1.0e-4}}\nwork_dir: 1e-4', ''),
+        (
+            'optim_wrapper: {optimizer: {lr: 1e-3x}}',
+            "optim_wrapper.optimizer.lr='1e-3x': expected a number, not a text",
+        ),
+        ('train_cfg: {max_epochs: 0}', 'train_cfg.max_epochs=0: expected a positive integer'),
+        ('train_cfg: {max_iters: many}', "train_cfg.max_iters='many': expected a positive integer"),
     ],
 )
 def test_numbers_that_yaml_reads_as_texts(tmp_path, text, line):

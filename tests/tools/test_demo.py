@@ -75,6 +75,7 @@ def test_a_folder_of_pictures(run, pictures, tmp_path, capsys, task):
     drawn = sorted(path.name for path in out.iterdir())
     said = capsys.readouterr()
     assert f'{len(drawn)} image(s) in {out}\n' in said.out
+    assert f"1 folder(s) inside {str(pictures)!r}, as 'folder.png', are not read" in said.err
     if task == 'mmpretrain':
         assert drawn == '2024.01.01.jpg 2024.01.02.jpg b.jpg b.png b.png.bmp.png c.TIFF.png'.split()
         labels = re.findall(rf'^{pictures}/(\S+): (\w+) \([01]\.\d{{3}}\)$', said.out, re.M)

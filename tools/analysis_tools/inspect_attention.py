@@ -65,7 +65,7 @@ from mmlinattn.tooling.analysis import loading, pictures
 from mmlinattn.tooling.analysis.capture import arrangements, watched
 from mmlinattn.tooling.analysis.inspecting import averaged, full_map, measure_block
 from mmlinattn.tooling.analysis.measures import CONFUSION_DISTANCE
-from mmlinattn.tooling.command_line import one_line_errors, writing
+from mmlinattn.tooling.command_line import check_device, one_line_errors, writing
 from mmlinattn.tooling.configs import PIP_NAMES, check_checkpoint, read_with_options
 from mmlinattn.tooling.images import read_picture
 from mmlinattn.utils.errors import RunError
@@ -73,6 +73,7 @@ from mmlinattn.utils.errors import RunError
 
 def checked(args: argparse.Namespace) -> Config:
     """Return the config after all checks that do not need the model."""
+    check_device(args.device)
     cfg = read_with_options(args)
     if args.checkpoint.lower() != 'none':
         args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')

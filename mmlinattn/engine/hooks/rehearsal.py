@@ -301,7 +301,12 @@ def rehearse_training_data(runner: Any) -> None:
             'out where masks are learnt.'
         )
 
+    switch: Any = None
+
     def reason(error: Exception) -> str:
+        if switch is not None:
+            remedy = f'Correct switch_pipeline of {type(switch).__name__}; MMLINATTN_TRACEBACK=1 shows where it fails.'
+            return f'train_dataloader: loading would fail after the switch: {described(error)}. {remedy}'
         known = (frame.f_locals.get('results') for frame, _ in walk_tb(error.__traceback__))
         images = (each for each in known if isinstance(each, dict) and 'img' in each)
         found = (misfit(each.get('gt_masks'), each.get('gt_bboxes'), each['img'].shape[:2]) for each in images)
@@ -311,11 +316,11 @@ def rehearse_training_data(runner: Any) -> None:
 
     with _one_line(reason), unchanged(runner), _copied_transforms(dataset):
         # MMDetection's PipelineSwitchHook replaces the transforms in a later epoch
-        later = [Compose(hook.switch_pipeline) for hook in runner.hooks if hasattr(hook, 'switch_pipeline')]
+        later = [hook for hook in runner.hooks if hasattr(hook, 'switch_pipeline')]
         has_transforms = 'pipeline' in getattr(dataset, '__dict__', ())  # those of most wrappers are inside
-        for pipeline in (None, *(later if has_transforms else ())):
-            if pipeline is not None:
-                dataset.pipeline = pipeline
+        for switch in (None, *(later if has_transforms else ())):
+            if switch is not None:
+                dataset.pipeline = Compose(switch.switch_pipeline)
             for index in sorted({0, len(dataset) // 2}):
                 line = misfit(*_masks_of(dataset[index]))
                 if line:

@@ -292,7 +292,11 @@ def test_data_that_a_hook_switches_in_a_later_epoch(tmp_path, fails):
         HOOK + [LateSwitchHook(lambda info: dict()['scale'] if fails else info)],
         loader=dict(dataset=dict(type='Piped')),
     )
-    with pytest.raises(RunError, match='loading fails: KeyError: scale') if fails else contextlib.nullcontext():
+    with (
+        pytest.raises(RunError, match='KeyError: scale. Correct switch_pipeline of LateSwitch')
+        if fails
+        else contextlib.nullcontext()
+    ):
         made.train()
     assert made.iter == (0 if fails else 6)
 
