@@ -84,7 +84,7 @@ ERRORS = {
     'LoadImageFromFile is not found': inferencer_of_a_detector,
     'is out of bounds.': lambda: F.cross_entropy(torch.rand(1, 3), torch.tensor([128])),
     'is out of bounds for dimension': lambda: resolve_name('mmseg.models:CrossEntropyLoss')(class_weight=[1.0, 2.0])(
-        torch.rand(1, 2, 1, 2), torch.tensor([[[1, 255]]])
+        torch.rand(1, 2, 1, 2), torch.tensor([[[1, 255]]]), ignore_index=255
     ),
 }
 
