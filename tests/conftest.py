@@ -5,9 +5,11 @@ import functools
 import gc
 import multiprocessing
 import random
+from types import SimpleNamespace
 
 import mmengine.config.config as config_module
 import mmengine.config.utils as config_utils
+import mmengine.runner.loops as loops_module
 import mmengine.runner.runner as runner_module
 import numpy as np
 import pytest
@@ -78,3 +80,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in set(left)]
     longest = 'test_pairs', 'test_swap', 'test_stopping', 'test_rounds'
     items.sort(key=lambda item: (bool(item.get_closest_marker('slow')), item.path.stem not in longest))
+
+
+# iteration-based loops sleep for two seconds before each epoch of their loader
+loops_module.time = SimpleNamespace(sleep=lambda seconds: None)

@@ -176,7 +176,7 @@ class Advice(NamedTuple):
     origin: str  # prefix of the name of a module near the end of the traceback
     words: str
     remedy: str
-    value: str = ''  # local variable of the traceback, for {value}; names of the registry beside it are compared
+    value: str = ''  # local variable, or attribute of self, in the traceback that replaces {value}
 
 
 _NEAR = 4  # innermost frames of a traceback that are searched for the origin

@@ -61,3 +61,10 @@ def test_names_of_released_files(family):
     found, expected = {**backbone, **head}, {name: state[key] for key, name in names.items() if name}
     assert found.keys() == expected.keys() and all(torch.equal(found[key], value) for key, value in expected.items())
     assert set(head) == {key for key in expected if key.startswith('head.')}
+
+
+def test_the_final_norm_of_flatten_pvt_is_dropped():
+    """The forward pass of its release never applies it."""
+    names = ('patch_embed1.proj.weight', 'block1.0.attn.positional_encoding', 'norm.weight', 'norm.bias')
+    backbone, _, dropped = backbone_state({name: torch.rand(2, 2) for name in names}, 'x')
+    assert dropped == ['norm.weight', 'norm.bias'] and not any(key.startswith('out_norms') for key in backbone)

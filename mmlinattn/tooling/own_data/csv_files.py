@@ -266,7 +266,7 @@ def _refuse_several(path: Path, labels: set[str], columns: set[str]) -> None:
     for name in sorted(labels, key=lambda name: (-len(name), name)):
         parts = set(re.split(_SEPARATORS, name)) - {name}
         listed = set(re.split(r' *[,;|] *', name)) - {name, ''}
-        is_list = re.fullmatch(r'\[.*\]|\d+([\s,;|]+\d+)+', name)  # saved by pandas, or numbers
+        is_list = re.fullmatch(r'\[([\'"].*|.*,.*)\]|\d+([\s,;|]+\d+)+', name)  # saved by pandas, or numbers
         is_joined = len(parts & labels) > 1 or listed & labels or '|' in name
         if is_list or is_joined or columns & _SEVERAL and any(words[part] > 1 for part in parts):
             raise RunError(

@@ -246,7 +246,8 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding='utf-8-sig')
     except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f'{path} cannot be read as text of UTF-8: {described(error)}; save it as UTF-8.') from error
+        remedy = '; save it as UTF-8' if isinstance(error, UnicodeDecodeError) else ''
+        raise RunError(f'{path} cannot be read as text of UTF-8: {described(error)}{remedy}.') from error
 
 
 def folders_of(paths: Iterable[Path], root: Path) -> str:
