@@ -41,7 +41,8 @@ def state_dict_of(checkpoint: Any, source: str) -> dict[str, Tensor]:
     if not tensors:
         raise CheckpointError(f'{source} holds no weights; it has {some(state)}')
     tensors = {not_compiled(key): value for key, value in tensors.items()}
-    if all(key.startswith('module.') for key in tensors):
+    if all(key.startswith('module.') or key == 'n_averaged' for key in tensors):  # also of PyTorch's AveragedModel
+        tensors.pop('n_averaged', None)
         tensors = {re.sub(r'^(module\.)+', '', key): value for key, value in tensors.items()}
     return tensors
 

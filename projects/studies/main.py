@@ -29,7 +29,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     if not 0 <= settings.tinted <= 1:
         raise RunError(f'--tinted={settings.tinted}: expected a number from 0 to 1.')
     for name, value in (('lr', settings.lr), ('max-minutes', args.max_minutes)):
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < float('inf'):
             raise RunError(f'--{name}={value}: expected a number above 0.')
     try:
         torch.empty(0, device=args.device)

@@ -25,6 +25,8 @@ def test_prefixes():
     assert strip_prefix(state, 'a') == strip_prefix(state, 'a.') == {'b': 1, 'a.c': 2}
     assert list(state_dict_of({'module.module.a': ONE, 'module.b': ONE}, 'x')) == ['a', 'b']
     assert list(state_dict_of({'module.a': ONE, 'b': ONE}, 'x')) == ['module.a', 'b']  # a part of that name
+    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(1, 1))
+    assert list(state_dict_of(averaged.state_dict(), 'x')) == ['weight', 'bias']
     assert list(state_dict_of({'a': ONE, 'epoch': 3}, 'x')) == ['a']
     compiled = {'_orig_mod.module.a': ONE, '_orig_mod.module.b._orig_mod.c': ONE, '_orig_mod.module.my_orig_mod.d': ONE}
     assert list(state_dict_of(compiled, 'x')) == ['a', 'b.c', 'my_orig_mod.d']

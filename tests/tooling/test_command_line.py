@@ -3,6 +3,7 @@
 
 import argparse
 import contextlib
+import json
 import multiprocessing
 import os
 import re
@@ -137,6 +138,19 @@ def test_modules_are_named_by_their_place_in_the_model():
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(1, 3))
     assert raising_object(caught.value) == 'Linear 1.head'
+
+
+def test_a_coco_file_of_other_classes_is_named_with_its_categories(tmp_path):
+    pytest.importorskip('mmdet.datasets')
+    box = dict(id=1, image_id=1, category_id=1, bbox=[1, 1, 9, 9], area=81, iscrowd=0)
+    image = dict(id=1, file_name='a.jpg', width=20, height=20)
+    (tmp_path / 'a.json').write_text(
+        json.dumps(dict(images=[image], annotations=[box], categories=[dict(id=1, name='disc')]))
+    )
+    data = dict(type='mmdet.CocoDataset', ann_file=str(tmp_path / 'a.json'), metainfo=dict(classes=('cat',)))
+    with pytest.raises(RunError, match='holds no image with .*; the categories of .*a.json are disc'):
+        with command_line.setup_errors('c.py'):
+            DATASETS.build(dict(data, data_prefix=dict(img=''), filter_cfg=dict(filter_empty_gt=True), pipeline=[]))
 
 
 def test_a_traceback_if_asked_for(monkeypatch):

@@ -1,9 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """tools/analysis_tools/contact_sheet.py: the objects of a test on one sheet."""
 
+import contextlib
 import json
 
 import numpy as np
+import pytest
 from helpers.tool_runs import in_this_process
 from PIL import Image
 
@@ -25,3 +27,12 @@ def test_objects_are_drawn_once_and_in_the_colour_of_their_class(tmp_path, capsy
     drawn = np.asarray(Image.open(tmp_path / 'sheet.png').convert('RGB')).astype(int)[:-60]  # above the legend
     blue, orange = ((np.abs(drawn - colour).max(axis=-1) < 12).sum() for colour in ((31, 119, 180), (255, 127, 14)))
     assert blue > 500 and orange == 0
+    for content, said in (
+        ([], ''),
+        (dict(images=[]), 'expected a list'),
+        ([dict(found[0], image_id=9)], 'image_id=9 is'),
+    ):
+        (tmp_path / 'found.json').write_text(json.dumps(content))
+        with pytest.raises(SystemExit) if said else contextlib.nullcontext():
+            in_this_process('analysis_tools/contact_sheet.py', tmp_path / 'found.json', tmp_path / 'sheet.png', *words)
+        assert said in capsys.readouterr().err

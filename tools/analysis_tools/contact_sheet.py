@@ -9,6 +9,7 @@ python tools/analysis_tools/contact_sheet.py found.json sheet.png --annotations 
 import argparse
 import contextlib
 import io
+import json
 import runpy
 from pathlib import Path
 
@@ -76,10 +77,16 @@ def make_sheet(results: Path, annotations: Path, images: Path, number: int) -> t
     """Draw objects of a COCO results file beside the annotations, and return figure, drawn images and all images."""
     from pycocotools.coco import COCO
 
+    content = json.loads(results.read_text())
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(str(annotations))
-        found = truth.loadRes(str(results))
-    ids = sorted(truth.getImgIds())
+        ids = sorted(truth.getImgIds())
+        if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
+            raise RunError(f'results {str(results)!r}: expected a list of COCO results, as of --save-json.')
+        others = {each.get('image_id') for each in content} - {*ids}
+        if others:
+            raise RunError(f'results {str(results)!r}: image_id={min(others, key=str)!r} is no image of {annotations}.')
+        found = truth.loadRes(content) if content else COCO()
     shown = [ids[i] for i in evenly_spaced(len(ids), number)]
     names = {category['id']: category['name'] for category in truth.dataset['categories']}
     palette = colormaps['tab10' if len(names) <= 10 else 'hsv'].resampled(max(10, len(names)))
@@ -93,7 +100,7 @@ def make_sheet(results: Path, annotations: Path, images: Path, number: int) -> t
         (info,) = truth.loadImgs(image_id)
         picture = cv2.cvtColor(read_picture(str(images / info['file_name'])), cv2.COLOR_BGR2GRAY)
         for axis, coco, title in zip(axes, (truth, found), ('ground truth', 'prediction')):
-            objects = coco.loadAnns(coco.getAnnIds(image_id))
+            objects = coco.loadAnns(coco.getAnnIds(image_id)) if coco.anns else []
             objects = found_objects(objects) if coco is found else objects
             axis.set_axis_off()
             axis.imshow(picture, cmap='gray', vmin=0, vmax=255)

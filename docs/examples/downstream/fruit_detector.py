@@ -1,7 +1,7 @@
 # A detector of one's own on top of mmlinattn: COCO-style data with two classes, another neck, and a backbone whose
 # stem and first stage stay as they were trained on ImageNet. Train it with this project's tools/train.py or with
 # MMDetection's.
-_base_ = 'mmlinattn::mmdet/ravlt_t_maskrcnn_1x.py'
+_base_ = __import__('mmlinattn').__name__ + '::mmdet/ravlt_t_maskrcnn_1x.py'
 
 data_root = 'data/fruit/'
 metainfo = dict(classes=('apple', 'pear'), palette=[(220, 20, 60), (119, 171, 11)])

@@ -14,9 +14,9 @@ Batch = dict[str, Any]
 Size = tuple[int, int]
 
 
-def _images(size: Size, count: int = 2, channels: int = 3) -> list[torch.Tensor]:
-    """Return ``count`` random images (channels, height, width) of ``size`` (height, width), uint8."""
-    return [torch.randint(0, 255, (channels, *size), dtype=torch.uint8) for _ in range(count)]
+def _images(size: Size, count: int = 2) -> list[torch.Tensor]:
+    """Return ``count`` random images (3, height, width) of ``size`` (height, width), uint8."""
+    return [torch.randint(0, 255, (3, *size), dtype=torch.uint8) for _ in range(count)]
 
 
 def _metainfo(size: Size) -> dict:
@@ -89,7 +89,7 @@ def segmentation_batch(size: Size) -> Batch:
     return dict(inputs=_images(size), data_samples=samples)
 
 
-def classification_batch(size: Size, num_classes: int, channels: int = 3) -> Batch:
+def classification_batch(size: Size, num_classes: int) -> Batch:
     """Return two images with the labels 0 and 1, as numbers and as multi-label scores."""
     from mmpretrain.structures import DataSample
 
@@ -97,11 +97,19 @@ def classification_batch(size: Size, num_classes: int, channels: int = 3) -> Bat
     for label, scores in enumerate(torch.eye(max(num_classes, 2))[:2]):
         sample = DataSample(metainfo=dict(_metainfo(size), sample_idx=label))
         samples.append(sample.set_gt_label(label).set_gt_score(scores))
-    return dict(inputs=_images(size, channels=channels), data_samples=samples)
+    return dict(inputs=_images(size), data_samples=samples)
 
 
 def batch_for(model: nn.Module, source: Upstream, network: dict, size: Size) -> Batch:
     """Return a batch of images of ``size`` (height, width) for a built network and its config."""
+    batch = _of_three_channels(model, source, network, size)
+    if source.image_channels != 3:
+        shapes = [(*image.shape[:-3], source.image_channels, *image.shape[-2:]) for image in batch['inputs']]
+        batch['inputs'] = [torch.randint(0, 255, shape, dtype=torch.uint8) for shape in shapes]
+    return batch
+
+
+def _of_three_channels(model: nn.Module, source: Upstream, network: dict, size: Size) -> Batch:
     if source.task == 'mmdet':
         kind = type(model.data_preprocessor).__name__
         if kind == 'TrackDataPreprocessor':
@@ -113,7 +121,7 @@ def batch_for(model: nn.Module, source: Upstream, network: dict, size: Size) -> 
     if source.task == 'mmseg':
         return segmentation_batch(size)
     head: Any = network['head'] if isinstance(network.get('head'), dict) else {}
-    batch = classification_batch(size, head.get('num_classes') or 2, source.image_channels)
+    batch = classification_batch(size, head.get('num_classes') or 2)
     if is_self_supervised(model):
         crops = head.get('loss', {}).get('num_crops')
         views = sum(crops) if isinstance(crops, (list, tuple)) else 2

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import NamedTuple, Optional, Union
 
 from mmengine.config import Config
+from mmengine.registry import MODELS
 
+from ...backbones.base import Backbone
 from ...utils.building import is_pretrained
 from ...utils.errors import RunError
+from ...utils.registering import bare_name
 from .candidates import Candidate, candidates
 from .measuring import measure
 from .settings import check_pipelines, normalise, settings_for
@@ -47,6 +50,7 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
     """
     source = read_upstream(upstream)
     new = find_backbone(backbone, source.task)
+    new = new._replace(cfg={**new.cfg, **_kept(source.network['backbone'], len(new.stages))})
     without_weights = f'none of {backbone} are released'
     if source.image_channels != 3:
         new = new._replace(cfg={**new.cfg, 'in_channels': source.image_channels}, checkpoint=None)
@@ -80,6 +84,16 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
     if wrong:
         raise RunError(f'{out} does not hold the model that was tried: {"; ".join(wrong[:3])}')
     return Swapped(changes(source.model, model) + _changed_settings(settings, source.cfg), remarks, result)
+
+
+def _kept(given: dict, num_stages: int) -> dict:
+    """Return the settings of a backbone for memory, and of one of ours for freezing, which the new one takes over."""
+    kind = MODELS.get(bare_name(given.get('type')))
+    names = ('with_cp', 'norm_eval') if isinstance(kind, type) and issubclass(kind, Backbone) else ('with_cp',)
+    kept = {name: True for name in names if given.get(name) is True}
+    frozen = given.get('frozen_stages')
+    is_frozen = len(names) > 1 and isinstance(frozen, int) and 0 <= frozen < num_stages
+    return {**kept, 'frozen_stages': frozen} if is_frozen else kept
 
 
 def _first_that_trains(

@@ -2,6 +2,7 @@
 """Written configs with another backbone train."""
 
 import ast
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
 from mmlinattn.tooling.swapping import Unsupported, swap_backbone
+from mmlinattn.tooling.swapping.dummy_inputs import batch_for
+from mmlinattn.tooling.swapping.swap import _kept
 from mmlinattn.utils.building import build_model
 from mmlinattn.utils.errors import RunError
 from mmlinattn.utils.registering import bare_name
@@ -27,6 +30,27 @@ def swap(tmp_path):
         return swapped, Config.fromfile(out)
 
     return run
+
+
+@pytest.mark.parametrize(
+    ('given', 'kept'),
+    [
+        (dict(type='RAVLT', with_cp=True, frozen_stages=0, norm_eval=True), 'with_cp norm_eval frozen_stages'),
+        (dict(type='RAVLT', with_cp=False, frozen_stages=-1), ''),
+        (dict(type='LinearDeiT', frozen_stages=4), ''),
+        (dict(type='mmdet.ResNet', with_cp=True, frozen_stages=1, norm_eval=True), 'with_cp'),
+        (dict(type='Unknown', frozen_stages=1), ''),
+    ],
+)
+def test_settings_of_memory_and_freezing_are_kept(given, kept):
+    assert _kept(given, 4) == {key: given[key] for key in kept.split()}
+
+
+@pytest.mark.parametrize('task', ['mmdet', 'mmseg'])
+def test_dummy_images_have_the_channels_of_the_model(task):
+    source = SimpleNamespace(task=task, image_channels=4, has_masks=False)
+    model = SimpleNamespace(data_preprocessor=None)
+    assert {image.shape for image in batch_for(model, source, {}, (32, 48))['inputs']} == {(4, 32, 48)}
 
 
 CLASSIFIER = """
