@@ -46,6 +46,10 @@ def boxes(*changes):
         (dict(box=dict(bbox=[float('nan')] * 4)), 'bbox=[nan, '),
         (dict(box=dict(bbox=[0.1, 0.1, 0.5, 1])), 'are shares'),
         (dict(box=dict(bbox=[20, 9, 38, 28])), 'pass the edge'),
+        (dict(box=dict(bbox=[20, 9, 22.5, 12])), 'pass the edge'),
+        (dict(box=dict(bbox=[2, 9, 8, 23.5])), 'pass the edge'),
+        (dict(box=dict(bbox=[2, 9, 42.5, 12])), ''),
+        (dict(box=dict(bbox=[2, 9, 8, 32.5])), ''),
         (dict(images=IMAGES + IMAGES[:1]), 'has the id 1 2 times among its images'),
         (dict(images=[dict(IMAGES[0], width=7), IMAGES[1]]), '1.png): width x height is 7x30 in it, and 40x30 in'),
         (dict(box=dict(bbox=[20, 9, 18, 28])), ''),  # boxes of hidden parts may pass it

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Segmentation masks against the classes of a segmentor."""
 
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -56,7 +57,9 @@ def test_one_channel_tells_two_classes(look, tmp_path):
 def test_padding_that_trains(look, tmp_path, padding, said):
     made = model(decode_head=2)
     made.data_preprocessor = SimpleNamespace(seg_pad_val=padding)
-    line, warnings = look(made, train=[segmentation(tmp_path / 'data', [0, 1])])
+    dataset = segmentation(tmp_path / 'data', [0, 1])
+    line, warnings = look(made, train=[dataset])
+    assert look(made, val=[dataset]) == ('', [])
     assert not line and ['seg_pad_val = 0 and ignore_index = 255' in warning for warning in warnings] == [True] * said
 
 
@@ -91,7 +94,7 @@ def test_broken_and_missing_masks(look, tmp_path):
 
 
 def test_a_sample_of_many(look, tmp_path, monkeypatch):
-    """Open twenty if they show several classes, else ten times as many."""
+    """Open twenty if they show several classes, else ten times as many; if they are slow, sixteen."""
     dataset = segmentation(tmp_path / 'data', *[[0, 255]] * 40, [0, 1])
     assert look(SEGMENTOR, train=[dataset], num_images=20) == ('', [])
     opened, load = [], Image.open
@@ -99,3 +102,7 @@ def test_a_sample_of_many(look, tmp_path, monkeypatch):
     other = segmentation(tmp_path / 'other', *[[0, 1]] * 40)
     assert look(SEGMENTOR, train=[other], num_images=20) == ('', [])
     assert len({str(path) for path in opened if 'ann' in str(path)}) == 20
+    opened.clear()
+    monkeypatch.setattr('mmlinattn.engine.data.masks.time.monotonic', itertools.count().__next__)
+    assert look(SEGMENTOR, train=[other], num_images=20) == ('', [])
+    assert len({str(path) for path in opened if 'ann' in str(path)}) == 16

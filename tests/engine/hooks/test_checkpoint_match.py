@@ -253,6 +253,15 @@ def test_a_resumed_run_lists_settings_of_the_checkpoint(tmp_path, before, after,
     assert len(found) == bool(said) and said in ''.join(found)
 
 
+@pytest.mark.parametrize('by_epoch', [True, False])
+def test_a_schedule_by_iteration_that_is_fitted_to_other_epochs_is_not_listed(tmp_path, by_epoch):
+    before = dict(STEPS, by_epoch=by_epoch)
+    found = resume(
+        tmp_path, before, dict(before, gamma=0.5), change=lambda checkpoint: checkpoint['meta'].update(iter=2)
+    )
+    assert ['MultiStepLR.gamma = 0.1' in line for line in found] == [True] * by_epoch
+
+
 def test_changes_that_are_no_settings(tmp_path):
     """MMEngine keeps the best metric so far in the schedule; an older PyTorch and a removed schedule leave less."""
 
@@ -302,3 +311,5 @@ def test_untrained_weights_are_refused_outside_of_runs():
     check_trained(ToyClassifier(), state_of(without=['auxiliary_head']))
     with pytest.raises(RunError, match=re.escape(SHAPES)):
         check_trained(ToyClassifier(), dict(state_dict=state_of(5)))
+    with pytest.raises(RunError, match='NaN or infinite: layer.bias'):
+        check_trained(ToyClassifier(), state_of(layer__bias=NAN))

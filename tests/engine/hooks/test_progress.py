@@ -26,6 +26,14 @@ def test_lines_from_the_first_step_and_a_table_after_each_validation(tmp_path, c
         assert re.search(rf'validation {name} .*?acc +│ +{value} │ +{value} ', out, re.S)
 
 
+def test_a_run_with_several_learning_rates(tmp_path, capsys):
+    made = make_runner(tmp_path, HOOKS)
+    made.optim_wrapper = made.build_optim_wrapper(made.optim_wrapper)
+    made.optim_wrapper.get_lr = lambda: {'generator.lr': [0.1], 'critic.lr': [0.1]}
+    made.train()
+    assert re.match(r'epoch 1/2  step 1/6  loss [\d.]+  eta', printed(capsys))
+
+
 def test_the_best_of_a_run_outlives_its_resumption(tmp_path, capsys):
     Count.calls = 7
     make_runner(tmp_path, HOOKS, dict(by_epoch=True, max_epochs=2), **validation()).train()
@@ -33,7 +41,7 @@ def test_the_best_of_a_run_outlives_its_resumption(tmp_path, capsys):
     checkpoint = str(tmp_path / 'epoch_2.pth')
     loop = dict(by_epoch=True, max_epochs=3)
     make_runner(tmp_path, HOOKS, loop, **validation(), load_from=checkpoint, resume=True).train()
-    assert re.search(r'acc +│ +1.0000 │ +8.0000 ', capsys.readouterr().out)
+    assert re.search(r' value ┃ +best .*acc +│ +1.0000 │ +8.0000 ', capsys.readouterr().out, re.S)
 
 
 def test_a_test_builds_no_training(tmp_path, capsys):

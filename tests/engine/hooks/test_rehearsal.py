@@ -15,6 +15,7 @@ from helpers.engine_toys import Count, ToyDataset, make_runner, validation
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
 from mmengine.registry import DATASETS
+from mmengine.runner import ValLoop
 from mmengine.structures import BaseDataElement, InstanceData
 
 from mmlinattn.engine.hooks import rehearsal
@@ -83,9 +84,29 @@ def test_the_training_is_the_same_bit_for_bit(tmp_path, capfd):
     assert out.count('a table') == (out + errors).count('a logged table') == 4  # of the validations alone
 
 
-def test_two_images_and_no_other_hook(tmp_path):
+@pytest.mark.skipif(not hasattr(torch.compiler, 'set_stance'), reason='needs PyTorch 2.6')
+def test_compiled_blocks_run_eagerly(tmp_path):
+    compiled = []
+    add = torch.compile(lambda x: x + 1, backend=lambda graph, _: compiled.append(graph) or graph.forward)
+    with rehearsal.unchanged(make_runner(tmp_path, [])):
+        add(torch.zeros(1))
+    assert not compiled
+    add(torch.zeros(1))
+    assert compiled
+
+
+class Silent(ValLoop):
+    """Loop that tells its metrics to hooks alone, as MMDetection's of teacher and student."""
+
+    def run(self):
+        super().run()
+
+
+@pytest.mark.parametrize('loop', [{}, dict(type=Silent)], ids=['', 'silent'])
+def test_two_images_and_no_other_hook(tmp_path, loop):
     watch, metric = Watch(), Named(acc=1.0)
-    made = make_runner(tmp_path, [watch], dict(by_epoch=True, max_epochs=1), **validation(metric))
+    settings = dict(validation(metric), val_cfg=loop)
+    made = make_runner(tmp_path, [watch], dict(by_epoch=True, max_epochs=1), **settings)
     sizes = []
     made.register_hook(SimpleHook(lambda runner: sizes.append(rehearsal.rehearse(runner))))
     made.train()

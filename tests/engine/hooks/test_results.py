@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers.engine_toys import Count, make_runner, validation
+from helpers.engine_toys import LOADER, Count, make_runner, validation
 from matplotlib.figure import Figure
 from mmengine.structures import BaseDataElement, InstanceData, LabelData, PixelData
 
@@ -91,6 +91,14 @@ def test_confusion_of_labels(tmp_path, samples, expected):
     assert predictions.write(str(tmp_path), '') == [str(tmp_path / 'confusion_matrix.png')]
 
 
+def test_a_validation_is_plotted(tmp_path):
+    data = dict(LOADER, dataset=dict(type='ToyDataset', metainfo=dict(classes=('a', 'b'))))
+    runner = make_runner(tmp_path, HOOKS, dict(by_epoch=True, max_epochs=1), **dict(validation(), val_dataloader=data))
+    runner.model.val_step = lambda data: [labels(0, 1)] * 4
+    runner.train()
+    assert (tmp_path / 'confusion_matrix.png').exists()
+
+
 def test_images_that_samplers_repeat_count_once(monkeypatch):
     """The second of two processes has images 1 and, as there is no 3, 0 once more."""
     monkeypatch.setattr(results, 'get_world_size', lambda: 2)
@@ -117,6 +125,24 @@ def test_other_predictions_have_no_plots(tmp_path):
         [BaseDataElement(pred_depth_map=torch.zeros(1)), label_map([[0]], [[0, 1]]), LabelData(), torch.ones(2)]
     )
     assert predictions.write(str(tmp_path), '') == []
+
+
+def test_curves_of_a_detector():
+    """The best F1, 2/3, is that of the precision of 1 at half of the recall."""
+    figures = []
+    precision, scores = np.array([[1.0, -1], [1, -1], [0, -1]]), np.array([[0.9, 0], [0.5, 0], [0, 0]])
+    with mock.patch.object(Figure, 'savefig', lambda self, path, dpi: figures.append(self)):
+        plots.plot_precision_recall('a.png', precision, scores, ['a', 'b'])
+        plots.plot_confusion('a.png', np.eye(2), ['a', 'b'], 'a title')
+    left, right = figures[0].axes
+    assert left.lines[0].get_xydata().tolist() == [[0, 1], [0.5, 1], [1, 0]]
+    assert [line.get_label() for line in (*left.lines, right.lines[1])] == [
+        'a  AP50 0.667',
+        'mean  AP50 0.667',
+        'mean  0.667 at score 0.00',
+    ]
+    axes = figures[1].axes[0]
+    assert (axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) == ('a title', 'predicted', 'true')
 
 
 def test_panels_of_a_training(tmp_path):

@@ -21,7 +21,7 @@ COSINE = dict(type='CosineAnnealingLR', eta_min=0, begin=5, end=300, T_max=295)
 
 def errors(schedules, epochs, rates=(1.0,), by_iteration=False, begin=0):
     """Errors of schedules, built for epochs of 100 iterations and a parameter of each rate."""
-    groups = [dict(params=[torch.nn.Parameter(torch.zeros(1))], lr=rate) for rate in rates]
+    groups = [dict(params=[torch.nn.Parameter(torch.zeros(2))], lr=rate) for rate in rates]
     wrapper = OptimWrapper(torch.optim.SGD(groups, lr=max(rates), momentum=0.9))
     default = dict(optimizer=wrapper, epoch_length=100)
     built = [PARAM_SCHEDULERS.build(dict(schedule), default_args=default) for schedule in schedules]
@@ -68,11 +68,12 @@ def test_played_schedules(schedules, epochs, words):
     assert len(found) == len(words) and all(word in error for word, error in zip(words, found)), found
 
 
-@pytest.mark.parametrize('rates', [(1.0, 0.0), (2e-6, 1e-6), (1.0, 0.5)])
+@pytest.mark.parametrize('rates', [(1.0, 0.0), (2e-6, 1e-6), (1.0, 1e-6, 1e-6), (1.0, 0.5)])
 def test_a_floor_above_the_rate_of_a_group(rates):
     """eta_min counts for each group: also for frozen ones, and those of layer decay."""
     found = errors([dict(COSINE, eta_min=1e-5)], 300, rates)
     assert len(found) == (min(rates) < 1e-5)
+    assert not found or f'the rate of {len(rates) - 1} parameters rises above' in found[0]
     assert not found or 'eta_min=1e-05 of CosineAnnealingLR is a floor' in found[0]
 
 
@@ -145,12 +146,13 @@ SAVE = dict(type='CheckpointHook', save_last=False)
         ),
         (dict(max_epochs=2), dict(checkpoint=dict(type='CheckpointHook', interval=2, save_last=False)), ''),
         (dict(max_epochs=2, val_begin=3), {}, 'train_cfg.val_begin=3 is after the last epoch, 2'),
+        (dict(by_epoch=False, max_iters=2, val_begin=3), {}, 'val_begin=3 is after the last iteration, 2'),
         (dict(max_epochs=2), dict(late=dict(type='EMAHook', begin_epoch=2)), ''),
         (dict(max_epochs=2), dict(late=dict(type='LateHook', switch_epoch=3)), 'LateHook.switch_epoch=3 is after'),
     ],
 )
 def test_events_beyond_the_end(tmp_path, loop, settings, word):
-    loop = dict(by_epoch=True, **loop)
+    loop = {'by_epoch': True, **loop}
     said = warnings_of(make_runner(tmp_path, HOOKS, loop, default_hooks=settings, **validation()), word)
     assert bool([line for at, line in said if at == 0]) == bool(word)
 

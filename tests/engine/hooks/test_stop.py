@@ -68,20 +68,36 @@ def test_a_stopped_run_resumes_exactly(tmp_path, by_epoch, number):
     assert resumed.iter == 9 and torch.equal(ours, theirs)
 
 
-def test_an_ignored_hangup_stays_ignored(tmp_path):
-    """As under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+class Send(Hook):
+    def __init__(self, number):
+        self.number = number
+
+    def before_train_iter(self, *args, **kwargs):
+        os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(
+    ('number', 'handler', 'hooks'),
+    [
+        (signal.SIGHUP, signal.SIG_IGN, HOOKS),  # as under nohup
+        (signal.SIGTERM, lambda *_: None, HOOKS),
+        (signal.SIGTERM, signal.SIG_DFL, [*HOOKS, HOOKS[1]]),  # of a config and of its base
+    ],
+    ids=['ignored hangup', 'handler of another program', 'two hooks'],
+)
+def test_handlers_of_other_programs_stay(tmp_path, number, handler, hooks):
+    """A warning says so where no checkpoint is saved at the end of a job."""
+    before, said = signal.signal(number, handler), []
     try:
-        made = make_runner(tmp_path, HOOKS)
-        made.register_hook(SendHangup())
+        made = make_runner(tmp_path, hooks)
+        made.logger.warning = said.append
+        if hooks is HOOKS:
+            made.register_hook(Send(number))
         assert made.train() is not None and made.iter == 6
     finally:
-        assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
-
-
-class SendHangup(Hook):
-    def before_train_iter(self, *args, **kwargs):
-        os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.signal(number, before) is handler
+    warns = [line for line in said if 'SIGTERM has a handler already, which stays: no checkpoint' in line]
+    assert len(warns) == (number == signal.SIGTERM and hooks is HOOKS)
 
 
 class Fork(Hook):

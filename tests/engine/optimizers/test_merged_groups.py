@@ -97,6 +97,15 @@ def test_settings_without_effect_make_no_group():
     assert len(wrap(Net(), paramwise=dict(custom_keys=keys)).optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize('factors', [3, 4])
+def test_the_settings_of_up_to_four_groups_are_logged(monkeypatch, factors):
+    lines, rates = [], zip(('conv', 'norm', 'token', 'odd'), (0.5, 2.0, 3.0, 4.0)[:factors])
+    monkeypatch.setattr('mmlinattn.engine.optimizers.merged_groups.print_log', lambda line, _: lines.append(line))
+    wrap(Net(), paramwise=dict(custom_keys={key: dict(lr_mult=rate) for key, rate in rates}))
+    assert lines[0].startswith(f'AdamW (fused): 10 parameters in {factors + 1} groups')
+    assert ('; 2 with lr=0.005, weight_decay=0.1; ' in lines[0]) == ('with' in lines[0]) == (factors == 3)
+
+
 class Exempt(Net):
     def no_weight_decay(self):
         return {'token', 'no parameter'}

@@ -11,6 +11,7 @@ from mmengine.config import Config
 from torch import nn
 
 from mmlinattn.engine import CPUDistributedDataParallel, RunError, prepare_distributed
+from mmlinattn.engine.runner import launched_rank
 
 SCRIPT = """
 import sys
@@ -100,6 +101,7 @@ def test_processes_of_every_launcher_are_joined(joined, monkeypatch, tmp_path, l
         (tmp_path / 'scontrol').chmod(0o755)
         monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
         monkeypatch.setenv('SLURM_NODELIST', 'node[7-8]')
+    assert launched_rank(launcher) == 3
     cfg = Config(dict(launcher=launcher))
     prepare_distributed(cfg)
     first = 'node7' if launcher == 'slurm' else '127.0.0.1'
@@ -114,6 +116,7 @@ def test_processes_of_every_launcher_are_joined(joined, monkeypatch, tmp_path, l
 
 def test_variables_that_a_launcher_sets(joined, monkeypatch):
     monkeypatch.setenv('OMPI_COMM_WORLD_SIZE', '2')
+    assert launched_rank('mpi') == launched_rank('none') == 0
     missing = 'OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK'
     with pytest.raises(RunError, match=f'--launcher mpi: {missing} not set in the environment. Start through tools/'):
         prepare_distributed(Config(dict(launcher='mpi')))

@@ -43,13 +43,14 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture
-def resume(saved, tmp_path):
+def resume(saved, tmp_path, monkeypatch):
     """Resume in ``run`` from a changed checkpoint; return the runner and its warnings."""
 
     def resume(info=None, parts=None, **checkpoint_hook):
         checkpoint = copy.deepcopy({**saved, **(parts or {})})
         if info:
             checkpoint['message_hub']['runtime_info'].update(info)
+            checkpoint['message_hub']['resumed_keys'].update(dict.fromkeys(info, True))
         torch.save(checkpoint, tmp_path / 'given.pth')
         hook = dict(type='CheckpointHook', interval=1, save_best='acc', rule='greater', max_keep_ckpts=1)
         options = dict(load_from=str(tmp_path / 'given.pth'), resume=True, **validation())
@@ -58,8 +59,9 @@ def resume(saved, tmp_path):
         )
         lines = []
         runner.logger.warning = lines.append
+        monkeypatch.setattr('mmengine.logging.message_hub.print_log', lambda line, **_: lines.append(line))
         runner.train()
-        return runner, [line for line in lines if 'not checkpoints of this run' in line]
+        return runner, [line for line in lines if 'not checkpoints of this run' in line or 'resumed key' in line]
 
     return resume
 

@@ -75,6 +75,8 @@ def test_position_and_weights_are_compared(processes, one_process):
     start.check_same_start(runner)
     with torch.no_grad():
         model.module.weight[0, 0] += 1e-6
+    processes((3, 36, 0))
+    start.check_same_start(SimpleNamespace(epoch=3, iter=36, model=model.module))  # its processes may hold parts
     changed = start._fingerprint(model)
     for other in (here, (0, 0, changed)):
         processes(other)
