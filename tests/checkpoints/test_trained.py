@@ -114,6 +114,13 @@ def test_missing_running_statistics_are_refused():
         check_trained(model, dict(model=state, optimizer={}))
 
 
+def test_weights_of_the_model_itself_do_not_move_into_an_adapter():
+    model = nn.ModuleDict(dict(layer=nn.Linear(1, 1), original_layer=nn.ModuleDict(dict(layer=nn.Linear(1, 1)))))
+    state = model['layer'].state_dict(prefix='layer.')
+    rename_wrapped(state, model)
+    assert [*state] == ['layer.weight', 'layer.bias']
+
+
 @pytest.mark.parametrize('prefix', ['', 'module.'])  # as processes save them
 def test_plain_weights_load_into_adapters(saved, prefix):
     cfg, adapted, _ = saved(lora('qkv', 'fc1'), init_cfg=False)
