@@ -82,6 +82,16 @@ def test_weights_times_values_are_the_output(options, dtype, masked):
         torch.testing.assert_close(mixer_weights(mixer, q, k, GRID, GRID, **shared, rows=rows), weights[:, :, index])
 
 
+@pytest.mark.parametrize('options', [dict(type='focused'), dict(type='rala')], ids=str)
+def test_weights_of_half_precision_are_those_of_float32(options):
+    half = build(options, torch.bfloat16)
+    q, k, _ = tokens(half, dtype=torch.bfloat16)
+    shared = terms(half, torch.bfloat16)
+    found = mixer_weights(half, q, k, GRID, GRID, **shared)
+    wide = mixer_weights(half.float(), q.float(), k.float(), GRID, GRID, **shared)
+    torch.testing.assert_close(found, wide)
+
+
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(
     height=st.integers(1, 7),

@@ -175,8 +175,13 @@ def test_no_detections_and_detections_that_are_none():
     assert detection_deviation([some[0] * INF * 0, *some[1:]], some) == INF
 
 
-def test_suppression_keeps_the_best_of_overlapping_boxes():
+def test_suppression_keeps_the_best_of_overlapping_boxes(tmp_path):
     boxes = torch.tensor([[0.0, 0, 10, 10], [1, 0, 10, 10], [20, 0, 30, 10], [0, 0, 10, 4], [50, 50, 60, 60]])[None]
     scores = torch.tensor([[0.8, 0.9, 0.3, 0.7, 0.0]])
     assert nms_mask(boxes, scores, 0.5, 5).tolist() == [[0, 1, 1, 1, 0]]
     assert nms_mask(boxes, scores, 0.5, 2).tolist() == [[0, 1, 0, 1, 0]]
+    pytest.importorskip('onnxruntime')
+    model, path = nn.Identity(), tmp_path / 'a.onnx'
+    model.forward = lambda boxes: nms_mask(boxes, scores, 0.5, 5)
+    FORMATS['onnx'].write(model, boxes, path, None, dict(outputs=['boxes']))
+    assert FORMATS['onnx'].load(path)(boxes)[0].tolist() == [[0, 1, 1, 1, 0]]

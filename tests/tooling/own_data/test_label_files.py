@@ -267,6 +267,15 @@ def voc_marks(**marks):
     return write
 
 
+def kitti_marks(**marks):
+    def write(root):
+        for name in OBJECTS:
+            lines = [f'car 0 0 0 4 8 24 38 1 1 1 1 1 1 1{value}' for value in ('', *(f' {v}' for v in marks.values()))]
+            text(root / 'label_2' / f'{name}.txt', '\n'.join(lines))
+
+    return write
+
+
 def coco_marks(**marks):
     def write(root):
         rotated_coco(root)
@@ -289,6 +298,7 @@ def coco_marks(**marks):
         (voc_marks(occluded=1, pose='Left'), 'not used of the annotations: pose (6)'),
         (coco_marks(keypoints=[1, 2, 2], num_keypoints=1), '6 objects: keypoints, boxes are learnt'),
         (coco_marks(score=0.7), '6 objects: score, as predictions have'),
+        (kitti_marks(score=0.7), '6 objects: score, as predictions have'),
         (coco_marks(track_id=3, attributes=dict(colour='red', occluded=True)), 'colour (6), track_id (6)'),
         (coco_marks(attributes=dict(occluded=True)), '6 objects: occluded'),
         (

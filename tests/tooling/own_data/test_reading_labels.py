@@ -394,6 +394,7 @@ def test_folders_that_are_refused(tmp_path, counts, said):
     [
         (np.zeros((8, 9), np.uint8), None, 3),
         (np.zeros((8, 9), np.uint8), 1, 1),
+        (np.zeros((8, 9), np.uint8), 3, 3),
         (np.full((8, 9, 4), 255, np.uint8), None, 3),  # nothing is transparent
         (np.full((8, 9, 4), 255, np.uint8), 4, 4),
         (np.zeros((8, 9, 4), np.uint8), None, 4),

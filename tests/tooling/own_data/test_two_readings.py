@@ -143,6 +143,14 @@ def test_an_option_decides(tmp_path, write, options, expected):
         assert np.abs(np.array(list(found)) - expected).max() < 0.01 and len(found) == 1
 
 
+def test_one_box_of_six_that_no_reading_keeps_in_its_image_is_cut(tmp_path):
+    coco(tmp_path)
+    content = json.loads((tmp_path / 'all.json').read_text())
+    content['annotations'][0]['bbox'] = [4, 8, 90, 90]
+    text(tmp_path / 'all.json', content)
+    assert {box for _, _, box in boxes_of(read(tmp_path))} == {SIDES, (4, 8, WIDTH - 4, HEIGHT - 8)}
+
+
 @pytest.mark.parametrize(
     'options, train, val',
     [
