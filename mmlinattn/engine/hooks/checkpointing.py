@@ -109,7 +109,7 @@ class SafeCheckpointHook(CheckpointHook):
             remedy = meant(key, {*known, *inspect.signature(CheckpointHook).parameters})
             raise RunError(f'default_hooks.checkpoint.{key}={self.args[key]!r}: nothing reads it.{remedy}')
         self._saved_step = -1
-        if is_main_process() and osp.isdir(self.out_dir):
+        if is_main_process():
             for path in glob(osp.join(glob_escape(self.out_dir), '*.*.part')):  # of a process that was killed
                 with suppress(OSError):
                     os.remove(path)

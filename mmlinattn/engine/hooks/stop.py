@@ -62,7 +62,7 @@ def _excepthook(kind, error, traceback) -> None:
 
 def shield_workers(loader: DataLoader) -> None:
     """Let workers that ``loader`` starts from now on survive a SIGTERM to all processes."""
-    if getattr(loader, 'num_workers', 0) > 0 and not isinstance(loader.worker_init_fn, _Shielded):
+    if loader.num_workers > 0 and not isinstance(loader.worker_init_fn, _Shielded):
         loader.worker_init_fn = _Shielded(loader.worker_init_fn)
 
 

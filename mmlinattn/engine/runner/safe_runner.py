@@ -21,12 +21,8 @@ def _is_own_best(path: Any, folders: list[str]) -> bool:
     """Return True if ``path`` is a best checkpoint of this run: a file ``best_...`` directly in one of ``folders``."""
     if not isinstance(path, str) or not osp.basename(path).startswith('best_'):
         return False
-
-    def resolve(folder: str) -> str:
-        return folder if '://' in folder else osp.realpath(folder)
-
     # only links in the folder part are followed: removing a linked file removes the link and not its target
-    return resolve(osp.dirname(path)) in map(resolve, folders)
+    return osp.realpath(osp.dirname(path)) in map(osp.realpath, folders)
 
 
 def _keep_own_files(runner, info: dict) -> list[str]:
