@@ -112,8 +112,9 @@ def test_more_objects_than_a_detector_gives(look, tmp_path):
     detector.bbox_head.test_cfg = dict(max_per_img=10)
     line, (warning,) = look(detector, val=[dataset])
     assert not line and 'has up to 12 objects an image, and max_per_img = 10' in warning
-    detector.bbox_head.test_cfg = dict(max_per_img=12)
-    assert look(detector, val=[dataset]) == ('', [])
+    for settings in (dict(max_per_img=12), [dict(max_per_img=10)]):
+        detector.bbox_head.test_cfg = settings
+        assert look(detector, val=[dataset]) == ('', [])
 
 
 @pytest.mark.parametrize('order', [('soil', 'leaf', 'root'), ('leaf', 'root', 'soil')])

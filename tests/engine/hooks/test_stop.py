@@ -112,6 +112,7 @@ class Fork(Hook):
             os.kill(pid, signal.SIGTERM)
             assert os.waitpid(pid, 0)[1] == signal.SIGTERM  # 0 after its sleep
         assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 
 
 def test_forked_processes_end_at_a_sigterm(tmp_path):

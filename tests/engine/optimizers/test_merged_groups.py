@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mmlinattn.engine.optimizers.merged_groups import can_be_fused
+from mmlinattn.engine.optimizers.saved_groups import fit_groups
 from mmlinattn.utils.errors import RunError
 
 OURS = 'MergedOptimWrapperConstructor'
@@ -278,6 +279,12 @@ def test_states_that_do_not_fit_are_refused(saved, paramwise, line):
     with pytest.raises(RunError, match=re.escape(line)) as error:
         wrap(net, paramwise=paramwise).load_state_dict(optimizer.state_dict())
     assert '\n' not in str(error.value)
+
+
+def test_one_group_takes_no_state_of_several():
+    groups = [wrap(Net(), THEIRS, None).optimizer.param_groups, wrap(Net()).optimizer.param_groups]
+    with pytest.raises(RunError, match='has 6 groups of parameters and that of the config 1'):
+        fit_groups(*groups, [name for name, _ in Net().named_parameters()])
 
 
 @MODELS.register_module(force=True)
