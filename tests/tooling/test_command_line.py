@@ -38,13 +38,15 @@ def test_ctrl_c_names_the_last_checkpoint(tmp_path, monkeypatch, capsys, age, is
 
 
 @pytest.mark.parametrize(('error', 'end'), [(KeyboardInterrupt, SystemExit), (ValueError, ValueError)])
-def test_workers_end_with_the_tool(error, end):
+def test_workers_end_with_the_tool(monkeypatch, error, end):
+    monkeypatch.setattr(command_line, 'keep_freed_memory', lambda: kept.append(True))
+    kept = []
     handler, worker = signal.getsignal(signal.SIGCHLD), multiprocessing.Process(target=time.sleep, args=(100,))
     worker.start()
     try:
         with pytest.raises(end), command_line.clean_end():
             raise error
-        assert not worker.is_alive()
+        assert kept and not worker.is_alive()
     finally:
         worker.kill()
         signal.signal(signal.SIGCHLD, handler)

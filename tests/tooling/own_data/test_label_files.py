@@ -491,6 +491,7 @@ TWO_IMAGES = [dict(data=dict(before='a.jpg', after='b.jpg'), annotations=[dict(r
         (lambda root: label_studio(root, image_rotation=90), 'was turned in Label Studio'),
         (lambda root: labelme(root, {'z': [CAR]}), "names the image 'z.jpg', which is in no folder"),
         (lambda root: labelme(root, {'a': [('car', (1, 1, float('nan'), 9))]}), 'a.json: a point that is no number'),
+        (voc_marks(polygon='<x1/>' + '<y>1</y>' * 5), 'a.xml: a point that is no number'),
         (lambda root: text(root / 'b.csv', 'image,x,y,w,h,label\na.jpg,1,2,3,x,car'), 'has no box of four numbers'),
         (lambda root: text(root / 'b.csv', 'image,x,y,w,h,label\na.jpg,1,2,3,4,'), 'has no class'),
         (lambda root: text(root / 'label_2/a.txt', KITTI_LINE + '\nCar 0 0'), 'Car is not followed by the 14 numbers'),
