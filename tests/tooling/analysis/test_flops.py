@@ -37,6 +37,15 @@ def test_two_stage_parts_by_hand():
     assert cost.macs['rpn_head', CONV] == pixels * (256 * 256 * 9 + 256 * 3 * 5)
 
 
+def test_every_stage_of_a_cascade_counts():
+    pytest.importorskip('mmdet')
+    from helpers.small_detectors import FAMILIES
+
+    cost = count_model(Config(dict(model=FAMILIES['CascadeRCNN'], default_scope='mmdet')), (64, 64))
+    # 60 RoIs: 7 * 7 * 8 -> 16 -> 16 -> 4 classes and 4 coordinates
+    assert cost.macs['roi_head.bbox_head', LINEAR] == 3 * 60 * (7 * 7 * 8 * 16 + 16 * 16 + 16 * (4 + 4))
+
+
 class Segmentor(nn.Module):
     def __init__(self, data_preprocessor=None, auxiliary=True, teacher_ckpt=None, fails=False, reads=False):
         super().__init__()

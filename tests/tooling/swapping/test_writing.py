@@ -1,11 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Text of a config that inherits one config and equals another."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmengine.config import Config
 
+from mmlinattn.tooling.swapping import swap
 from mmlinattn.tooling.swapping.writing import changes, difference, statement
 
 KEYS = st.sampled_from(['type', 'a', 'b', 'x.y'])
@@ -56,3 +59,11 @@ def test_changes_line_by_line():
     assert lines[:5] == ['b.c: 2 -> 5', 'e[1].f: 2 -> 3', 'g: [1, 2] -> [1]', 'h: P -> Q big lr=1', 't: (1,) -> [1]']
     assert lines[-1] == 'gone: 4 -> None' and lines[5].startswith('long: None -> ') and len(lines[5]) < 80
     assert changes(dict(a=0), dict(a=False)) == ['a: 0 -> False']
+
+
+@pytest.mark.parametrize('inside', [True, False])
+def test_a_preprocessor_stays_in_or_beside_its_model(inside):
+    old, new = (dict(type='M', data_preprocessor=dict(type='P', mean=mean)) for mean in (1, 2))
+    source = SimpleNamespace(base='a.py', is_whole=False, model=old, cfg=Config(dict(model=old if inside else {})))
+    text = swap._text(source, 'ravlt_t', new, {})
+    assert ('\ndata_preprocessor = ' in text) != inside and text.count('mean=2') == 1
