@@ -24,12 +24,6 @@ def raised(line):
     return pytest.raises(RunError, match=line) if line else contextlib.nullcontext()
 
 
-@pytest.mark.parametrize('length', [0, '12'])
-def test_lengths_of_a_training_are_positive_numbers(length):
-    with raised(f'train_cfg.max_epochs={length!r}: expected a positive integer'):
-        settings.check_numbers(Config(dict(train_cfg=dict(max_epochs=length))))
-
-
 VARIABLE = 'is a variable of the file, which is used already. Set '
 
 
