@@ -1,10 +1,13 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Fixtures of all tests. Helpers are the package ``helpers`` beside this file."""
 
+import contextlib
+import ctypes
 import functools
 import gc
 import multiprocessing
 import random
+import sys
 from types import SimpleNamespace
 
 import mmengine.config.config as config_module
@@ -35,13 +38,36 @@ def end_workers() -> None:
                 kept._shutdown_workers()
 
 
+class SignalStack(ctypes.Structure):
+    """``stack_t`` of Linux: the stack of signal handlers of a thread."""
+
+    _fields_ = [('sp', ctypes.c_void_p), ('flags', ctypes.c_int), ('size', ctypes.c_size_t)]
+
+
+@contextlib.contextmanager
+def kept_signal_stack():
+    """Restore the stack of signal handlers at the end of this context.
+
+    OpenVINO's kernels for bfloat16 replace it by memory that they unmap: the next signal with a handler, of a loader
+    worker that ends for example, would kill the process without a word.
+    """
+    if sys.platform != 'linux':
+        yield
+        return
+    set_stack, kept = ctypes.CDLL(None).sigaltstack, SignalStack()
+    set_stack(None, ctypes.byref(kept))
+    yield
+    set_stack(ctypes.byref(kept), None)
+
+
 @pytest.fixture(autouse=True)
 def independent():
     """Start each test with the same random seed, without a default scope or workers."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    yield
+    with kept_signal_stack():
+        yield
     end_workers()
     # a Runner of the same config in the same second would take them for its own, with this test's closed output
     forget_instances()

@@ -1,11 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Remedies for errors of upstream. Each error is raised by upstream itself."""
 
-import multiprocessing
 import os
 import re
 import signal
-from concurrent.futures import ProcessPoolExecutor
 from pkgutil import resolve_name
 
 import mmcv
@@ -140,29 +138,15 @@ class BrokenDataset(torch.utils.data.Dataset):
         return open(results['img_path'])
 
 
-def line_of(error, workers, folder):
-    """Return the line of an error in loading data."""
-    loader = torch.utils.data.DataLoader(BrokenDataset(error), num_workers=workers)
-    try:
-        with command_line.setup_errors('c.py', False, folder):
-            list(loader)
-    except RunError as raised:
-        return str(raised)
-
-
-@pytest.fixture(scope='module')
-def process():
-    """New process: forks of the tests' own, with threads of several runtimes, may crash."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn')) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize(
     ('error', 'workers'), [('missing', 0), ('broken', 0), ('missing', 1), ('broken', 1), ('killed', 1)]
 )
-def test_errors_of_loading_data_are_one_line_with_the_checkpoint(tmp_path, process, error, workers):
+def test_errors_of_loading_data_are_one_line_with_the_checkpoint(tmp_path, error, workers):
     (tmp_path / 'last_checkpoint').write_text('work/epoch_2.pth')
-    line = process.submit(line_of, error, workers, str(tmp_path)).result(100)
+    loader = torch.utils.data.DataLoader(BrokenDataset(error), num_workers=workers)
+    with pytest.raises(RunError) as caught, command_line.setup_errors('c.py', False, str(tmp_path)):
+        list(loader)
+    line = str(caught.value)
     assert line.startswith('c.py: ') and len(line.splitlines()) == 1
     assert ('folder/a.jpg' in line) == (error != 'killed') and (error != 'killed' or 'num_workers' in line)
     assert "The last checkpoint is 'work/epoch_2.pth'; the same command with --resume continues." in line
