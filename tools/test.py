@@ -197,9 +197,9 @@ def main(args: argparse.Namespace) -> None:
         with setup_errors(args.config, whole=False, runner=runner):
             metrics = runner.test()
         if args.out and args.out_item == 'metrics' and runner.rank == 0:
-            is_json = args.out.endswith('.json')  # which has no tensors, such as a confusion matrix
-            listed = {key: each.tolist() if torch.is_tensor(each) else each for key, each in metrics.items()}
-            mmengine.dump(listed if is_json else metrics, args.out)
+            if args.out.endswith('.json'):  # which has no tensors, such as a confusion matrix
+                metrics = {key: each.tolist() if torch.is_tensor(each) else each for key, each in metrics.items()}
+            mmengine.dump(metrics, args.out)
         written = (args.out, args.show_dir, args.save_json, args.save_txt, args.save_labels)
         for path in filter(None, written if runner.rank == 0 else ()):
             print(f'wrote {osp.abspath(path)}')

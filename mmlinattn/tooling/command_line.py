@@ -391,15 +391,6 @@ def _choice(error: BaseException) -> str:
     return 'its settings'
 
 
-def _categories(error: BaseException) -> str:
-    """Return the categories of the COCO file of the data set in the traceback of an error, or ''."""
-    file = _annotations(error)
-    listed = load_coco(file)[0].get('categories', ()) if file.endswith('.json') else ()
-    return (
-        f'; the categories of {file} are {", ".join(str(each.get("name")) for each in listed)}'[:500] if listed else ''
-    )
-
-
 def _last_checkpoint(work_dir: Optional[str], since: float = 0.0) -> str:
     """Return the path in ``last_checkpoint`` of a work dir if the file was written after ``since``, or ''."""
     with suppress(OSError, ValueError, TypeError):
@@ -465,12 +456,14 @@ def _building_message(error: BaseException, building: list, runner: Any) -> str:
     )
     file = '' if is_argument else _annotations(error)
     is_coco = file and innermost and hasattr(innermost[0], 'COCOAPI')  # MMDetection's data sets in COCO's layout
-    problem = load_coco(file)[1] if is_coco else ''
+    content, problem = load_coco(file) if is_coco else ({}, '')
     if file:
         text += f'; {file} {problem}' if problem else f', in reading {file}'
     if 'need at least one array to concatenate' in text:  # MMEngine's serialisation
         kind = f'{innermost[0].__name__}: ' if innermost else ''
-        text = f'{kind}the data set holds no image with {_choice(error)}{_categories(error)}'
+        names = ', '.join(str(each.get('name')) for each in content.get('categories', ()))
+        text = f'{kind}the data set holds no image with {_choice(error)}'
+        text += f'; the categories of {file} are {names:.300}' if names else ''
     return text + _spelling(error, text, innermost)
 
 

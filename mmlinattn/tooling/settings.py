@@ -296,7 +296,7 @@ def check_numbers(cfg: Config) -> None:
         RunError: A text is a number with an exponent, or begins with a digit in the optimizer or a scheduler; or a
             length is not positive.
     """
-    for key in ('max_epochs', 'max_iters', 'val_interval'):
+    for key in ('max_epochs', 'max_iters'):
         length = (cfg.get('train_cfg') or {}).get(key, 1)
         if not isinstance(length, (int, float)) or length < 1:
             raise RunError(f'train_cfg.{key}={length!r}: expected a positive integer.')

@@ -4,12 +4,11 @@
 import argparse
 import sys
 
-import torch
 from mmengine.logging import MMLogger
 from rich.console import Console
 from rich.progress import Progress
 
-from mmlinattn.tooling.command_line import one_line_errors, writing
+from mmlinattn.tooling.command_line import check_device, one_line_errors, writing
 from mmlinattn.utils.errors import RunError
 
 from . import report
@@ -31,10 +30,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     for name, value in (('lr', settings.lr), ('max-minutes', args.max_minutes)):
         if value is not None and not 0 < value < float('inf'):
             raise RunError(f'--{name}={value}: expected a number above 0.')
-    try:
-        torch.empty(0, device=args.device)
-    except RuntimeError as error:
-        raise RunError(f'--device={args.device!r}: {str(error).splitlines()[0]}') from error
+    check_device(args.device)
     with writing(args.out):
         args.out.mkdir(parents=True, exist_ok=True)
     return settings

@@ -73,7 +73,6 @@ from mmlinattn.utils.errors import RunError
 
 def checked(args: argparse.Namespace) -> Config:
     """Return the config after all checks that do not need the model."""
-    check_device(args.device)
     cfg = read_with_options(args)
     if args.checkpoint.lower() != 'none':
         args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
@@ -87,10 +86,7 @@ def checked(args: argparse.Namespace) -> Config:
     for path in args.images:
         if not osp.isfile(path):
             raise RunError(f'image {path!r}: no such file.')
-    try:
-        torch.empty(0, device=args.device)
-    except RuntimeError as error:
-        raise RunError(f'--device={args.device!r}: {str(error).splitlines()[0]}') from error
+    check_device(args.device)
     with writing(args.out):
         args.out.mkdir(parents=True, exist_ok=True)
     return cfg
