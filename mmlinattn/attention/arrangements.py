@@ -111,10 +111,10 @@ class WindowAttention(Attention):
         return self.proj(self.apply_gate(out, x, gate))
 
     def map_bias(self, windows, hidden: Optional[Tensor], batch: int) -> Optional[Tensor]:
-        """Return the bias of the attention map, (1 or B * windows, heads, N, N); None if there is none.
+        """Return the bias added to the logits, (1 or B * windows, heads or 1, N, N); None if there is none.
 
-        It sums the relative position bias and ``hidden`` (windows, 1, N, N), the additive mask that keeps regions of a
-        shifted feature map apart.
+        It is the sum of the relative position bias and ``hidden`` (windows, 1, N, N), which separates the regions of a
+        shifted map. Without relative position bias, all heads share it.
         """
         # four dimensions: for a bias of three, PyTorch does not use its fused attention
         bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]

@@ -25,9 +25,18 @@ class MapWindows:
     def get(
         self, window, shift: bool = False
     ) -> tuple[Union[Windows, DynamicWindows], Optional[Tensor], Optional[Tensor]]:
-        """Return windows, mask of valid tokens (B * windows, N), additive mask between regions (windows, 1, N, N).
+        """Return the windows of the map and two masks of them, computed at the first call.
 
-        The masks are None without padding and without a shift.
+        Args:
+            window (tuple[int | None, int | None], optional): Height and width of a window. None is a whole axis, or the
+                whole map.
+            shift (bool): Shift by half a window, as in Swin.
+
+        Returns:
+            tuple: The windows, and two masks:
+
+                - valid tokens, (B * windows, N) bool, None without padding;
+                - logits added between regions of a shifted map, (windows, 1, N, N), None without a shift.
         """
         key = (window, shift)
         if key not in self._made:

@@ -44,7 +44,7 @@ class Fit(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """True if no tensor of the state dict can be loaded."""
+        """True if no tensor of the state dict can be loaded, except counters of batch norms."""
         return all(key.endswith(_COUNTER) for key in self.weights)
 
     def only(self, wanted: Callable[[str], bool]) -> 'Fit':

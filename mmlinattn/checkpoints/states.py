@@ -89,8 +89,9 @@ def backbone_state(
 def model_state(checkpoint: Any, source: str) -> tuple[dict[str, Tensor], list[str]]:
     """Return all weights of a checkpoint under the names of MMDetection, MMSegmentation or MMPretrain.
 
-    Only backbone weights are renamed: heads and necks of MMDetection 2.x and MMSegmentation 0.x (FPN, RPN, RoI,
-    RetinaNet, Semantic FPN, UperNet, FCN) have the same names in current versions.
+    Weights of the backbone are renamed, and the neck and head of a released classifier. Other necks and heads keep
+    their names: those of MMDetection 2.x and MMSegmentation 0.x are still current (FPN, RPN, RoI, RetinaNet, Semantic
+    FPN, UperNet, FCN).
 
     Returns:
         tuple[dict, list[str]]: The state dict, and the keys dropped on purpose.

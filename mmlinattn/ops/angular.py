@@ -5,7 +5,7 @@ from typing import Optional
 from torch import Tensor
 
 from . import dispatch
-from .dispatch import accumulation_dtype, recomputed
+from .dispatch import accumulation_dtype, with_gradient
 from .feature_maps import unit
 from .heads import merge_heads_5d, split_heads_5d
 from .padding import root_weights
@@ -50,10 +50,7 @@ def angular_attention(
             f'{k.shape[1]}; released=False takes any'
         )
     with dispatch.without_autocast(q):
-        options = dict(num_heads=num_heads, released=released, unit_output=unit_output)
-        if dispatch.backend(q, k, v) == 'reference':
-            return _equation(q, k, v, mask, **options)
-        return _Recomputed.apply(options, q, k, v, mask)
+        return _attention(q, k, v, mask, num_heads=num_heads, released=released, unit_output=unit_output)
 
 
 def _equation(q, k, v, mask, num_heads, released, unit_output) -> Tensor:
@@ -71,4 +68,4 @@ def _equation(q, k, v, mask, num_heads, released, unit_output) -> Tensor:
     return merge_heads_5d((numerator / (0.5 + q @ (keys @ root) / math.pi)).to(dtype))
 
 
-_Recomputed = recomputed(_equation)
+_attention = with_gradient(_equation)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Choice of the implementation of each op, the types in which it computes, and the base class of analytic gradients.
+"""Choice of the implementation of each op, the types in which it computes, and ops with an analytic gradient.
 
 Ops and ``forward_pass`` ask this module about device, grad mode, autocast and tracing; mixers and backbones do not.
 
@@ -176,52 +176,46 @@ def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
 # --- analytic gradients -----------------------------------------------------------------------------------------------
 
 
-class AnalyticGradient(torch.autograd.Function):
-    """Base class of ops with an analytic gradient, called as ``apply(options, *tensors)``.
+def with_gradient(equation: Callable, forward: Optional[Callable] = None, gradient: Optional[Callable] = None) -> Any:
+    """Return ``op(*tensors, **options)`` that computes an equation and keeps less than autograd for the backward pass.
 
-    A subclass defines ``forward(ctx, options, *tensors)``. It sets ``ctx.op`` (the subclass) and ``ctx.options``. It
-    saves ``tensors``, then the intermediate results that ``gradient`` needs. It returns neither an input nor a view of
-    one.
+    The op calls ``equation`` itself if :func:`needs_reference` asks for it. If its gradient is differentiated again
+    (``create_graph=True``) or batched (``is_grads_batched=True``), autograd differentiates ``equation``.
 
-    If the gradient is differentiated again (``create_graph=True``) or batched (``is_grads_batched=True``), autograd
-    differentiates ``equation`` instead.
-
-    Attributes:
+    Args:
         equation: ``(*tensors, **options)`` -> result, in operations that autograd records.
-        gradient: ``(gradients of the results, tensors, other saved tensors, flags of tensors that need a gradient,
-            **options)`` -> gradients of the tensors. If None, ``equation`` is recomputed and differentiated.
+        forward: ``(*tensors, **options)`` -> result and a tuple of tensors to keep. The result is neither an input nor
+            a view of one. None computes ``equation`` and keeps nothing.
+        gradient: ``(gradients of the results, tensors, kept tensors, flags of tensors that need a gradient,
+            **options)`` -> gradients of the tensors. None recomputes ``equation`` and differentiates it.
     """
 
-    equation: Callable
-    gradient: Optional[Callable] = None
-
-    @staticmethod
-    def backward(ctx: Any, *grads):
-        op, saved, wanted = ctx.op, ctx.saved_tensors, ctx.needs_input_grad[1:]
-        inputs, kept = saved[: len(wanted)], saved[len(wanted) :]
-        with without_autocast(grads[0]):  # the caller may run the backward pass inside an autocast context
-            transformed = any(map(private_apis.is_batched, grads)) or needs_reference(*grads, *inputs)
-            if op.gradient is None or torch.is_grad_enabled() or transformed:
-                found = _gradients_of(op.equation, inputs, wanted, grads, ctx.options)
-            else:
-                found = op.gradient(grads, inputs, kept, wanted, **ctx.options)
-        return None, *(grad if want else None for grad, want in zip(found, wanted))
-
-
-def recomputed(of_equation: Callable) -> type[AnalyticGradient]:
-    """Return an :class:`AnalyticGradient` that recomputes ``of_equation`` in the backward pass instead of keeping its
-    intermediate results."""
-
-    class Recomputed(AnalyticGradient):
-        equation = staticmethod(of_equation)
-
+    class Op(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, options: dict, *tensors):
-            ctx.op, ctx.options = Recomputed, options
-            ctx.save_for_backward(*tensors)
-            return of_equation(*tensors, **options)
+            out, kept = forward(*tensors, **options) if forward else (equation(*tensors, **options), ())
+            ctx.options = options
+            ctx.save_for_backward(*tensors, *kept)
+            return out
 
-    return Recomputed
+        @staticmethod
+        def backward(ctx: Any, *grads):
+            saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[1:]
+            inputs, kept = saved[: len(wanted)], saved[len(wanted) :]
+            with without_autocast(grads[0]):  # the caller may run the backward pass inside an autocast context
+                transformed = any(map(private_apis.is_batched, grads)) or needs_reference(*grads, *inputs)
+                if gradient is None or torch.is_grad_enabled() or transformed:
+                    found = _gradients_of(equation, inputs, wanted, grads, ctx.options)
+                else:
+                    found = gradient(grads, inputs, kept, wanted, **ctx.options)
+            return None, *(grad if want else None for grad, want in zip(found, wanted))
+
+    def op(*tensors: Optional[Tensor], **options) -> Any:
+        if needs_reference(*tensors):
+            return equation(*tensors, **options)
+        return Op.apply(options, *tensors)
+
+    return op
 
 
 def _gradients_of(equation, inputs, wanted, grads, options) -> Sequence[Optional[Tensor]]:

@@ -4,7 +4,7 @@ from typing import Optional
 from torch import Tensor
 
 from . import dispatch
-from .dispatch import accumulation_dtype, recomputed
+from .dispatch import accumulation_dtype, with_gradient
 from .heads import merge_heads_5d, split_heads_5d
 from .linear import exponentials
 from .padding import root_weights
@@ -29,9 +29,7 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: O
         Tensor: (B, N, E), in the dtype of ``v``.
     """
     with dispatch.without_autocast(q):
-        if dispatch.backend(q, k, v) == 'reference':
-            return _equation(q, k, v, mask, num_heads)
-        return _Recomputed.apply(dict(num_heads=num_heads), q, k, v, mask)
+        return _attention(q, k, v, mask, num_heads=num_heads)
 
 
 def _equation(q, k, v, mask, num_heads) -> Tensor:
@@ -44,4 +42,4 @@ def _equation(q, k, v, mask, num_heads) -> Tensor:
     return merge_heads_5d(q.softmax(dim=-1, dtype=wide).to(v.dtype) @ state.to(v.dtype))
 
 
-_Recomputed = recomputed(_equation)
+_attention = with_gradient(_equation)

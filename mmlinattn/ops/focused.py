@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..utils import private_apis
 from . import dispatch
-from .dispatch import AnalyticGradient, accumulation_dtype
-from .heads import blocks, needs_equation, split_heads
+from .dispatch import accumulation_dtype, with_gradient
+from .heads import blocks, have_attention_shapes, split_heads
 from .linear import equation
 from .padding import count_tokens, padded_eps
 
@@ -47,11 +47,9 @@ def focused_attention(
         Tensor: (B, N, E), in the dtype of ``v``.
     """
     with dispatch.without_autocast(q):
-        options = dict(num_heads=num_heads, power=power, eps=eps)
-        fits = inverse_scale.shape == q.shape[-1:]
-        if not fits or needs_equation(q, k, v, num_heads, inverse_scale, offset):
-            return _equation(q, k, v, inverse_scale, offset, mask, **options)
-        return _Focused.apply(options, q, k, v, inverse_scale, offset, mask)
+        fits = inverse_scale.shape == q.shape[-1:] and have_attention_shapes(q, k, v, num_heads)
+        op = _attention if fits else _equation
+        return op(q, k, v, inverse_scale, offset, mask, num_heads=num_heads, power=power, eps=eps)
 
 
 def _equation(q, k, v, inverse_scale, offset, mask, num_heads, power, eps) -> Tensor:
@@ -122,8 +120,11 @@ def _focus_with_base(x: Tensor, inverse_scale: Tensor, power: float, eps: float)
 
 
 def _focus_backward(x, grad, y, r, norm, inverse_scale, power, out) -> Tensor:
-    """Write the gradient of the tokens ``x`` to ``out``, and return the gradient of ``inverse_scale`` multiplied by
-    ``inverse_scale``. ``y`` and ``r`` are overwritten."""
+    """Write the gradient of the tokens ``x`` to ``out``; return ``inverse_scale`` times its own gradient, (C,).
+
+    ``grad`` is the gradient of the focused tokens ``y``; ``y``, ``r`` and ``norm`` come from :func:`_focus_with_base`.
+    ``y`` and ``r`` are overwritten.
+    """
     # y = |r| / |r^p| r^p:  dL/dr = (g.y) r / |r|^2 + p y / r (g - (g.y) y / |r|^2)
     along = torch.linalg.vecdot(grad, y).unsqueeze(-1) / norm.square()
     inner = torch.addcmul(grad, along, y, value=-1)
@@ -202,12 +203,4 @@ def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
     return grad_q, grad_k, grad_v, grad_scale, grad_offset, None
 
 
-class _Focused(AnalyticGradient):
-    equation, gradient = staticmethod(_equation), staticmethod(_backward)
-
-    @staticmethod
-    def forward(ctx: Any, options, q, k, v, inverse_scale, offset, mask):
-        ctx.op, ctx.options = _Focused, options
-        out, kept = _forward(q, k, v, inverse_scale, offset, mask, **options)
-        ctx.save_for_backward(q, k, v, inverse_scale, offset, mask, *kept)
-        return out
+_attention = with_gradient(_equation, _forward, _backward)

@@ -115,14 +115,6 @@ def have_attention_shapes(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bo
     )
 
 
-def needs_equation(q: Tensor, k: Tensor, v: Tensor, num_heads: int, *others: Optional[Tensor]) -> bool:
-    """Return True if an attention op must run its reference in plain PyTorch.
-
-    So it must if :func:`dispatch.needs_reference` asks for it, or if :func:`have_attention_shapes` is False.
-    """
-    return dispatch.needs_reference(q, k, v, *others) or not have_attention_shapes(q, k, v, num_heads)
-
-
 def dots(x: Tensor, y: Tensor) -> Tensor:
     """Return the scalar products of (..., heads, N, d) and (..., heads, N or 1, d) along d, (..., heads, N, 1)."""
     # on CPUs, a matmul with a single column takes several times as long as a sum of products

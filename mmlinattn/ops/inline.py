@@ -1,13 +1,21 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
 
 from . import dispatch
-from .dispatch import AnalyticGradient, accumulation_dtype, product_dtype
+from .dispatch import accumulation_dtype, product_dtype, with_gradient
 from .feature_maps import FEATURE_MAPS, IN_PLACE, check_kernel, write_map
-from .heads import blocks, copy_heads, merge_heads_5d, needs_equation, split_heads, split_heads_5d, subtract
+from .heads import (
+    blocks,
+    copy_heads,
+    have_attention_shapes,
+    merge_heads_5d,
+    split_heads,
+    split_heads_5d,
+    subtract,
+)
 from .padding import count_tokens, root_weights, token_mean
 
 
@@ -42,10 +50,8 @@ def inline_attention(
     """
     check_kernel(kernel, FEATURE_MAPS)
     with dispatch.without_autocast(q):
-        options = dict(num_heads=num_heads, scale=scale, kernel=kernel)
-        if needs_equation(q, k, v, num_heads):
-            return _equation(q, k, v, mask, **options)
-        return _InLine.apply(options, q, k, v, mask)
+        op = _attention if have_attention_shapes(q, k, v, num_heads) else _equation
+        return op(q, k, v, mask, num_heads=num_heads, scale=scale, kernel=kernel)
 
 
 def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
@@ -146,12 +152,4 @@ def _write(place: Tensor, grad: Tensor, shift, mapped: Tensor, kernel: str) -> N
         place.copy_(IN_PLACE[kernel][1](mapped, grad.sub_(shift)))
 
 
-class _InLine(AnalyticGradient):
-    equation, gradient = staticmethod(_equation), staticmethod(_backward)
-
-    @staticmethod
-    def forward(ctx: Any, options, q, k, v, mask):
-        ctx.op, ctx.options = _InLine, options
-        out, kept = _forward(q, k, v, mask, **options)
-        ctx.save_for_backward(q, k, v, mask, *kept)
-        return out
+_attention = with_gradient(_equation, _forward, _backward)

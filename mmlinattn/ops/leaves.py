@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..utils import private_apis
 from . import dispatch
-from .dispatch import AnalyticGradient
 from .sizes import clone_if_dynamic
 
 HALF = torch.float16, torch.bfloat16
@@ -182,25 +181,16 @@ def add_scaled(x: Tensor, branch: Tensor, gamma: Optional[Tensor], drop_path: nn
     if drops:
         scale = drop_path(scale.expand(x.shape[0], *(1,) * (x.dim() - 2), len(scale)))
     branch, scale = branch.to(x.dtype), scale.to(x.dtype)
-    if not torch.is_grad_enabled() or dispatch.needs_reference(x, branch, scale):
-        return torch.addcmul(x, branch, scale)
-    return _AddScaled.apply({}, x, branch, scale)
+    return _add_scaled(x, branch, scale) if torch.is_grad_enabled() else torch.addcmul(x, branch, scale)
 
 
-class _AddScaled(AnalyticGradient):
-    equation = staticmethod(torch.addcmul)
+def _add_scaled_backward(grads, inputs, kept, wanted):
+    (grad,), (_, branch, scale) = grads, inputs
+    grad_branch = grad * scale if wanted[1] else None
+    return grad, grad_branch, (grad * branch).sum_to_size(scale.shape) if wanted[2] else None
 
-    @staticmethod
-    def forward(ctx: Any, options, x, branch, scale):
-        ctx.op, ctx.options = _AddScaled, options
-        ctx.save_for_backward(x, branch, scale)
-        return torch.addcmul(x, branch, scale)
 
-    @staticmethod
-    def gradient(grads, inputs, kept, wanted):
-        (grad,), (_, branch, scale) = grads, inputs
-        grad_branch = grad * scale if wanted[1] else None
-        return grad, grad_branch, (grad * branch).sum_to_size(scale.shape) if wanted[2] else None
+_add_scaled = dispatch.with_gradient(torch.addcmul, gradient=_add_scaled_backward)
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------
@@ -266,7 +256,7 @@ def conv_of_gelu(
     if is_plain or dispatch.needs_reference(x, weight, bias):
         return conv_of_gelu_reference(x, weight, bias, **settings)
     weight, bias = halves(weight, bias, x)
-    return _ConvOfGELU.apply(settings, x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return _conv_of_gelu(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), **settings)
 
 
 def conv_of_gelu_reference(x, weight, bias, stride, padding, dilation, groups, residual) -> Tensor:
@@ -288,17 +278,7 @@ def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, padding, dilatio
     return grad_x, grad_weight, grad_bias
 
 
-class _ConvOfGELU(AnalyticGradient):
-    equation, gradient = staticmethod(conv_of_gelu_reference), staticmethod(_conv_of_gelu_backward)
-
-    @staticmethod
-    def forward(ctx: Any, options, x, weight, bias):
-        ctx.op, ctx.options = _ConvOfGELU, options
-        ctx.save_for_backward(x, weight, bias)
-        stride, padding, dilation, groups, residual = options.values()
-        hidden = F.gelu(x)
-        out = F.conv2d(hidden, weight, bias, stride, padding, dilation, groups)
-        return hidden + out if residual else out
+_conv_of_gelu = dispatch.with_gradient(conv_of_gelu_reference, gradient=_conv_of_gelu_backward)
 
 
 class ConvOfGELU(Conv2d):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .dispatch import accumulation_dtype, recomputed
+from .dispatch import accumulation_dtype, with_gradient
 from .feature_maps import FEATURE_MAPS, LOWEST_EXPONENT, check_kernel
-from .heads import merge_heads_5d, needs_equation, split_heads_5d
+from .heads import have_attention_shapes, merge_heads_5d, split_heads_5d
 from .padding import padded_eps, root_weights, token_mean
 from .rotary import rotate_reference
 from .sizes import is_known
@@ -49,7 +49,7 @@ def linear_attention(
     check_kernel(kernel, FEATURE_MAPS)
     with dispatch.without_autocast(q):
         options = dict(num_heads=num_heads, kernel=kernel, weight_scale=None, eps=eps)
-        op = equation if needs_equation(q, k, v, num_heads) else recomputed_equation
+        op = recomputed_equation if have_attention_shapes(q, k, v, num_heads) else equation
         return op(q, k, v, None, mask, **options)
 
 
@@ -95,9 +95,4 @@ def _root_softmax(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
     return root / (root.transpose(-1, -2) @ root).clamp(min=1 / 512).sqrt()
 
 
-_Recomputed = recomputed(equation)
-
-
-def recomputed_equation(*tensors: Optional[Tensor], **options) -> Tensor:
-    """Compute :func:`equation` without keeping intermediate results for the backward pass."""
-    return _Recomputed.apply(options, *tensors)
+recomputed_equation = with_gradient(equation)

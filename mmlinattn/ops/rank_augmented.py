@@ -2,16 +2,16 @@
 """Rank-augmented linear attention: linear attention with token weights and rotation."""
 
 from functools import partial
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
 
 from ..utils import private_apis
 from . import dispatch
-from .dispatch import AnalyticGradient, accumulation_dtype, product_dtype
+from .dispatch import accumulation_dtype, product_dtype, with_gradient
 from .feature_maps import FEATURE_MAPS, IN_PLACE, LOWEST_EXPONENT, check_kernel, write_map
-from .heads import copy_pair, dots, empty_pair, needs_equation, scale_heads, split_heads
+from .heads import copy_pair, dots, empty_pair, have_attention_shapes, scale_heads, split_heads
 from .linear import equation, recomputed_equation
 from .padding import count_tokens, padded_eps, token_mean
 from .rotary import backwards, rotate
@@ -60,11 +60,11 @@ def rala(
     with dispatch.without_autocast(q):
         options = dict(num_heads=num_heads, kernel=kernel, weight_scale=weight_scale, eps=eps)
         learns_rotary = rotary is not None and rotary.requires_grad
-        if learns_rotary or q.shape != k.shape or q.dtype != k.dtype or needs_equation(q, k, v, num_heads, rotary):
+        fits = have_attention_shapes(q, k, v, num_heads) and q.shape == k.shape and q.dtype == k.dtype
+        if learns_rotary or not fits:
             return equation(q, k, v, rotary, mask, **options)
-        if weight_scale is None:
-            return recomputed_equation(q, k, v, rotary, mask, **options)
-        return _RALA.apply(options, q, k, v, rotary, mask)
+        op = recomputed_equation if weight_scale is None else _attention
+        return op(q, k, v, rotary, mask, **options)
 
 
 # --- analytic gradient: feature maps are recomputed -------------------------------------------------------------------
@@ -73,16 +73,10 @@ def rala(
 # ``S`` state, ``d_x`` gradient of x.
 
 
-def _mix(both: Tensor, v: Tensor, products: torch.dtype, rotary, mask, weight_scale, eps):
-    """Compute :func:`rala` of queries and keys after their feature map.
-
-    Args:
-        both (Tensor): Queries and keys, in float32 or better; overwritten.
-        products (torch.dtype): Type of the matmuls with values and state; other tensors have the type of ``both``.
-
-    Returns:
-        tuple: Output (B, N, heads * e) in the type of ``v``, g, 1 / normaliser, w, z, S.
-    """
+def _forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
+    """Return the output (B, N, heads * e), and g, 1 / normaliser, w, z and S for the backward pass."""
+    wide, products = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v)
+    both, v = copy_pair(q, k, num_heads, wide, partial(write_map, kernel)), split_heads(v, num_heads)
     q, k = both
     mean_query = token_mean(q, mask)
     logits = (k @ mean_query.transpose(-1, -2)).mul_(weight_scale)
@@ -101,7 +95,7 @@ def _mix(both: Tensor, v: Tensor, products: torch.dtype, rotary, mask, weight_sc
     del both, q, k  # their memory is free for the result
     out = v.new_empty(numerator.shape)
     torch.mul(numerator, inverse.transpose(1, 2), out=out)
-    return out.flatten(2), mean_query, inverse, weight, key_mean, state
+    return out.flatten(2), (mean_query, inverse, weight, key_mean, state)
 
 
 def _token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
@@ -160,22 +154,4 @@ def _backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps)
     return *made, grad_v, None, None
 
 
-class _RALA(AnalyticGradient):
-    equation, gradient = staticmethod(equation), staticmethod(_backward)
-
-    @staticmethod
-    def forward(ctx: Any, options, q, k, v, rotary, mask):
-        ctx.op, ctx.options = _RALA, options
-        wide = torch.promote_types(accumulation_dtype(q), v.dtype)
-        num_heads, kernel, weight_scale, eps = options.values()
-        out, *kept = _mix(
-            copy_pair(q, k, num_heads, wide, partial(write_map, kernel)),
-            split_heads(v, num_heads),
-            product_dtype(q, v),
-            rotary,
-            mask,
-            weight_scale,
-            eps,
-        )
-        ctx.save_for_backward(q, k, v, rotary, mask, *kept)
-        return out
+_attention = with_gradient(equation, _forward, _backward)

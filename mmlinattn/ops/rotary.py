@@ -2,13 +2,12 @@
 """Rotary position encoding."""
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import dispatch
-from .dispatch import AnalyticGradient
+from .dispatch import with_gradient
 from .heads import copy_pair, empty_pair, split_heads, split_pair, widen_blocks
 from .sizes import arange, is_known, unflatten
 
@@ -136,13 +135,12 @@ def rotate_pair(q: Tensor, k: Tensor, table: Tensor, num_heads: int) -> tuple[Te
     """
     together = q.shape == k.shape and q.dtype == k.dtype and not table.requires_grad
     together = together and table.dtype == torch.promote_types(q.dtype, torch.float32)
-    if not together or q.numel() == 0 or dispatch.needs_reference(q, k, table):
-        return rotate(split_heads(q, num_heads), table), rotate(split_heads(k, num_heads), table)
-    return _RotatePair.apply(dict(num_heads=num_heads), q, k, table)
+    op = _rotate_pair if together and q.numel() else _pair
+    return op(q, k, table, num_heads=num_heads)
 
 
 def _pair(q, k, table, num_heads):
-    return tuple(rotate_reference(split_heads(x, num_heads), table) for x in (q, k))
+    return tuple(rotate(split_heads(x, num_heads), table) for x in (q, k))
 
 
 def _pair_forward(q, k, table, num_heads):
@@ -164,12 +162,4 @@ def _pair_backward(grads, inputs, kept, wanted, num_heads):
     return *made, None
 
 
-class _RotatePair(AnalyticGradient):
-    equation, gradient = staticmethod(_pair), staticmethod(_pair_backward)
-
-    @staticmethod
-    def forward(ctx: Any, options, q, k, table):
-        ctx.op, ctx.options = _RotatePair, options
-        out, kept = _pair_forward(q, k, table, **options)
-        ctx.save_for_backward(q, k, table, *kept)
-        return out
+_rotate_pair = with_gradient(_pair, _pair_forward, _pair_backward)

@@ -125,7 +125,7 @@ def collection_entry(collection: str) -> dict:
 
 
 def make_files(root: Path = ROOT) -> dict:
-    """Return the text of every file by its path relative to ``root``."""
+    """Return the texts of ``model-index.yml`` and of all ``metafile.yml``, by path relative to ``root``."""
     rows = {row.name: row for task in TASKS for row in read_rows(task)}
     models, collections = {}, {}
     for name in find_configs(root):

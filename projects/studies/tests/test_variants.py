@@ -58,7 +58,10 @@ def test_confused_softmax():
 
 @pytest.mark.parametrize('path', RESULTS, ids=[path.parent.name for path in RESULTS])
 def test_models_are_those_of_the_results(path, monkeypatch):
-    """Parameters of every variant are equal with merged branches, and blocks, heads and feature maps of one variant."""
+    """Parameter counts of all variants, and the blocks, heads and maps of one, as in the saved results.
+
+    Parameters are counted with merged branches; counting leaves the model as it is.
+    """
     monkeypatch.setattr(BaseModule, 'init_weights', lambda self: None)  # slow, without effect on sizes
     kept = json.loads(path.read_text())
     variants = STUDIES[kept['study']]().variants
