@@ -10,8 +10,9 @@ usage() {
 usage: tools/run_tests.sh [--with-onedl] [--with-newest] [--use-existing] [pytest arguments]
 
 Without pytest arguments: ruff, mypy, the fast tests, those of ops, attentions and layers again with the
-reference backends, then the slow tests. The end lists the time and result of each step. If CI is set,
-both --with options apply. With pytest arguments: one pytest run with these.
+reference backends, then the slow tests. Failed tests run a second time, in one process. The end lists the
+time and result of each step. If CI is set, both --with options apply. With pytest arguments: one pytest run
+with these.
 
   --with-newest    lint, types, the fast tests of ops, attentions, layers, backbones and engine, and one train ->
                    resume -> test round, on the newest PyTorch (requirements/lock-newest.txt) and Python
@@ -47,11 +48,17 @@ py=$(tools/setup_env.sh)
   exit 1
 }
 
-# pytest exits with 5 if a selection is empty
-pytest_if_any() {
+# Failed tests (status 1) run again in one process: a loaded machine fails some, or kills a worker. An empty selection (5)
+# passes, except in this second run.
+run_pytest() {
   local status=0
   "$@" || status=$?
-  [ "$status" = 5 ] || return "$status"
+  if [ "$status" = 1 ]; then
+    second_run=1
+    "$@" -n 0 --last-failed --last-failed-no-failures none
+  else
+    [ "$status" = 5 ] || return "$status"
+  fi
 }
 
 if [ ${#arguments[@]} -gt 0 ]; then
@@ -68,11 +75,13 @@ workers=$((cores < 8 ? cores : 8))
 
 report=''
 step() { # NAME COMMAND...: run a step and note its time and result; the next steps run after a failure too
-  local name=$1 started=$SECONDS status=0
+  local name=$1 started=$SECONDS status=0 result=passed second_run=''
   shift
   echo "== $name" >&2
   "$@" || status=$?
-  report+=$(printf '%-34s %6d s  %s' "$name" $((SECONDS - started)) "$([ "$status" = 0 ] && echo passed || echo FAILED)")$'\n'
+  [ -z "$second_run" ] || result='passed, some tests in a second run only'
+  [ "$status" = 0 ] || result=FAILED
+  report+=$(printf '%-34s %6d s  %s' "$name" $((SECONDS - started)) "$result")$'\n'
 }
 # ruff on the files that git tracks: a reader's own config may lie beside them
 lint() {
@@ -122,18 +131,18 @@ wait "$making" || true
 
 export OMP_NUM_THREADS=1
 fast=(-m pytest -n "$workers" --dist worksteal -m 'not slow')
-step 'fast tests' "$py" "${fast[@]}"
+step 'fast tests' run_pytest "$py" "${fast[@]}"
 # used by compilers, exporters and unknown devices
-step 'reference backends' env MMLINATTN_OPS=reference "$py" "${fast[@]}" --ignore tests/ops/test_dispatch.py \
+step 'reference backends' run_pytest env MMLINATTN_OPS=reference "$py" "${fast[@]}" --ignore tests/ops/test_dispatch.py \
   tests/attention tests/layers tests/ops tests/backbones/test_backbones_parity.py
-step 'slow tests' pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=20 -m slow
+step 'slow tests' run_pytest "$py" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=20 -m slow
 if [ -n "$newest" ]; then
-  step 'fast tests, newest PyTorch' "$newest/bin/python" "${fast[@]}" \
+  step 'fast tests, newest PyTorch' run_pytest "$newest/bin/python" "${fast[@]}" \
     tests/attention tests/backbones tests/engine tests/layers tests/ops
 fi
-[ -z "$onedl" ] || step 'fast tests, onedl' .venv-onedl/bin/python "${fast[@]}" tests/engine
+[ -z "$onedl" ] || step 'fast tests, onedl' run_pytest .venv-onedl/bin/python "${fast[@]}" tests/engine
 for venv in $newest ${onedl:+.venv-onedl}; do
-  step "train, resume and test, $venv" pytest_if_any "$venv/bin/python" -m pytest -m roundtrip tests/tools/test_roundtrip.py
+  step "train, resume and test, $venv" run_pytest "$venv/bin/python" -m pytest -m roundtrip tests/tools/test_roundtrip.py
 done
 
 printf '\n%s%-34s %6d s\n' "$report" 'all steps' "$SECONDS" >&2
