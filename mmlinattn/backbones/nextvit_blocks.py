@@ -114,7 +114,7 @@ class AveragedKeysAttention(ReducedKeysAttention):
     """Global attention with keys and values projected from averages of tokens, after a batch norm (Next-ViT Eq. 5).
 
     Args:
-        dim, num_heads, mixer, kwargs: See :class:`~mmlinattn.attention.Attention`.
+        dim, num_heads, mixer, kwargs: See :class:`~mmlinattn.attention.Attention`; without ``local_kernel``.
         ratio (int): Reduction r of height and width.
         reduction (str): ``'grid'`` averages patches of r x r tokens; a partial patch at the border averages the tokens
             that it has. ``'sequence'``, as in the released code, averages r^2 consecutive tokens of the flattened map.

@@ -32,7 +32,8 @@ class LinearSwin(PyramidBackbone):
             init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
 
     Raises:
-        ValueError: For another ``window_size``, or one below 1.
+        ValueError: As :class:`~mmlinattn.backbones.base.PyramidBackbone`, for another ``window_size``, one below 1, or
+            one above 90 for an attention with relative position bias.
 
     Examples:
         >>> import torch
