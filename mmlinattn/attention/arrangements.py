@@ -115,7 +115,7 @@ class WindowAttention(Attention):
         """Return the bias added to the logits, (1 or B * windows, heads or 1, N, N); None if there is none.
 
         It is the sum of the relative position bias and ``hidden`` (windows, 1, N, N), which separates the regions of a
-        shifted map. Without relative position bias, all heads share it.
+        shifted map.
         """
         # four dimensions: for a bias of three, PyTorch does not use its fused attention
         bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]

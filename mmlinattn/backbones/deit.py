@@ -40,8 +40,8 @@ class LinearDeiT(Backbone):
             :class:`~mmlinattn.backbones.base.Backbone`; ``frozen_stages`` counts blocks.
 
     Raises:
-        ValueError: As :class:`~mmlinattn.backbones.base.PyramidBackbone`, for an unknown ``out_type``, an arch of more
-            than one stage, and a compact ``ffn`` with a convolution.
+        ValueError: For an unknown ``out_type``, ``out_indices`` or ``frozen_stages`` out of range, an arch of more than
+            one stage, and a compact ``ffn`` with a convolution.
 
     Shape: (B, in_channels, H, W), H, W >= 32, any size -> tuple with one tensor for each of ``out_indices``.
 

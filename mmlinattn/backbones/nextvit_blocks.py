@@ -32,7 +32,6 @@ class ConvNorm(BaseModule):
         norm_cfg (dict): The norm.
         kernel_size (int): Odd.
         stride, groups (int): Of the convolution.
-        relu (bool): Apply ReLU.
     """
 
     def __init__(

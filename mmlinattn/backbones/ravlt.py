@@ -55,8 +55,7 @@ class RAVLT(PyramidBackbone):
             init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
 
     Raises:
-        ValueError: As :class:`~mmlinattn.backbones.base.PyramidBackbone`, for an even ``local_kernel``, and with
-            ``rotary`` for heads whose number of channels is no multiple of 4.
+        ValueError: For an even ``local_kernel``, and with ``rotary`` for heads whose width is no multiple of 4.
 
     Examples:
         >>> import torch

@@ -32,8 +32,7 @@ class LinearSwin(PyramidBackbone):
             init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
 
     Raises:
-        ValueError: As :class:`~mmlinattn.backbones.base.PyramidBackbone`, for another ``window_size``, one below 1, or
-            one above 90 for an attention with relative position bias.
+        ValueError: For another ``window_size``, one below 1, or one above 90 of attentions with relative position bias.
 
     Examples:
         >>> import torch

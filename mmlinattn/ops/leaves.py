@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Leaves of the module tree: linear layers, convolutions, LayerNorm and residual connections with faster operators.
 
-Modules with the names of PyTorch's layers have their arguments and weights. On CPUs with gradients disabled
-(``torch.no_grad``), ``Linear`` and chains call operators of oneDNN. Under autocast, modules look up weights that were
-cast together (:mod:`.casting`). Graphs record PyTorch's functions.
+Modules with the names of PyTorch's layers have their arguments and weights. On CPUs with gradients disabled,
+``Linear`` and chains call operators of oneDNN. Under autocast, modules look up weights that were cast together
+(:mod:`.casting`). Graphs record PyTorch's functions.
 """
 
 import threading

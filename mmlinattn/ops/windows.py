@@ -267,9 +267,7 @@ class Axis:
 
     def shifted(self, direction: int, x: Tensor, by_window: bool = False) -> Tensor:
         """Return the indices that select the shifted axis (``direction`` 1), or undo the shift on the map (-1).
-
-        With ``by_window``, their shape is that of :meth:`positions`.
-        """
+        With ``by_window`` their shape is that of :meth:`positions`."""
         length = self.padded if direction == 1 else self.size
         position = self.positions(x) if by_window else arange(length, x)
         if not self.shifts:
