@@ -1,11 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Check the backbones on this GPU and time them: eager, compiled (``--compile``), and MMDetection's Swin-T.
+"""Check the backbones on this GPU and time them: eager, compiled, and MMDetection's Swin-T.
 
     python benchmarks/check_gpu.py --out DIR [--minutes M]
     python benchmarks/check_gpu.py --out DIR --rehearse     # on a CPU: small models, times without meaning
 
 values: outputs and gradients of every backbone beside float64. steps: a forward pass and a training step of a backbone.
-detectors: whole Mask R-CNN steps, with one optimizer group a parameter (MMEngine) and with merged groups (ours).
+detectors: whole Mask R-CNN steps, with an optimizer group for each parameter (MMEngine) and with merged groups (ours).
 layouts: backbones with the weights of convolutions in both memory formats.
 
 Each part is a process, so a part that fails or hangs leaves the others alone. DIR gets ``report.md`` and
@@ -324,7 +324,7 @@ def steps_of(parts: dict) -> list[str]:
 
 
 def values_right(parts: dict) -> Optional[bool]:
-    """Return True if all backbones are right; None if some were not checked to the end."""
+    """Return True if all backbones are right, False if one is wrong or its check failed, None if some were left out."""
     names = [f'values, {name}' for name in BACKBONES]
     status = [parts.get(name, {}).get('status') for name in names]
     if 'failed' in status or not all(row['right'] for row in rows_of(parts, *names)):
@@ -333,7 +333,7 @@ def values_right(parts: dict) -> Optional[bool]:
 
 
 def advice(parts: dict) -> list[str]:
-    """Name the fastest setting of each training step, and the gain of merged parameter groups in the optimizer."""
+    """Name the faster form of each backbone and step, and the times of the optimizer with both kinds of groups."""
     lines = []
     cases = [(f'steps, {name}', '') for name in TIMED if name != PEER]
     cases += [(f'detectors, {name}', ', merged') for name in DETECTORS if name != PEER]

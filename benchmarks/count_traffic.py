@@ -4,13 +4,16 @@
     python benchmarks/count_traffic.py
     python benchmarks/count_traffic.py --only detectors
 
-attentions: one call of each op on one projection. kept: memory that the backward pass reads besides queries, keys,
-values and given tables, in tensors of the queries' size. memory: the same of whole models, in MB. backbones: launches
-and Python calls of each backbone. detectors: a whole Mask R-CNN step with its optimizer. Launches are counted as in
-launches.py, in bfloat16.
+Tables:
 
-reference: the reference implementations under autograd (``MMLINATTN_OPS=reference``). CPU, GPU: the path of these
-devices.
+- attentions: one call of each linear attention on one projection. Column "kept": memory that the backward pass reads
+  besides queries, keys, values and given tables, in tensors of the queries' size;
+- memory: the same of whole models, in MB;
+- backbones: launches and Python calls of each backbone;
+- detectors: a whole Mask R-CNN step with its optimizer.
+
+Launches of backbones and detectors are counted in bfloat16, see launches.py. reference: the reference implementations
+under autograd (``MMLINATTN_OPS=reference``). CPU, GPU: the path of these devices.
 """
 
 import argparse
@@ -92,7 +95,7 @@ def head(*titles: str) -> None:
 
 
 def attentions(tokens: int, width: int, heads: int) -> tuple[dict, list[Tensor]]:
-    """Return the registered linear attentions by name, without the convolutions of the values, and their tables."""
+    """Return the registered linear attentions by name, without the convolutions of the values, and their tensors."""
     calls, grid, rotary = {}, Grid(1, tokens), ops.rotary_table(1, tokens, width // heads)
     tables = [rotary]
     for name, kind in sorted(TOKEN_MIXERS.module_dict.items()):

@@ -121,8 +121,7 @@ TENSORS, BLOCKS, BLOCK = {1: 110, 2: 64, 3: 48, 4: 36}, 320, 65536
 
 
 def multi_tensor_launches(tensors: list[Tensor], lists: int) -> int:
-    """Count the launches of a foreach or fused kernel that reads ``lists`` lists of tensors, each shaped like
-    ``tensors``."""
+    """Count the launches of a foreach or fused kernel on ``lists`` lists of tensors, each shaped like ``tensors``."""
     blocks = sum(math.ceil(x.numel() / BLOCK) for x in tensors)
     return max(math.ceil(len(tensors) / TENSORS[lists]), math.ceil(blocks / BLOCKS))
 
@@ -262,7 +261,8 @@ BACKBONES = {
 
 
 def build(name: str, drop_path_rate: float = 0.0, shrink: int = 4) -> nn.Module:
-    """Build a backbone by its name in :data:`BACKBONES`, or :data:`SWIN`, with channels divided by ``shrink``."""
+    """Build a backbone by its name in :data:`BACKBONES`, or :data:`SWIN`, with channels divided by ``shrink`` (except
+    Next-ViT's)."""
     if name == SWIN:
         from mmdet.models.backbones.swin import SwinTransformer
 

@@ -7,8 +7,8 @@ parallel regions.
 
 The models take turns in one process, so that other processes disturb all alike; ratios are of the medians. A
 parallel region is one call of OpenMP's ``GOMP_parallel`` with several threads: all are woken, and the last one is
-waited for: a time slice if another process has its core. Regions are counted by a small library
-that gcc builds and the process preloads; without gcc, or with another OpenMP, the column is left out.
+waited for. This takes a time slice if another process has its core. Regions are counted by a small library that gcc
+builds and the process preloads. Without gcc, or with another OpenMP, their columns are empty.
 """
 
 import argparse

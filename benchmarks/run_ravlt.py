@@ -138,8 +138,8 @@ def mib(size: float) -> str:
 
 
 def compare(report, title, ours, reference, unit, target) -> None:
-    """Add a row with both values in ``unit`` and their ratio: reference / ours for speed, ours / reference for
-    memory."""
+    """Add a row with both values in ``unit`` and their ratio: reference / ours if ``target.least``, else ours /
+    reference."""
     part, whole = (reference, ours) if target.least else (ours, reference)
     ratio = part / whole if whole else math.inf  # small images fit in memory that the process had
     report.row(title, unit(ours), unit(reference), f'{ratio:.2f}', target.judge(ratio))

@@ -6,8 +6,7 @@
 
 Times are CPU seconds of the process: with one thread that is the latency on a quiet machine, and other programs add
 little to it. A size is left out if the growth so far predicts more than ``--max-gib`` or ``--max-seconds``, and so are
-all larger ones. With ``--results`` an interrupted run continues. See
-README.md in this folder.
+all larger ones. With ``--results`` an interrupted run continues. See README.md in this folder.
 """
 
 import argparse
@@ -171,7 +170,7 @@ def measured(name: str, point: Point, late: Optional[float], args, in_process: C
     """Measure time and memory of a model at one resolution, unless ``point`` has them.
 
     Memory is measured in one process for all points. Its malloc gives back freed memory, and its peak is reset before
-    each pass.
+    each pass. Above ``ONE_PASS`` seconds, a single pass in a new process gives time and memory.
     """
     if len(args.only) == 2 and point == Point(point.side) and late is not None and late > ONE_PASS:
         size, seconds = measure.in_fresh_process(bytes_of, name, point.side, environment=RETURN_BLOCKS)

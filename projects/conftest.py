@@ -12,7 +12,7 @@ from mmengine.utils import ManagerMixin
 
 @pytest.fixture(autouse=True)
 def independent():
-    """Reset random numbers and the default scope for each test."""
+    """Seed random numbers before each test; drop MMEngine's global instances (default scope, loggers) after it."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

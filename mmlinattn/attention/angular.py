@@ -20,7 +20,6 @@ class AngularMixer(LocalMixer):
     Args:
         dim (int): Channels C.
         num_heads (int): Number of heads.
-        grid (tuple[int, int], optional): Not used.
         form (str): ``'released'`` adds half of the token's own value, and divides outputs by their norm within the
             head. ``'paper'`` takes weights ``1/2 + q . k / pi``, divided by their sum.
         conv (str, optional): The convolution, one kernel a head, no bias: ``'grid'``, 3x3 over the map; ``'sequence'``,

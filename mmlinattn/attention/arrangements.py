@@ -44,10 +44,10 @@ class ReducedAttention(ReducedKeysAttention):
 
 
 def check_order(mixer, spec) -> None:
-    """Raise if a mixer depends on the order of all tokens, which windows and stripes change.
+    """Check that a mixer does not depend on the order of all tokens, which windows and stripes change.
 
     Raises:
-        ValueError: For such a mixer.
+        ValueError: It does.
     """
     if mixer.sequential:
         raise ValueError(f'attention {spec!r} reads the sequence of all tokens; windows and stripes cut it')
@@ -62,10 +62,11 @@ class WindowAttention(Attention):
         dim, num_heads, mixer, kwargs: See :class:`Attention`.
         window (tuple[int, int], optional): Largest height and width of a window; None for the whole feature map.
         shift (bool): Shift the windows by half, as in every second block of Swin.
-        relative_bias (bool): Add Swin's relative position bias if the mixer supports a bias.
+        relative_bias (bool): Add Swin's relative position bias, if there is a ``window`` and the mixer supports a bias.
 
     Raises:
-        ValueError: For ``shift`` with a mixer that supports no bias.
+        ValueError: For ``shift`` with a mixer that supports no bias, a ``window`` with one that depends on token order,
+            and a window with relative position bias of more than 8192 tokens.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class WindowAttention(Attention):
         """Return the bias added to the logits, (1 or B * windows, heads or 1, N, N); None if there is none.
 
         It is the sum of the relative position bias and ``hidden`` (windows, 1, N, N), which separates the regions of a
-        shifted map. Without relative position bias, all heads share it.
+        shifted map.
         """
         # four dimensions: for a bias of three, PyTorch does not use its fused attention
         bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]

@@ -30,7 +30,7 @@ class LePEMixer(BaseModule):
         local_kernel (int, optional): Size of the convolution, odd; None for none.
 
     Raises:
-        ValueError: For an even ``local_kernel``, or one that is no int.
+        ValueError: For an unknown ``mixer``, and a ``local_kernel`` that is even or no int.
     """
 
     def __init__(
@@ -193,5 +193,5 @@ def source_tokens(x: Tensor, stage: StageContext) -> Tensor:
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-    """Average the valid tokens in float32 or better: (B, N, C), mask (B, N) -> (B, C). Padded tokens are zero."""
+    """Average the valid tokens in float32 or better: (B, N, C), mask (B, N) -> (B, C). Padding has to be zero."""
     return token_mean(x.unsqueeze(1), mask, zero_padded=True).flatten(1).to(x.dtype)

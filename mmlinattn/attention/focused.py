@@ -18,7 +18,8 @@ class FocusedMixer(LocalMixer):
     Args:
         dim (int): Channels C.
         num_heads (int): Number of heads.
-        grid (tuple[int, int]): Height and width of the stored position table of the keys, resized for other grids.
+        grid (tuple[int, int], optional): Height and width of the stored position table of the keys, resized for other
+            grids. None leaves the table out.
         power (float): Focusing factor p, in [1, 32].
         local_kernel (int, optional): Size of the depth-wise convolution of the values, its weights shared by the heads
             (Eq. 12); None for none (Tab. 4).

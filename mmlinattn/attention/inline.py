@@ -52,7 +52,8 @@ class InLineMixer(LocalMixer):
         num_heads (int): Number of heads.
         kernel (str): phi: ``'identity'``, ``'relu'``, ``'leakyrelu'`` or ``'exp'`` (``exp(0.2 x)``).
         local_residual (bool): Add the depth-wise 3x3 convolution of the values with predicted kernels (Tab. 4).
-        injective (bool): False takes plain linear attention with division, the ablation of Tab. 3.
+        injective (bool): False takes plain linear attention with division, the ablation of Tab. 3. It needs a kernel
+            without negative results, ``'relu'`` or ``'exp'``; this is not checked.
 
     Raises:
         ValueError: For an unknown ``kernel``.

@@ -26,9 +26,12 @@ class TokenMixer(BaseModule):
 
     Args:
         dim (int): Channels C of the tokens.
-        num_heads (int): Number of heads; has to divide ``dim``.
+        num_heads (int): Number of heads.
         grid (tuple[int, int], optional): Height and width of the grid for which position tables are stored. Only mixers
             with ``position_table`` use it.
+
+    Raises:
+        ValueError: If ``num_heads`` does not divide ``dim``.
 
     Class attributes tell attention modules and backbones the needs of a mixer:
 

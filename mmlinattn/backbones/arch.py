@@ -93,7 +93,7 @@ class Arch:
         return self.embed_dims
 
     def _check_sizes(self) -> None:
-        """Check depths, widths, and the keys of :attr:`arch_counts` and :attr:`arch_ratios`."""
+        """Check depths, widths, layer scales, and the keys of :attr:`arch_counts` and :attr:`arch_ratios`."""
         for key in ('depths', 'embed_dims', *self.arch_counts):
             optional = key in self.arch_optional_counts
             for value in self.per_stage(key):
@@ -112,7 +112,7 @@ class Arch:
         """Check that ``out_indices`` are ascending indices below ``outputs``, and return them as a tuple.
 
         Raises:
-            ValueError: An index or ``frozen_stages`` is out of range for ``outputs`` stages or blocks.
+            ValueError: They are not, or ``frozen_stages`` is out of range for ``outputs`` stages or blocks.
         """
         indices = tuple(check_type('out_indices', out_indices, (list, tuple)))
         valid = indices and all(type(index) is int and 0 <= index < outputs for index in indices)

@@ -33,8 +33,8 @@ class Part(NamedTuple):
 
     Attributes:
         name (str): Its name in the backbone.
-        depth (int, optional): Number of the last block before it, or of the block itself, for layer-wise learning
-            rates; None stands for the largest depth.
+        depth (int, optional): Number, from 1, of the block or of the last block before the part (0: none), for
+            layer-wise learning rates; None stands for the largest depth.
         frozen_from (int): The smallest ``frozen_stages`` that freezes it.
         cast_group (int, optional): Number of the group whose weights autocast casts together; None is no group.
         is_built (bool): False if the arguments leave it out. Keys of a checkpoint for it are skipped.
@@ -177,6 +177,9 @@ class Backbone(Arch, BaseModule):
 
         Returns:
             Backbone: The model itself, in eval mode. Its ``state_dict`` loads into a model built with ``deploy=True``.
+
+        Raises:
+            ValueError: For a branch that cannot be merged, before anything is changed.
         """
         # merge all layers before the first is replaced, so that an error leaves the model as it was
         merged = [(module, module.merged()) for module in self.modules() if isinstance(module, FactorisedLinear)]
@@ -339,7 +342,7 @@ def build_output_norm(norm_cfg: dict, dim: int) -> nn.Module:
 
 
 class PyramidBackbone(Backbone):
-    """Base class of backbones with four stages.
+    """Base class of backbones with feature maps of strides 4, 8, 16, ..., one for each stage.
 
     A subclass defines the input layer of a stage (:meth:`build_embed`) and its blocks (:meth:`build_block`). Its
     ``__init__`` ends with :meth:`build_stages`. A subclass that fills ``self.patch_embeds`` and ``self.stages`` itself

@@ -29,17 +29,19 @@ class LinearDeiT(Backbone):
         arch (str | dict): ``inline-{tiny,small,base}``, ``flatten-tiny``, ``rala-tiny``, ``hmhsa-{tiny,small}``,
             ``{hydra,efficient,angular,enhanced}-tiny``, ``softmax-{tiny,small,base}``. A dict has ``embed_dims``,
             ``depths``, ``num_heads`` (sequences of length one) and optionally ``mlp_ratios``, ``ffn``, ``grid``
-            (patches a side in training), ``stage_attns``, ``drop_path_rate``.
+            (patches a side in training), ``qkv_bias``, ``absolute_position`` (position table, True by default),
+            ``stage_attns``, ``drop_path_rate``.
         out_type (str): As MMPretrain's ``VisionTransformer``: ``'cls_token'`` (B, C), ``'featmap'`` (B, C, ceil(H /
             16), ceil(W / 16)), ``'avg_featmap'`` (B, C), the mean of the patch tokens, ``'raw'`` (B, 1 + N, C).
-        out_indices (Sequence[int] | int): Blocks to return the tokens of; negative ones count from the last.
+        out_indices (Sequence[int] | int): Blocks to return the tokens of, ascending; negative ones count from the last.
         out_norm (bool): Apply the final LayerNorm to each output.
         stage_attns (Sequence, optional): One entry: an attention for all blocks, or a list with one for each block.
         in_channels, frozen_stages, norm_eval, with_cp, drop_path_rate, deploy, init_cfg: See
             :class:`~mmlinattn.backbones.base.Backbone`; ``frozen_stages`` counts blocks.
 
     Raises:
-        ValueError: For an unknown ``out_type``, and for an arch of more than one stage.
+        ValueError: For an unknown ``out_type``, ``out_indices`` or ``frozen_stages`` out of range, an arch of more than
+            one stage, and a compact ``ffn`` with a convolution.
 
     Shape: (B, in_channels, H, W), H, W >= 32, any size -> tuple with one tensor for each of ``out_indices``.
 

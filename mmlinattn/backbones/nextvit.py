@@ -28,7 +28,7 @@ class LinearNextViT(PyramidBackbone):
     mix an attention with a convolution.
 
     Every stage but the first ends in a transformer block; in the long third stage, every fifth block is one. Linear
-    attentions use all keys of the feature map, quadratic ones keys averaged over patches of the side ``sr_ratios``.
+    attentions use all keys of the feature map, quadratic ones keys averaged over ``sr_ratios`` ** 2 tokens each.
 
     Args:
         arch (str | dict): ``hmhsa-small``, ``softmax-{small,base,large}``, or a dict with ``embed_dims`` (width of a
@@ -51,7 +51,7 @@ class LinearNextViT(PyramidBackbone):
 
     Raises:
         ValueError: For a ``key_reduction`` that is unknown or leaves an attention without the grid it needs. Also for
-            widths that ``group_dim`` does not divide, and for an ``attn_every`` below 0.
+            widths that ``group_dim`` does not divide, an ``attn_every`` below 0, and other than three ``stem_dims``.
 
     Examples:
         >>> import torch

@@ -32,7 +32,6 @@ class ConvNorm(BaseModule):
         norm_cfg (dict): The norm.
         kernel_size (int): Odd.
         stride, groups (int): Of the convolution.
-        relu (bool): Apply ReLU.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class AveragedKeysAttention(ReducedKeysAttention):
     """Global attention with keys and values projected from averages of tokens, after a batch norm (Next-ViT Eq. 5).
 
     Args:
-        dim, num_heads, mixer, kwargs: See :class:`~mmlinattn.attention.Attention`.
+        dim, num_heads, mixer, kwargs: See :class:`~mmlinattn.attention.Attention`; without ``local_kernel``.
         ratio (int): Reduction r of height and width.
         reduction (str): ``'grid'`` averages patches of r x r tokens; a partial patch at the border averages the tokens
             that it has. ``'sequence'``, as in the released code, averages r^2 consecutive tokens of the flattened map.

@@ -45,13 +45,17 @@ class RAVLT(PyramidBackbone):
     Args:
         arch (str | dict): ``'tiny'``, ``'small'``, ``'base'``, ``'large'``, or a dict with ``embed_dims``, ``depths``,
             ``num_heads`` and optionally ``mlp_ratios``, ``layer_scales``, ``stage_attns``, ``drop_path_rate``.
-        norm_cfg (dict): Batch norm of stem and down-sampling; the released detectors trained ``SyncBN``.
+        norm_cfg (dict, optional): Batch norm of stem and down-sampling. None takes ``dict(type='BN')``; the released
+            detectors trained ``SyncBN``.
         rotary (bool): Rotary position encoding of queries and keys (release).
         local_kernel (int, optional): Size of the depth-wise convolution of the values added to the attention (release:
             5).
         cpe (bool): Conditional position encoding ``x + DWConv3x3(x)`` before each block (RALA Tab. 9).
         in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy,
             init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+
+    Raises:
+        ValueError: For an even ``local_kernel``, and with ``rotary`` for heads whose width is no multiple of 4.
 
     Examples:
         >>> import torch
@@ -138,13 +142,13 @@ class RAVLT(PyramidBackbone):
 
     @torch.no_grad()
     def switch_to_deploy(self) -> 'RAVLT':
-        """Fold batch norms into convolutions and layer scales into projections, in place, for inference.
+        """Fold batch norms into convolutions and layer scales into projections, and merge compact FFNs, in place.
 
         Returns:
             RAVLT: The model itself, in eval mode. Its ``state_dict`` loads into ``RAVLT(..., deploy=True)``.
 
         Raises:
-            ValueError: For a batch norm that cannot be folded, before anything is changed.
+            ValueError: For a batch norm that cannot be folded or merged, before anything is changed.
         """
         owners = Counter(p for module in self.modules() for p in module._parameters.values() if p is not None)
         embeds = [embed for embed in self.patch_embeds if isinstance(embed, (ConvStem, ConvDownsample))]
@@ -187,7 +191,7 @@ def check_foldable(layers: nn.Sequential, owners: Counter) -> None:
 
 
 def ends_in_products(block: Any) -> bool:
-    """Return True if both branches of a block end in a linear layer that can absorb the layer scale."""
+    """Return True if both branches of a block end in a linear layer, directly before the layer scale."""
     if type(block) not in (Block, SourceBlock) or is_altered(block, block.attn, block.ffn):
         return False
     networks = MLP.forward, ConvFFN.forward, DWConvFFN.forward
@@ -197,8 +201,8 @@ def ends_in_products(block: Any) -> bool:
 def absorbs_scale(layer: nn.Module, uses: Counter) -> bool:
     """Return True if the rows of a linear layer can be multiplied by the layer scale.
 
-    The scale stays beside an adapter with its own factors, and if several blocks share the layer. ``uses`` counts the
-    occurrences of each module in the model.
+    The result is False for a layer that an adapter wraps or several blocks share. ``uses`` counts the occurrences of
+    each module in the model.
     """
     parts = list(layer.modules())
     is_plain = all(type(part) in (nn.Linear, Linear, FactorisedLinear) and uses[part] == 1 for part in parts)

@@ -32,7 +32,7 @@ class LinearSwin(PyramidBackbone):
             init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
 
     Raises:
-        ValueError: For another ``window_size``, or one below 1.
+        ValueError: For another ``window_size``, one below 1, or one above 90 of attentions with relative position bias.
 
     Examples:
         >>> import torch

@@ -22,7 +22,7 @@ PathLike = Union[str, 'os.PathLike[str]']
 def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> Fit:
     """Write the weights of ``source`` to ``target``, renamed to the names in the model of ``config``.
 
-    ``target`` is written atomically, and only if every weight of the model was found. ``source`` is never overwritten.
+    ``target`` is written atomically, and only if the comparison is complete. ``source`` is never overwritten.
 
     Args:
         source (str | Path): A file, URL or ``mmlinattn://NAME``.

@@ -141,7 +141,6 @@ def needed(model: nn.Module, fit: Fit, left_out: tuple[str, ...] = ()) -> Fit:
     - ``unexpected`` keeps keys of backbones of this package: the trained backbone had layers that this backbone lacks.
 
     Args:
-        model (nn.Module): The model.
         fit (Fit): Comparison of ``model`` with a state dict.
         left_out (tuple[str, ...]): Prefixes of keys that may be missing or differ.
     """

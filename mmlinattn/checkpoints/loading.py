@@ -44,7 +44,7 @@ def load_pretrained(
         prefix (str, optional): Prefix of the weights to take. Defaults to ``backbone.`` if the file has such keys.
 
     Returns:
-        Fit: The comparison. Head keys are skipped; all other differences are listed in one warning.
+        Fit: The comparison. One warning lists its differences, except for keys of heads and those skipped on purpose.
 
     Raises:
         CheckpointError: The file cannot be read, or none of its weights can be loaded. The backbone is then unchanged.

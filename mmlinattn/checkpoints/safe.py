@@ -104,7 +104,7 @@ def _stand_in(name: str, make: Callable) -> type:
 def safe_globals() -> list[Any]:
     """Return the harmless types to allow, under the names that checkpoints ask for.
 
-    A harmless substitute replaces a type with behaviour of its own, or from a package that is usually not installed.
+    Types that could do harm, and those of packages that are usually not installed, have harmless substitutes.
     """
     stand_ins: dict[str, Callable] = {
         'mmengine.logging.history_buffer.HistoryBuffer': _ReadHistoryBuffer,
@@ -135,8 +135,8 @@ _LIST = threading.Lock()  # one list per process: threads take turns
 def _listed() -> Iterator[None]:
     """Add :func:`safe_globals` to PyTorch's allow-list while the context is open.
 
-    Entries that the process added stay allowed, except ``getattr``: a common but unsafe advice for MMEngine's error
-    with PyTorch 2.6.
+    Entries that the process added stay allowed, except ``getattr`` and HistoryBuffer, which have safe substitutes.
+    Adding ``getattr`` is a common but unsafe advice for MMEngine's error with PyTorch 2.6.
     """
     with _LIST:
         theirs = torch.serialization.get_safe_globals()

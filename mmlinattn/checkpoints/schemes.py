@@ -43,8 +43,8 @@ def load_from_local(filename: str, map_location: Any = None) -> Any:
 def load_from_http(filename: str, map_location: Any = None) -> Any:
     """Load a checkpoint from a URL, through PyTorch's download cache.
 
-    The URL of a checkpoint listed in our metafiles is loaded as ``mmlinattn://NAME``. If the URL has no file name, the
-    cached file gets a name made from the URL.
+    The URL of a released whole model is loaded as ``mmlinattn://NAME``. If the URL has no file name, the cached file
+    gets a name made from the URL.
     """
     entry = released.find_link(filename)
     if entry is not None:
@@ -102,7 +102,7 @@ def load_from_elsewhere(filename: str, map_location: Any = None) -> Any:
 def register() -> None:
     """Replace MMEngine's own checkpoint loaders in this process by safe ones.
 
-    Loaders registered by other packages stay. Repeated calls have no further effect.
+    Loaders that other packages registered for other addresses stay. Repeated calls have no further effect.
     """
     unsafe = [prefix for prefix, loader in checkpoint_loaders().items() if loader.__module__.startswith('mmengine.')]
     for prefixes, loader in {

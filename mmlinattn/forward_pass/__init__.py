@@ -24,7 +24,6 @@ def prepare(backbone: Any, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
     off and the images are float32.
 
     Args:
-        backbone (Backbone): The backbone.
         x (Tensor): (B, in_channels, H, W).
 
     Raises:

@@ -25,8 +25,8 @@ def recompute(block: nn.Module, x: Tensor, stage: Any) -> Tensor:
 
 
 class Repetition(UseCasts):
-    """Context of the repeated call: the casts of the first one, and batch norms that keep the running statistics that
-    it has updated. It is a class, since several backward passes of one graph enter it again."""
+    """Context of the repeated call: it uses the casts of the first call, and restores the running statistics of batch
+    norms afterwards. It is a class, since several backward passes of one graph enter it again."""
 
     def __init__(self, found: dict[int, Tensor], module: nn.Module) -> None:
         super().__init__(found)

@@ -88,7 +88,7 @@ class FactorisedLinear(BaseModule):
         rank (int): Channels k of the middle.
         branches (int): Branches r of each factor.
         norm_cfg (dict, optional): Batch norm of the branches, ``dict(type='BN1d')`` by default.
-        gain (float): Initial gain of the last batch norms.
+        gain (float): Initial gain of the batch norms of ``up``.
     """
 
     def __init__(
@@ -113,7 +113,11 @@ class FactorisedLinear(BaseModule):
         return self.up(self.down(x)) + self.bias
 
     def merged(self) -> tuple[nn.Module, nn.Module]:
-        """Return ``down`` and ``up`` as plain linear layers: branches are merged if they are not merged already."""
+        """Return ``down`` and ``up`` as plain linear layers, with their branches merged.
+
+        Raises:
+            ValueError: For a branch that cannot be merged (altered layer, norm without running statistics).
+        """
         if isinstance(self.down, BranchedLinear) and isinstance(self.up, BranchedLinear):
             return self.down.merged(), self.up.merged()
         return self.down, self.up

@@ -10,7 +10,7 @@ from ..ops.sizes import Grid, unflatten
 
 
 class Table(nn.Module):
-    """Base class of learned tables that fit those of other grids and windows when they are loaded."""
+    """Base class of learned tables, which resize tables of other grids and windows on loading."""
 
     table_name: str
 

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Equations of attention and its parts, one file each.
 
-A file has the public function, the equation in plain PyTorch, and an implementation with an analytic gradient.
-:mod:`.dispatch` chooses between equation and implementation.
+A file of an attention has the public function, its equation in plain PyTorch, and for some a variant with an analytic
+gradient. :mod:`.dispatch` chooses between them.
 """
 
 from .angular import angular_attention

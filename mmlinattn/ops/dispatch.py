@@ -68,7 +68,7 @@ def on_cpu(x: Tensor) -> bool:
 
 
 def writes_in_place(x: Tensor, *others: Optional[Tensor]) -> bool:
-    """Return True on a CPU without gradients if an op may allocate its result and fill it piece by piece."""
+    """Return True if an op may allocate its result and fill it piece by piece: on a CPU, with gradients disabled."""
     return x.is_cpu and not (_as_on_gpu or torch.is_grad_enabled() or needs_reference(x, *others))
 
 

@@ -79,7 +79,7 @@ def check_kernel(kernel: str, allowed: Collection[str]) -> str:
     """Return ``kernel`` if it is one of ``allowed``.
 
     Raises:
-        ValueError: If it is not one of ``allowed``.
+        ValueError: If it is not.
     """
     if kernel not in allowed:
         raise ValueError(f'kernel={kernel!r}: expected one of {list(allowed)}')

@@ -89,15 +89,15 @@ def _add_offset(k: Tensor, offset: Optional[Tensor], images: slice, rows: slice)
 
 
 def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
-    """Return the products of ``x`` (B, N, C) with the mean keys (B, 1, heads, d) plus ``floor``, (B, N, heads, 1)."""
+    """Return (B, N, heads, 1): the products of ``x`` (B, N, C) and the mean keys (B, 1, heads, d), plus ``floor``."""
     # on CPUs, a matrix-vector product for each head and image takes several times as long as a sum of products
     return torch.linalg.vecdot(x.unflatten(-1, key_mean.shape[2:]), key_mean).unsqueeze(-1).add_(floor)
 
 
 def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float, keeps_base: bool = False) -> tuple[Tensor, ...]:
-    """Return ``r ** power`` up to a scale, the factor (B, N, 1) that gives it the norm of r, r (B, N, C), and |r|.
+    """Return y, proportional to ``r ** power``; the factor (B, N, 1) that gives y the norm of r; r (B, N, C); and |r|.
 
-    ``r = (ReLU(x) + eps) * inverse_scale``. The power overwrites r unless ``keeps_base``.
+    ``r = (ReLU(x) + eps) * inverse_scale``. Unless ``keeps_base``, y overwrites r.
     """
     r = x.to(inverse_scale.dtype).relu()
     r = torch.addcmul(inverse_scale * eps, r, inverse_scale, out=r)

@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Fused chains of layers for CPUs without gradients.
 
-A fused chain merges GELU and batch norms into the linear layer or convolution before them, and processes large maps in
-strips of rows. The hidden map of a feed-forward network, several times as large as its input, is then never allocated
-whole. A layer with a hook, an adapter, a parametrisation or another class is called itself.
+A fused chain merges GELU into the linear layer or convolution before it, and batch norms into convolutions. Large maps
+are processed in strips of rows. The hidden map of a feed-forward network, several times as large as its input, is then
+never allocated whole. A layer with a hook, an adapter, a parametrisation or another class is called itself.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ _BY_ROW = F.gelu, F.relu, to_image, from_image
 
 
 def may_fuse(x: Tensor) -> bool:
-    """Return True on a CPU without gradients, unless something records or replaces the calls of modules."""
+    """Return True on a CPU with gradients disabled, except in float16 or if module calls are recorded or replaced."""
     if not dispatch.writes_in_place(x) or product_type(x) == torch.float16 or private_apis.has_function_modes():
         return False
     if (nn.Linear.forward, nn.Conv2d.forward, nn.Conv2d._conv_forward) != _TORCH_FORWARDS:
@@ -81,7 +81,7 @@ class Kernel(NamedTuple):
 
 
 def is_plain(layer: Any) -> bool:
-    """Return True for a leaf that its class and its registered weights define; a convolution pads with zeros."""
+    """Return True for an unaltered leaf. A convolution also has to pad with zeros, by given numbers."""
     kind = type(layer)
     if kind not in _FORWARDS or (kind.__call__, kind._call_impl) != _CALL or kind.forward is not _FORWARDS[kind]:
         return False

@@ -56,8 +56,8 @@ def hallucinated_attention(
             width). None skips IHH.
         cross (Tensor | nn.Module, optional): Matrix c of CHH, (h/2, h/2), or a convolution of maps (B, h/2, N, M). None
             skips CHH. Without IHH and CHH, the computed maps are copied. The weight of a plain convolution is applied
-            to keys and queries. Any other module (with hooks, an adapter, circular padding) is called on the maps, in
-            O(N M h) memory.
+            to keys and queries. Other modules (with hooks, an adapter, circular padding, a bias before IHH) are called
+            on the maps, in O(N M h) memory.
         cross_first (bool): Apply CHH before IHH.
         mask (Tensor, optional): (B, M) bool, True for valid tokens. Masked tokens are no neighbours of others.
         bias (Tensor, optional): Added to the logits, broadcastable to (B, h, N, M), with four dimensions.

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Split and merge attention heads, also of queries and keys in one tensor, products by head, and blocks of tokens."""
+"""Split and merge attention heads, of queries and keys in one tensor too; products by head; blocks of tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
@@ -102,8 +102,8 @@ def empty_pair(q: Tensor, num_heads: int) -> tuple[Sequence[Tensor], Tensor]:
 
 
 def have_attention_shapes(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bool:
-    """Return True if q, k and v have matching shapes. The reference implementation broadcasts other shapes, or
-    raises."""
+    """Return True if q, k and v are floating-point, not empty, and of matching shapes. The reference implementation
+    takes others, or raises."""
     for t in (q, k, v):
         if t.dim() != 3 or not t.numel() or not t.is_floating_point():
             return False

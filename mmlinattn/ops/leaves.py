@@ -1,8 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Leaves of the module tree: linear layers, convolutions, LayerNorm and residual connections with faster operators.
 
-Modules have the arguments, weights and names of PyTorch's. On CPUs without gradients, they call operators of oneDNN.
-Under autocast, they look up weights that were cast together (:mod:`.casting`). Graphs record PyTorch's functions.
+Modules with the names of PyTorch's layers have their arguments and weights. On CPUs with gradients disabled,
+``Linear`` and chains call operators of oneDNN. Under autocast, modules look up weights that were cast together
+(:mod:`.casting`). Graphs record PyTorch's functions.
 """
 
 import threading
@@ -172,7 +173,7 @@ def add_scaled(x: Tensor, branch: Tensor, gamma: Optional[Tensor], drop_path: nn
         drop_path (nn.Module): MMCV's ``DropPath``, or ``nn.Identity``.
 
     Returns:
-        Tensor: As ``x``, in its dtype.
+        Tensor: In the shape of ``x``.
     """
     drops = drop_path.training and not isinstance(drop_path, nn.Identity)
     if gamma is None and not drops:
@@ -237,7 +238,7 @@ def conv_of_gelu(
     """Convolution of ``gelu(x)``, plus ``gelu(x)`` if ``residual``. Only ``x`` is kept for the backward pass.
 
     The backward pass recomputes GELU, which is cheap. In stems and hidden layers its results are among the largest
-    tensors that autograd would keep.
+    tensors that autograd would keep. It does so if ``x`` is float32 under autocast, or ``padding`` a string.
 
     Args:
         x (Tensor): (B, C, H, W), in any memory format.

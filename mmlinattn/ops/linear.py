@@ -54,7 +54,7 @@ def linear_attention(
 
 
 def equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Tensor:
-    """Compute :func:`~mmlinattn.ops.rala`, and linear attention with neither ``rotary`` nor ``weight_scale``.
+    """Compute :func:`~mmlinattn.ops.rala`; with ``rotary`` and ``weight_scale`` None, it is linear attention.
 
     In float16 logits would be off by several per cent, and gradients divided by a normaliser near eps would overflow.
     So half precision is computed in float32, but for the products of bfloat16 with values and state.

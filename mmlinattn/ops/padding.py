@@ -50,7 +50,6 @@ def token_mean(x: Tensor, mask: Optional[Tensor], zero_padded: bool = False) -> 
     """Mean over the valid tokens, (..., B, heads, N, d) -> (..., B, heads, 1, d), in float32 or better.
 
     Args:
-        x (Tensor): Tokens.
         mask (Tensor, optional): (B, N) bool, True for valid tokens.
         zero_padded (bool): Padded tokens are zero, so that the mask is needed for their number only.
     """

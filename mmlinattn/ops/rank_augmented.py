@@ -52,7 +52,7 @@ def rala(
         Tensor: (B, N, E), in the dtype of ``v``.
 
     Raises:
-        ValueError: For another ``kernel``, and if queries and keys differ in number.
+        ValueError: For an unknown ``kernel``, and if queries and keys differ in number.
     """
     check_kernel(kernel, FEATURE_MAPS)
     if is_known(q.shape[1], k.shape[1]) and q.shape[1] != k.shape[1]:

@@ -26,7 +26,7 @@ def rotary_table(
     Args:
         height, width (int): Grid.
         head_dim (int): Channels of a head, a multiple of 4.
-        device: Device of the result, or a tensor on it, as traces need to name no device.
+        device: Device of the result, or a tensor on it; with a tensor, a trace names no device.
         dtype: Type of the result; the angles themselves are computed in it.
         base (float): Largest wavelength over 2 pi, in tokens.
 
@@ -131,7 +131,7 @@ def rotate_pair(q: Tensor, k: Tensor, table: Tensor, num_heads: int) -> tuple[Te
         num_heads (int): Heads that the channels are split into.
 
     Returns:
-        tuple[Tensor, Tensor]: (B, heads, N, d) each, in the dtype of ``q``.
+        tuple[Tensor, Tensor]: (B, heads, N, d), each in its own dtype.
     """
     together = q.shape == k.shape and q.dtype == k.dtype and not table.requires_grad
     together = together and table.dtype == torch.promote_types(q.dtype, torch.float32)

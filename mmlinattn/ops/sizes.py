@@ -33,8 +33,8 @@ def round_up(size, step: int):
 
 
 def as_tensor(size, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a size to a 0-d tensor: a number or symbol on the device of ``like``, a tensor of a trace on the CPU, as
-    every device takes it."""
+    """Convert a size to a 0-d tensor on the device of ``like``. A size of a trace, already a tensor, stays on the CPU,
+    which operators on every device accept."""
     if isinstance(size, Tensor):
         return size.to(dtype)
     return torch.scalar_tensor(size, dtype=dtype, device=like.device)

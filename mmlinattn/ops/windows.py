@@ -34,7 +34,8 @@ class Windows(NamedTuple):
     ) -> Union['Windows', 'DynamicWindows']:
         """Return windows of at most ``window``, cropped to the map; :class:`DynamicWindows` for a map of dynamic size.
 
-        ``window=None`` is the whole map, None in it the whole axis. An axis with a single window is not shifted.
+        ``window=None`` is the whole map, None in it the whole axis. ``shift`` moves windows by half their size, but not
+        along an axis with a single one.
         """
         window = window or (None, None)
         if not is_known(height, width):
@@ -78,7 +79,7 @@ class Windows(NamedTuple):
     def partition_qkv(self, x: Tensor, widths: tuple[int, ...]) -> Sequence[Tensor]:
         """Cut concatenated queries, keys and values, (B, H, W, sum of ``widths``), into windows.
 
-        On CPUs without gradients, values are copied separately, so that a convolution of them needs no further copy.
+        On CPUs without gradients, values of padded maps are copied separately, so a convolution of them needs no copy.
 
         Returns:
             tuple[Tensor, Tensor, Tensor]: Queries, keys and values, each as from :meth:`partition`.
@@ -265,7 +266,8 @@ class Axis:
         return (arange(self.count, x) * self.window)[:, None] + arange(self.window, x)
 
     def shifted(self, direction: int, x: Tensor, by_window: bool = False) -> Tensor:
-        """Return the indices that select the shifted axis (``direction`` 1), or undo the shift on the map (-1)."""
+        """Return the indices that select the shifted axis (``direction`` 1), or undo the shift on the map (-1).
+        With ``by_window`` their shape is that of :meth:`positions`."""
         length = self.padded if direction == 1 else self.size
         position = self.positions(x) if by_window else arange(length, x)
         if not self.shifts:

@@ -47,7 +47,7 @@ def described(error: BaseException) -> str:
 
 
 def closest(name: str, names: Iterable[str]) -> Optional[str]:
-    """Return the most similar of ``names``.
+    """Return the most similar of ``names``, None if none is similar.
 
     One with the same last part (``coco/bbox_mAP`` for ``bbox_mAP``), or with the same words (``clip_grad`` for
     ``grad_clip``), comes first.
@@ -70,7 +70,7 @@ def meant(name: str, names: Iterable[str]) -> str:
 def raising_object(error: BaseException) -> str:
     """Return the class name of the module, metric, transform, hook or data set in which an error was raised.
 
-    The name of a module inside the model follows.
+    The name of a module inside the model follows. An error outside of these gives ``'the loop'``.
     """
     kinds = {'Module', 'BaseMetric', 'BaseTransform', 'BaseDataset', 'Dataset', 'Evaluator', 'Visualizer', 'Hook'}
     known: list[Any] = [frame.f_locals.get('self') for frame, _ in walk_tb(error.__traceback__)]

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Private APIs of PyTorch, MMEngine and MMCV that this package uses.
+"""Private APIs of PyTorch and MMEngine that this package uses.
 
-Docstrings name the version with which the API was checked, and the reason why the public API does not suffice. If a
-PyTorch version lacks the private API, a public one is used instead.
+Docstrings give the reason why the public API does not suffice, and for most the version with which the private one was
+checked. Functions that not every supported PyTorch has fall back to public ones.
 """
 
 import functools
@@ -84,7 +84,7 @@ ELU_BACKWARD: Any = torch.ops.aten.elu_backward.grad_input
 SOFTMAX_BACKWARD: Any = torch._softmax_backward_data
 
 
-# --- objects of MMEngine, MMCV and PyTorch ----------------------------------------------------------------------------
+# --- objects of MMEngine and PyTorch ----------------------------------------------------------------------------------
 
 
 def default_scopes() -> list[str]:

@@ -64,7 +64,7 @@ class AttentionViewer:
         """Draw the attention maps of the token at column ``x`` and row ``y`` in pixels of the upload.
 
         Returns:
-            ndarray: (h, w, 3) uint8 RGB, with one row per block and one column per head.
+            ndarray: (h, w, 3) uint8 RGB, with one row per block: the mean over heads, then up to ``MAX_HEADS`` heads.
 
         Raises:
             RunError: The test pipeline crops that pixel away, or the keys of all blocks lie on no grid.
@@ -87,7 +87,7 @@ def resized(image: np.ndarray, longest: int) -> np.ndarray:
 
 
 def mosaic(found: list, picture: loading.Picture, x: int, y: int) -> np.ndarray:
-    """Draw the attention maps of all blocks and heads by OpenCV, faster than Matplotlib: (h, w, 3) uint8 RGB.
+    """Draw the attention maps ``found``, see :meth:`AttentionViewer.maps`, by OpenCV, faster than Matplotlib.
 
     The token is at column ``x`` and row ``y`` in pixels of ``picture.shown``.
     """

@@ -57,8 +57,8 @@ def convert(data: Path, out: Path) -> None:
 
 
 def make_config(data: Path, out: Path, backbone: str, size: tuple, seed: int) -> Config:
-    """Return the shared recipe with a backbone, image size and seed, for the data in ``data`` and the COCO files in
-    ``out``."""
+    """Return the shared recipe with a backbone, image size (width, height) and seed, for the data in ``data`` and the
+    COCO files in ``out``."""
     text = (HERE / 'retinanet.py').read_text().replace('size = (256, 192)', f'size = {size}')
     text = text.replace('../../', f'{HERE.parents[1]}/')
     cfg = Config.fromstring(text, '.py')

@@ -57,7 +57,6 @@ class Row(NamedTuple):
 
     @property
     def config_name(self) -> str:
-        """Config name of the row."""
         backbone = self.model.lower().replace('-', '_').replace('pvtv2', 'pvt_v2')
         if self.task == 'mmpretrain':
             return f'{backbone}_in1k'

@@ -103,7 +103,6 @@ def attention_measures(model: nn.Module, images: Tensor) -> list[dict]:
 
 def _over_heads(entry):
     """Average the lists of numbers in a nested dict."""
-    """Average the lists of numbers in a nested dict."""
     if isinstance(entry, dict):
         return {key: _over_heads(value) for key, value in entry.items()}
     if isinstance(entry, list) and entry and all(isinstance(value, (int, float)) for value in entry):
