@@ -53,10 +53,10 @@ class InLineMixer(LocalMixer):
         kernel (str): phi: ``'identity'``, ``'relu'``, ``'leakyrelu'`` or ``'exp'`` (``exp(0.2 x)``).
         local_residual (bool): Add the depth-wise 3x3 convolution of the values with predicted kernels (Tab. 4).
         injective (bool): False takes plain linear attention with division, the ablation of Tab. 3. It needs a kernel
-            without negative results, ``'relu'`` or ``'exp'``; this is not checked.
+            without negative results, ``'relu'`` or ``'exp'``.
 
     Raises:
-        ValueError: For an unknown ``kernel``.
+        ValueError: For an unknown ``kernel``, and for one with negative results without ``injective``.
     """
 
     def __init__(
@@ -71,6 +71,10 @@ class InLineMixer(LocalMixer):
     ) -> None:
         super().__init__(dim, num_heads, grid, init_cfg)
         self.kernel = check_kernel(kernel, ('identity', 'relu', 'leakyrelu', 'exp'))
+        if not injective and kernel in ('identity', 'leakyrelu'):
+            raise ValueError(
+                f"kernel={kernel!r} with injective=False: expected 'relu' or 'exp', whose sums are positive"
+            )
         self.injective = injective
         self.context = local_residual
         self.residual = PredictedConv(dim, num_heads) if local_residual else None

@@ -33,8 +33,8 @@ def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> 
         Fit: The comparison of ``source`` with the model. If it is not complete, no file was written.
 
     Raises:
-        RunError: ``source`` cannot be read (:class:`CheckpointError`), ``target`` is the same file, a folder, or cannot
-            be written, or the model of ``config`` cannot be built.
+        RunError: ``source`` cannot be read (:class:`CheckpointError`) or has NaN or infinite weights, ``target`` is the
+            same file, a folder, or cannot be written, or the model of ``config`` cannot be built.
     """
     target = Path(target).expanduser()
     if target.is_dir():
@@ -48,6 +48,7 @@ def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> 
     fit = convert_state(checkpoint, str(source), model)
     if not fit.is_complete:
         return fit
+    fit.check_values()
     model.load_state_dict(fit.weights)  # strict: key by key, or nothing is written
     meta: dict = dict(source=os.path.basename(source), config_name=os.path.basename(config))
     meta.update(mmlinattn_version=__version__, **_dataset_meta(checkpoint.get('meta') or {}))

@@ -76,11 +76,11 @@ def writes_in_place(x: Tensor, *others: Optional[Tensor]) -> bool:
 def as_on_gpu():
     """Run the code path of GPUs on CPU tensors within a context, for tests and for counts of kernel launches."""
     global _as_on_gpu
-    _as_on_gpu = True
+    before, _as_on_gpu = _as_on_gpu, True
     try:
         yield
     finally:
-        _as_on_gpu = False
+        _as_on_gpu = before
 
 
 def needs_reference(*tensors: Optional[Tensor]) -> bool:

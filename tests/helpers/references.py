@@ -65,6 +65,10 @@ ERRORS = [  # options of an attention, words of the error; DIM = 16, HEADS = 2
         (dict(type='hallucinated', steps=steps), [_STEPS.format(steps)])
         for steps in ('ihh', None, ('ihh', 'ihh'), ('dhh',))
     ),
+    *(
+        (dict(type='inline', kernel=name, injective=False), [f'kernel={name!r}', "'relu' or 'exp'"])
+        for name in ('identity', 'leakyrelu')
+    ),
     (dict(type='angular', form='release'), ["form='release'", "'released' or 'paper'"]),
     (dict(type='angular', conv='9x1'), ["conv='9x1'", "'grid'", "'sequence'"]),
 ]
