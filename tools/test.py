@@ -66,10 +66,7 @@ from mmlinattn.tooling.command_line import (
 )
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
 from mmlinattn.tooling.console import quiet_upstream
-from mmlinattn.tooling.predictions import (
-    PredictionFilesHook,
-    check_prediction_arguments,
-)
+from mmlinattn.tooling.predictions import PredictionFilesHook, check_prediction_arguments
 from mmlinattn.tooling.running import add_checks, build_runner
 from mmlinattn.utils.errors import RunError
 from mmlinattn.utils.registering import bare_name

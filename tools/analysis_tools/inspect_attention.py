@@ -27,19 +27,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('images', nargs='+', metavar='IMAGE', help='images; numbers are means over them')
     parser.add_argument('--out', type=Path, required=True, help='folder for summary.json and the plots')
     parser.add_argument('--what', nargs='+', choices=WHAT, default=list(WHAT), help='what to measure [all]')
+    parser.add_argument('--query', nargs=2, type=float, metavar=('X', 'Y'), help='pixel of the query token [middle]')
     parser.add_argument(
-        '--query',
-        nargs=2,
-        type=float,
-        metavar=('X', 'Y'),
-        help='pixel of the query token [middle]',
-    )
-    parser.add_argument(
-        '--shape',
-        nargs=2,
-        type=int,
-        metavar=('H', 'W'),
-        help='resize to this size, in place of the test pipeline',
+        '--shape', nargs=2, type=int, metavar=('H', 'W'), help='resize to this size, in place of the test pipeline'
     )
     parser.add_argument(
         '--num-queries',

@@ -19,12 +19,7 @@ from ...ops import dynamic_depthwise_conv2d, hallucinated_attention
 CONV, LINEAR, PRODUCT = KINDS = ('convolution', 'linear', 'attention product')
 _aten = torch.ops.aten
 # Batched matmuls belong to attentions, except in F.linear (see _Functions): PyTorch uses them for non-contiguous rows.
-_KIND_OF = {
-    _aten.convolution: CONV,
-    _aten._convolution: CONV,
-    _aten.mm: LINEAR,
-    _aten.addmm: LINEAR,
-}
+_KIND_OF = {_aten.convolution: CONV, _aten._convolution: CONV, _aten.mm: LINEAR, _aten.addmm: LINEAR}
 
 
 class OpCounter(TorchDispatchMode):

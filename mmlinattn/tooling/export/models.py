@@ -48,10 +48,7 @@ class Sizes(NamedTuple):
         if not self.dynamic:
             return []
         height, width = (max(self.smallest + 1, side * 5 // 8 + 1) for side in (self.height, self.width))
-        return [
-            (1, self.channels, self.height + 37, self.width + 18),
-            (self.batch + 1, self.channels, height, width),
-        ]
+        return [(1, self.channels, self.height + 37, self.width + 18), (self.batch + 1, self.channels, height, width)]
 
     def check(self) -> None:
         """Check the batch size and the sides.

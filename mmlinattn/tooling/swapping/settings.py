@@ -78,9 +78,7 @@ def _imports(cfg: dict) -> dict[str, Any]:
     loads a whole model."""
     imports = (cfg.get('custom_imports') or {}).get('imports', [])
     imports = [name for name in ([imports] if isinstance(imports, str) else imports) if name != 'mmlinattn']
-    settings: dict[str, Any] = dict(
-        custom_imports=dict(imports=[*imports, 'mmlinattn'], allow_failed_imports=False),
-    )
+    settings: dict[str, Any] = dict(custom_imports=dict(imports=[*imports, 'mmlinattn'], allow_failed_imports=False))
     if cfg.get('load_from') is not None:
         settings['load_from'] = None  # weights of the whole upstream model
     return settings
