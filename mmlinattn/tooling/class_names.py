@@ -2,12 +2,10 @@
 """Find the data sets of a config and the class names of its model."""
 
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Optional
 
 from mmengine.config import Config
 from mmengine.registry import DATASETS
-
-__all__ = ['class_names', 'dataset_configs', 'num_classes']
 
 
 def dataset_configs(cfg: Config, loader: str) -> Iterator[tuple[str, dict]]:
@@ -57,17 +55,17 @@ def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional
     return None
 
 
-def _of_data(cfg: Config) -> tuple:
-    """Return the class names in ``metainfo``, in ``classes``, and in ``METAINFO`` of the class of the test data set.
-
-    Missing ones are None.
-    """
+def kind_metainfo(cfg: Config) -> dict:
+    """Return ``METAINFO`` of the class of the test data set."""
     _, dataset = next(dataset_configs(cfg, 'test_dataloader'), ('', {}))
-    known: Any = {}
-    if dataset.get('type'):
-        with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
-            kind = dataset['type']
-            known = getattr(registry.get(kind) if isinstance(kind, str) else kind, 'METAINFO', {})
+    kind = dataset.get('type')
+    with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
+        return getattr(registry.get(kind) if isinstance(kind, str) else kind, 'METAINFO', {})
+
+
+def _of_data(cfg: Config) -> tuple:
+    """Return the class names in ``metainfo``, in ``classes``, and of the class of the test data set, or None."""
+    _, dataset = next(dataset_configs(cfg, 'test_dataloader'), ('', {}))
     classes = dataset.get('classes')  # of MMPretrain's data sets, after metainfo; a text is the name of a file
-    known = known.get('classes') if not isinstance(classes, str) else None
+    known = kind_metainfo(cfg).get('classes') if not isinstance(classes, str) else None
     return (dataset.get('metainfo') or {}).get('classes'), classes, known

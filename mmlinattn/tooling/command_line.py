@@ -229,10 +229,6 @@ ADVICE = {
         'mmcv.image',
         'OpenCV cannot read an image. If a transform of your own reads them, leave --show-dir out',
     ),
-    'LoadImageFromFile is not found': (
-        'mmdet.apis',
-        "Upstream's inferencers read images by LoadImageFromFile alone; tools/test.py reads them by your own transform",
-    ),
     'is out of bounds.': (
         'torch.nn.functional',
         'A label is beyond num_classes of the head: in a mask that DataCheckHook did not open '

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mmcv.cnn import build_norm_layer
-from mmengine.config import Config
 from mmengine.dataset import default_collate
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS
@@ -39,12 +38,6 @@ def mixed_images_of_unknown_classes():
     preprocess = resolve_name('mmpretrain.models:ClsDataPreprocessor')
     mixup = dict(augments=dict(type='Mixup', alpha=0.8))
     preprocess(batch_augments=mixup)(dict(inputs=torch.ones(1, 3, 4, 4), data_samples=[sample]), training=True)
-
-
-def inferencer_of_a_detector():
-    pipeline = [dict(type='LoadMyImage'), dict(type='PackDetInputs')]
-    kind = resolve_name('mmdet.apis:DetInferencer')
-    kind._init_pipeline(kind.__new__(kind), Config(dict(test_dataloader=dict(dataset=dict(pipeline=pipeline)))))
 
 
 # words of an error of upstream, and a call that raises it
@@ -79,7 +72,6 @@ ERRORS = {
         dict(type='RAVLT', arch='tiny', pretrained='a.pth')
     ),
     '!_src.empty()': lambda: mmcv.bgr2rgb(np.zeros((0, 0, 3), np.uint8)),
-    'LoadImageFromFile is not found': inferencer_of_a_detector,
     'is out of bounds.': lambda: F.cross_entropy(torch.rand(1, 3), torch.tensor([128])),
     'is out of bounds for dimension': lambda: resolve_name('mmseg.models:CrossEntropyLoss')(class_weight=[1.0, 2.0])(
         torch.rand(1, 2, 1, 2), torch.tensor([[[1, 255]]]), ignore_index=255
