@@ -2,7 +2,7 @@
 """Measure the attention of one block on an image."""
 
 import math
-from typing import Callable, Optional
+from typing import Optional
 
 import numpy as np
 import torch
@@ -13,13 +13,12 @@ from . import measures
 from .capture import CLASS_TOKEN, PADDING, BlockCall, Window
 
 MEASURES = ('rank', 'confusion', 'locality', 'sharpness', 'ccs')
-NUM_QUERIES = 196  # tokens of a DeiT at 224, as in the papers
 MAX_WINDOWS = 8
 NUMEL = 2**25  # attention weights computed at a time: 128 MiB
 
 
 def measure_block(
-    block: BlockCall, names=MEASURES, num_queries: int = NUM_QUERIES, generator: Optional[torch.Generator] = None
+    block: BlockCall, names=MEASURES, num_queries: int = 196, generator: Optional[torch.Generator] = None
 ) -> dict:
     """Measure the attention of a block, head by head.
 
@@ -27,12 +26,12 @@ def measure_block(
         block (BlockCall): See :func:`~mmlinattn.tooling.analysis.capture.watched`.
         names (Sequence[str]): Measures to compute, from :data:`MEASURES`.
         num_queries (int): Number of sampled queries, at least 2: the most rows of a head's attention map in memory.
-            Windowed attention samples two or more queries in each of at most :data:`MAX_WINDOWS` windows.
+            The default is the tokens of a DeiT at 224, as in the papers. Windowed attention samples two or more
+            queries in each of at most :data:`MAX_WINDOWS` windows.
         generator (torch.Generator, optional): Random generator of the sample.
 
     Returns:
-        dict: Entry of the block in ``summary.json``. Lists have one number per head. In cross-shaped windows, the heads
-            of vertical stripes come first.
+        dict: Entry of the block in ``summary.json``. Lists have one number per head, those of vertical stripes first.
     """
     samples = [_sample(branch, num_queries, generator) for branch in block.branches]
     heads = sum(branch[0].mixer.num_heads for branch in block.branches)
@@ -55,8 +54,12 @@ def measure_block(
     if 'rank' in names:
         for name, features in zip(('output', 'projected'), zip(*block.features())):
             entry['rank'][name] = _joined([measures.ranks(t) for t in features])
-    if 'ccs' in names:
-        entry['ccs'] = measures.cross_head_similarity(_some_rows(block, heads, num_queries)) if heads > 1 else None
+    if 'ccs' in names:  # of a sample of queries that is the same for all heads and in every call
+        keys = torch.arange(CLASS_TOKEN, math.prod(block.key_size), device=block.projected.device)
+        limit = max(1, min(num_queries, NUMEL // (heads * len(keys))))
+        queries = _some(torch.arange(math.prod(block.size)), limit, torch.Generator().manual_seed(0))
+        maps = maps_of(block, queries.to(keys.device), keys).nan_to_num() if heads > 1 else None
+        entry['ccs'] = None if maps is None else measures.cross_head_similarity(maps)
     return entry
 
 
@@ -81,28 +84,31 @@ def _measure_window(block: BlockCall, window: Window, rows: Tensor, names) -> di
         uniform = float(near.sum(dim=-1).double().mean()) / num_keys  # fewer than 9 neighbours at the border
         entry['locality'] = dict(chance=9 / num_keys, if_uniform=uniform)
         for name, map_ in (('', weights), ('_with_local', both)):
-            if map_ is not None:
-                total, fraction = measures.neighbourhood_weight(map_, near)
-                entry['locality'].update({f'sum{name}': total.tolist(), f'share{name}': fraction.tolist()})
+            if map_ is not None:  # the sum is that of InLine Fig. 3; both are equal for positive rows that sum to one
+                parts = {f'sum{name}': map_ * near, f'share{name}': measures.magnitudes(map_) * near}
+                entry['locality'].update({key: _mean_sum(part) for key, part in parts.items()})
     if 'sharpness' in names:
-        negative = (measures.magnitudes(weights) * (weights < 0)).sum(dim=-1)
+        shares = measures.magnitudes(weights)
+        strongest = shares.sort(dim=-1, descending=True).values
         entry['sharpness'] = dict(
-            entropy=measures.entropy(weights).tolist(),
+            entropy=_mean_sum(torch.special.entr(shares)),  # in nats
             entropy_if_uniform=math.log(num_keys),
-            negative=negative.mean(dim=-1).tolist(),
-            **{f'top_{n}': measures.top_mass(weights, n).tolist() for n in (1, 9, 25)},
+            negative=_mean_sum(shares * (weights < 0)),
+            **{f'top_{n}': _mean_sum(strongest[..., :n]) for n in (1, 9, 25)},
         )
     return entry
 
 
+def _mean_sum(parts: Tensor) -> list[float]:
+    """Sum over the keys and average over the queries: (heads, n, M) -> (heads,)."""
+    return parts.sum(dim=-1).mean(dim=-1).tolist()
+
+
 def _near(block: BlockCall, window: Window, rows: Tensor) -> Tensor:
     """Return (n, M) bool: True for keys within the 3x3 neighbourhood of the query on the grid of the keys."""
-
-    def coordinates(tokens: Tensor, width: int) -> Tensor:
-        return torch.stack((tokens // width, tokens % width), dim=-1)
-
-    queries = coordinates(window.queries[rows], block.size[1]) // block.ratio  # its cell in the grid of the keys
-    distances = (queries[:, None] - coordinates(window.keys, block.key_size[1])).abs()
+    tokens = ((window.queries[rows], block.size[1]), (window.keys, block.key_size[1]))
+    queries, keys = (torch.stack((position // width, position % width), dim=-1) for position, width in tokens)
+    distances = ((queries // block.ratio)[:, None] - keys).abs()  # of the query's cell in the grid of the keys
     return (distances <= 1).all(dim=-1) & (window.keys >= 0)
 
 
@@ -179,43 +185,30 @@ def full_map(block: BlockCall, side: int = 128) -> Tensor:
     return maps_of(block, queries, keys)
 
 
-def _some_rows(block: BlockCall, heads: int, num_queries: int) -> Tensor:
-    """Return attention weights (heads, n, M) of a sample of queries, the same for all heads and in every call."""
-    keys = torch.arange(CLASS_TOKEN, math.prod(block.key_size), device=block.projected.device)
-    limit = max(1, min(num_queries, NUMEL // (heads * len(keys))))
-    queries = _some(torch.arange(math.prod(block.size)), limit, torch.Generator().manual_seed(0))
-    return maps_of(block, queries.to(keys.device), keys).nan_to_num()
-
-
 # --- numbers in nested dicts ------------------------------------------------------------------------------------------
 
 
-def averaged(entries: list[tuple[dict, float]]) -> dict:
+def averaged(entries: list[tuple[dict, float]], joins_lists: bool = False) -> dict:
     """Return the weighted average of dicts, given as (dict, weight) pairs, over their common keys.
 
-    Values are numbers, lists of equal length, or dicts of these.
+    Values are numbers, lists of equal length (concatenated with ``joins_lists``), or dicts of these.
     """
-    weights = [weight for _, weight in entries]
-    return _merged([entry for entry, _ in entries], lambda values: _mean(values, weights))
+    found, weights = {}, [weight for _, weight in entries]
+    for key in entries[0][0]:
+        values = [entry[key] for entry, _ in entries if key in entry]
+        if len(values) < len(entries):
+            continue
+        if isinstance(values[0], dict):
+            found[key] = averaged([*zip(values, weights)], joins_lists)
+        elif isinstance(values[0], list) and joins_lists:
+            found[key] = sum(values, [])
+        elif all(value == values[0] for value in values):  # names, and counts that stay whole
+            found[key] = values[0]
+        else:
+            found[key] = np.average(values, axis=0, weights=weights).tolist()
+    return found
 
 
 def _joined(branches: list[dict]) -> dict:
-    """Join the measures of vertical and horizontal stripes: lists over heads are concatenated, other numbers
-    averaged."""
-    return _merged(branches, lambda values: sum(values, []) if isinstance(values[0], list) else _mean(values))
-
-
-def _mean(values: list, weights: Optional[list] = None):
-    if all(value == values[0] for value in values):  # names, and counts that stay whole
-        return values[0]
-    return np.average(values, axis=0, weights=weights).tolist()
-
-
-def _merged(entries: list[dict], merge: Callable) -> dict:
-    """Merge nested dicts over their common keys; ``merge`` gets the list of the values of a key."""
-    found = {}
-    for key in entries[0]:
-        if all(key in entry for entry in entries):
-            values = [entry[key] for entry in entries]
-            found[key] = _merged(values, merge) if isinstance(values[0], dict) else merge(values)
-    return found
+    """Join the measures of vertical and horizontal stripes."""
+    return averaged([(branch, 1.0) for branch in branches], joins_lists=True)

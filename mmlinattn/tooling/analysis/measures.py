@@ -44,40 +44,10 @@ def pair_distances(weights: Tensor) -> Tensor:
     return distance[..., first, second]
 
 
-def neighbourhood_weight(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two measures of locality, each (heads,), averaged over queries.
-
-    The first is the sum of the weights inside the neighbourhood (InLine Fig. 3). The second is the fraction of the
-    magnitudes inside it, from 0 to 1. Both are equal if no weight is negative and each row sums to one.
-
-    Args:
-        weights (Tensor): Attention weights, (heads, n, M).
-        near (Tensor): (n, M) bool, True for keys in the neighbourhood of a query.
-    """
-    total, fraction = ((t * near).sum(dim=-1).mean(dim=-1) for t in (weights, magnitudes(weights)))
-    return total, fraction
-
-
 def magnitudes(weights: Tensor) -> Tensor:
     """Return ``|w| / sum |w|`` over the keys of each query: (..., M) -> (..., M), float64."""
     size = weights.double().abs()
     return size / size.sum(dim=-1, keepdim=True).clamp(min=1e-300)
-
-
-def entropy(weights: Tensor) -> Tensor:
-    """Return the entropy of the magnitudes in nats, averaged over queries: (heads, n, M) -> (heads,).
-
-    It is 0 for weight on a single key, and log M for equal weights.
-    """
-    return torch.special.entr(magnitudes(weights)).sum(dim=-1).mean(dim=-1)
-
-
-def top_mass(weights: Tensor, count: int) -> Tensor:
-    """Return the fraction of the magnitudes on the ``count`` strongest keys: (heads, n, M) -> (heads,), in [0, 1].
-
-    It is averaged over queries.
-    """
-    return magnitudes(weights).topk(min(count, weights.shape[-1]), dim=-1).values.sum(dim=-1).mean(dim=-1)
 
 
 def cross_head_similarity(weights: Tensor) -> float:
