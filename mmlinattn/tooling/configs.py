@@ -50,8 +50,12 @@ def load_config(args: argparse.Namespace) -> Config:
     cfg = read_config(args.config)
     scope = cfg.get('default_scope')
     cfg.launcher = args.launcher
-    if scope == 'mmpretrain':
-        _set_mmpretrain_loader_defaults(cfg)
+    for loader in filter(None, map(cfg.get, LOADERS) if scope == 'mmpretrain' else ()):
+        # MMPretrain's own tools fill these in, and its configs rely on them
+        loader.setdefault('collate_fn', dict(type='default_collate'))
+        loader.setdefault('pin_memory', get_device() != 'cpu')
+        if loader.get('num_workers', 0) > 0:
+            loader.setdefault('persistent_workers', True)
     check_variables(cfg)
     add_checks(cfg)
     if args.data_root:
@@ -80,10 +84,8 @@ def load_config(args: argparse.Namespace) -> Config:
 
 
 def index_hooks(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
-    """Replace hook names in option keys such as ``custom_hooks.StopHook.interval`` by list indices, which MMEngine
-    needs.
-
-    Hooks of this package that the config lacks are added to it.
+    """Replace hook names in option keys such as ``custom_hooks.StopHook.interval`` by MMEngine's list indices, and add
+    hooks of this package that the config lacks.
 
     Raises:
         RunError: The hook is neither in the config nor in this package.
@@ -151,11 +153,7 @@ def read_config(path: str) -> Config:
 
 
 def read_with_options(args: argparse.Namespace) -> Config:
-    """Read the config of a tool that starts no run, and apply ``--cfg-options``.
-
-    Raises:
-        RunError: See :func:`read_config`; or an option does not fit the config.
-    """
+    """Read the config of a tool that starts no run, and apply ``--cfg-options``; errors as of :func:`read_config`."""
     cfg = read_config(args.config)
     merge_options(cfg, args.cfg_options or {})
     return cfg
@@ -181,22 +179,9 @@ def _how_to_install(config: str, missing: str) -> str:
     return ''
 
 
-def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
-    """Set the loader defaults that MMPretrain's own tools fill in and its configs rely on."""
-    for loader in map(cfg.get, LOADERS):
-        if loader:
-            loader.setdefault('collate_fn', dict(type='default_collate'))
-            loader.setdefault('pin_memory', get_device() != 'cpu')
-            if loader.get('num_workers', 0) > 0:
-                loader.setdefault('persistent_workers', True)
-
-
 def adapt_inherited_classes(cfg: Config) -> None:
-    """Correct settings that a classifier config inherits from ImageNet and that do not match its own head and data.
-
-    ``data_preprocessor.num_classes`` is set to that of the head, and ImageNet's ``split`` is removed from
-    ``CustomDataset``. Each change prints a notice.
-    """
+    """Set ``data_preprocessor.num_classes`` to that of the head, and remove ``split`` from ``CustomDataset``, as
+    classifier configs inherit both from ImageNet. Each change prints a notice."""
     count = num_classes(cfg) if cfg.get('model') else 0
     inherited = (cfg.get('data_preprocessor') or {}).get('num_classes')
     if count and inherited and count != inherited:
@@ -213,11 +198,7 @@ def set_data_root(cfg: Config, root: str) -> None:
     """Change the root folder of all data sets of a config, and of the annotation files of its evaluators.
 
     Absolute paths below the old root are moved too. A file missing at its new path is replaced by a file of the same
-    name in the new root.
-
-    Args:
-        cfg (Config): The config to change.
-        root (str): New ``data_root``. If only some data sets have a ``data_root``, the others keep their paths.
+    name in the new root. If only some data sets have a ``data_root``, the others keep their paths.
     """
     datasets = [dataset for loader in LOADERS for _, dataset in dataset_configs(cfg, loader)]
     rooted = [dataset for dataset in datasets if 'data_root' in dataset]
@@ -301,11 +282,8 @@ def require(cfg: Config, config: str, *keys: str) -> None:
 
 
 def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
-    """Check that the folders of the data sets exist and class names are a list; ``DataCheckHook`` checks the rest.
-
-    Args:
-        cfg (Config): The whole config.
-        stages (Sequence[str]): Some of ``'train'``, ``'val'`` and ``'test'``.
+    """Check that the folders of the data sets of ``stages`` (``'train'``, ``'val'``, ``'test'``) exist and class names
+    are a list; ``DataCheckHook`` checks the rest.
 
     Raises:
         RunError: A folder is missing, or class names are no list.
@@ -315,9 +293,7 @@ def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
             root = str(dataset.get('data_root') or '.')
             is_local = '://' not in root and (dataset.get('backend_args') or {}).get('backend', 'local') == 'local'
             if is_local and not osp.isdir(root) and bare_name(dataset.get('type')) not in DOWNLOADED:
-                raise RunError(
-                    f'{key}.data_root = {root!r}: no such folder. Set the folder that ann_file and data_prefix are '
-                    'relative to.'
-                )
+                remedy = 'Set the folder that ann_file and data_prefix are relative to.'
+                raise RunError(f'{key}.data_root = {root!r}: no such folder. {remedy}')
             for finding in check_names(key, dataset.get('metainfo') or {}):
                 raise RunError(finding.text)

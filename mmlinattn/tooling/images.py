@@ -19,11 +19,8 @@ from .class_names import dataset_configs
 
 
 def image_channels(cfg: Config) -> int:
-    """Return the number of image channels that the model of a config takes.
-
-    It is the first of these: ``in_channels`` of the backbone (also inside an adapter), the default of the backbone's
-    class, the number of means of the data preprocessor, 3.
-    """
+    """Return the number of image channels that the model of a config takes: ``in_channels`` of the backbone (also
+    inside an adapter), else the default of its class, else the number of means of the data preprocessor, else 3."""
     backbone = (cfg.get('model') or {}).get('backbone') or {}
     while isinstance(backbone.get('module'), dict):
         backbone = backbone['module']
@@ -52,7 +49,7 @@ def test_pipeline(cfg: Config) -> list[dict]:
     return [step for step in steps if not bare_name(step['type']).endswith('Annotations')]
 
 
-def _split(cfg: Config) -> tuple[list[dict], list[dict]]:
+def split_pipeline(cfg: Config) -> tuple[list[dict], list[dict]]:
     """Return the transforms of the test pipeline that load the image, and those after them."""
     steps = test_pipeline(cfg)
     loads = [i for i, step in enumerate(steps) if bare_name(step['type']).startswith('Load')]
@@ -62,7 +59,7 @@ def _split(cfg: Config) -> tuple[list[dict], list[dict]]:
 
 def is_8_bit(cfg: Config) -> bool:
     """Return True if the test pipeline gives pixels from 0 to 255 for every file."""
-    loading, _ = _split(cfg)
+    loading, _ = split_pipeline(cfg)
     if not loading:
         return True
     is_plain = bare_name(loading[0]['type']) == 'LoadImageFromFile' and loading[0].get('imdecode_backend') != 'tifffile'
@@ -79,26 +76,13 @@ def image_dtype(cfg: Config) -> Optional[np.dtype]:
     return None
 
 
-def transforms(cfg: Config) -> list[dict]:
-    """Return the transforms of the test pipeline after those that load the image.
-
-    Raises:
-        RunError: The config has no test pipeline.
-    """
-    if not test_pipeline(cfg):
-        raise RunError('the config has no test_dataloader.dataset.pipeline; give --shape H W.')
-    return _split(cfg)[1]
-
-
 def read_picture(path: str, cfg: Optional[Config] = None) -> np.ndarray:
-    """Read an image by the test pipeline of a config: (H, W, C), or (H, W) for one channel.
-
-    Without config, return (H, W, 3) uint8 BGR.
+    """Read an image by the test pipeline of a config: (H, W, C), or (H, W) for one channel; without, uint8 BGR.
 
     Raises:
         RunError: The pipeline cannot read the file.
     """
-    loading = _split(cfg)[0] if cfg is not None else []
+    loading = split_pipeline(cfg)[0] if cfg is not None else []
     if not loading:
         image = cv2.imread(str(path))
         if image is None:
@@ -130,12 +114,8 @@ def test_size(cfg: Config) -> Optional[tuple[int, int]]:
 
 
 def resizing(cfg: Config) -> dict:
-    """Return the resizing of the test pipeline as a dict for JSON.
-
-    Returns:
-        dict: ``resize``, the arguments of the last step that resizes (``scale`` is width and height, or one side), and
-            ``crop``, height and width of a later crop; None for missing steps.
-    """
+    """Return the arguments of the test pipeline's last ``resize`` (``scale`` is width and height, or one side), and
+    height and width of a later ``crop``, for JSON; None for missing steps."""
     found: dict = dict(resize=None, crop=None)
     for step in test_pipeline(cfg):
         kind = bare_name(step['type'])
@@ -148,11 +128,8 @@ def resizing(cfg: Config) -> dict:
 
 
 def usual_size(cfg: Config) -> tuple[int, int]:
-    """Return height and width for an exported graph.
-
-    It is :func:`test_size`, or for a segmentor its crop. For other models it is a 3:2 photograph resized by the test
-    pipeline, rounded to multiples of 32.
-    """
+    """Return height and width for an exported graph: :func:`test_size`, or of a segmentor its crop, else of a 3:2
+    photograph resized by the test pipeline, rounded to multiples of 32."""
     exact, scope = test_size(cfg), cfg.get('default_scope')
     if exact or scope == 'mmpretrain':
         return exact or (224, 224)

@@ -57,14 +57,11 @@ TOOL_HOOKS = (
 class ToolRunner(SafeRunner):
     """SafeRunner for a command line: a quiet console, and learning rates scaled by the batch of an update.
 
-    Attributes:
-        has_stepped (bool): An iteration of the training or test is done.
-
     Raises:
         RunError: An epoch has no iteration, or ``auto_scale_lr`` has no batch size.
     """
 
-    has_stepped = False
+    has_stepped = False  # an iteration of the training or test is done
 
     def call_hook(self, fn_name: str, **kwargs) -> None:
         super().call_hook(fn_name, **kwargs)
@@ -144,13 +141,10 @@ def add_checks(cfg: Config) -> None:
 
 
 def set_precision(cfg: Config, is_requested: bool) -> None:
-    """Set up mixed precision: bfloat16 without loss scaling if the GPU has units for it, else float16 with it.
+    """Set up mixed precision in ``optim_wrapper``, if ``is_requested`` (``--amp``) or it is an AmpOptimWrapper.
 
-    Without an accelerator, mixed precision is off. One line names the precision.
-
-    Args:
-        cfg (Config): The config; ``optim_wrapper`` is changed. An AmpOptimWrapper in it is kept.
-        is_requested (bool): True with ``--amp``.
+    It is bfloat16 without loss scaling if the GPU has units for it, else float16 with it, and off without an
+    accelerator. One line names the precision.
 
     Raises:
         RunError: ``--amp`` beside an optimizer wrapper that is neither OptimWrapper nor AmpOptimWrapper.
@@ -199,18 +193,11 @@ def has_bfloat16(device: str) -> bool:
 
 
 LENGTHS = dict(max_epochs=True, max_iters=False)  # by_epoch of schedules by key of train_cfg
-_IN_STEPS = ('begin', 'end', 'step_size')
-_PERIODS = ('T_max', 'total_steps')  # from begin on
 
 
 def fit_schedule(cfg: Config, before: dict, options: dict) -> None:
-    """Stretch the learning rate schedule to the length of the training given on the command line.
-
-    Args:
-        cfg (Config): The config after ``--cfg-options``; ``param_scheduler`` is changed.
-        before (dict): ``train_cfg`` of the file.
-        options (dict): ``--cfg-options``. With one for ``param_scheduler`` the schedule stays.
-    """
+    """Stretch the learning rate schedule to the length of the training given by ``options`` (``--cfg-options``), unless
+    one is for ``param_scheduler``. ``before`` is ``train_cfg`` of the file."""
     schedules = cfg.get('param_scheduler')
     if not schedules or any(key.split('.')[0] == 'param_scheduler' for key in options):
         return
@@ -238,7 +225,7 @@ def stretch(schedule: dict, ratio: float, length: int) -> bool:
         return min(max(1, round(step * ratio)), length) if 0 < step < INF else step
 
     old = dict(schedule)
-    for key in _IN_STEPS:
+    for key in ('begin', 'end', 'step_size'):
         if isinstance(schedule.get(key), (int, float)):
             schedule[key] = scaled(schedule[key])
     if schedule.get('milestones'):
@@ -246,18 +233,15 @@ def stretch(schedule: dict, ratio: float, length: int) -> bool:
         schedule['milestones'] = sorted(step for step in milestones if step + schedule.get('begin', 0) < length)
     if schedule.get('begin', 0) >= length:  # rounded up, as a warm-up shorter than a step
         schedule['begin'] = length - 1
-    for key in _PERIODS:
+    for key in ('T_max', 'total_steps'):  # from begin on
         if isinstance(schedule.get(key), (int, float)):
             schedule[key] = scaled(old.get('begin', 0) + schedule[key]) - schedule.get('begin', 0)
     return old != dict(schedule)
 
 
 def build_runner(cfg: Config, compiles: bool = False) -> Runner:
-    """Join the processes of a distributed run, and build a ToolRunner (or another ``runner_type``).
-
-    Args:
-        cfg (Config): The config as it will run.
-        compiles (bool): Compile the blocks of the backbone.
+    """Join the processes of a distributed run, and build a ToolRunner (or another ``runner_type``). With ``compiles``,
+    the blocks of the backbone are compiled.
 
     Raises:
         RunError: :func:`~mmlinattn.engine.prepare_distributed` fails, or MMCV's operators of a detector do not run on

@@ -5,7 +5,7 @@ import ast
 import inspect
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Optional
@@ -103,37 +103,21 @@ def accepted(kind: Any) -> tuple[set[str], bool]:
     return names, is_open
 
 
-def _registries() -> list[Registry]:
-    """Return MMEngine's root registries."""
-    found = map(mmengine.registry.__dict__.get, mmengine.registry.__all__)
-    return [each for each in found if isinstance(each, Registry)]
+ROOTS: list[Registry] = [each for each in vars(mmengine.registry).values() if isinstance(each, Registry)]
 
 
 def takers(name: str, kind: Any) -> list[str]:
     """Return up to four classes with an argument ``name``: of the registries of a class, else of MMEngine's own."""
-    roots = _registries()
-    beside = [
-        classes
-        for root in roots
-        for registry in (root, *root.children.values())
-        if kind in (classes := {*registry.module_dict.values()})
-    ]
-    for group in (beside, [root.module_dict.values() for root in roots]):
+    registries = [registry for root in ROOTS for registry in (root, *root.children.values())]
+    beside = [each for each in registries if kind in {*each.module_dict.values()}]
+    for group in (beside, ROOTS):
         found = set()
-        for each in set().union(*group):
+        for each in {kind for registry in group for kind in registry.module_dict.values() if isinstance(kind, type)}:
             with suppress(ValueError, TypeError):  # of C, without a signature
-                found |= {each.__name__} if isinstance(each, type) and name in accepted(each)[0] else set()
+                found |= {each.__name__} if name in accepted(each)[0] else set()
         if found:
             return sorted(found) if len(found) <= 4 else []
     return []
-
-
-def _kinds(name: Any, scope: Optional[str]) -> list:
-    """Return the classes registered under a name: in any of MMEngine's registries, for the task of the config."""
-    if not isinstance(name, str):
-        return [name]
-    found = [root.children.get(scope, root).get(name) for root in _registries()]
-    return [kind for kind in found if kind is not None]
 
 
 def _expected(path: list[str], node: dict, scope: Optional[str]) -> tuple[set[str], bool]:
@@ -142,28 +126,21 @@ def _expected(path: list[str], node: dict, scope: Optional[str]) -> tuple[set[st
         return READ, False
     own = [_parameters(each)[0] if callable(each) else {each} for each in _UNTYPED.get(path[0], ())]
     known: set[str] = set().union(*own) if len(path) == 1 else set()
-    kinds = _kinds(node['type'], scope) if 'type' in node else []
-    if not kinds:
-        return known, 'type' in node or not known
-    each = [accepted(kind) for kind in kinds]
-    return known.union(*(names for names, _ in each)), any(is_open for _, is_open in each)
+    if 'type' not in node:
+        return known, not known
+    name = node['type']  # of any of MMEngine's registries, for the task of the config
+    found = [root.children.get(scope, root).get(name) for root in ROOTS] if isinstance(name, str) else [name]
+    each = [accepted(kind) for kind in found if kind is not None]
+    return known.union(*(names for names, _ in each)), not each or any(is_open for _, is_open in each)
 
 
 def _leaves(node: Any, path: str = '') -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each node below a config node."""
-    children: Iterable[tuple[Any, Any]] = ()
-    if isinstance(node, dict):
-        children = dict.items(node)
-    elif isinstance(node, (list, tuple)):
-        children = enumerate(node)
-    for key, child in children:
+    node = dict(enumerate(node)) if isinstance(node, (list, tuple)) else node
+    for key, child in dict.items(node) if isinstance(node, dict) else ():
         below = f'{path}.{key}' if path else str(key)
         yield below, child
         yield from _leaves(child, below)
-
-
-def _readers(cfg: dict) -> list[tuple[str, Any]]:
-    return [leaf for key in cfg if key in READ for leaf in _leaves({key: cfg[key]})]
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -175,7 +152,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _places(cfg: dict, name: str, value: Any) -> list[str]:
     """Return paths of settings with the name of a variable, or else with its value, unless that is a number."""
-    leaves = _readers(cfg)
+    leaves = [*_leaves({key: cfg[key] for key in cfg if key in READ})]
     named = [path for path, _ in leaves if path.rpartition('.')[2] == name]
     is_telling = isinstance(value, (str, list, tuple, dict)) and len(value) > 0
     return (named or [path for path, other in leaves if is_telling and _equal(other, value)])[:3]
@@ -185,12 +162,7 @@ def check_options(content: dict, cfg: Config, options: dict) -> None:
     """Check that something reads each setting of ``--cfg-options``.
 
     A setting is read if it is in the config, below a key that a Runner reads, or is an argument of the object that the
-    dict around it configures.
-
-    Args:
-        content (dict): The config without the options.
-        cfg (Config): The config with them, as types may be among them.
-        options (dict): Values by dotted path.
+    dict around it configures. ``content`` is the config without the options, as types may be among these.
 
     Raises:
         RunError: Nothing reads a setting. The message has similar names, or the settings that a variable went into.
@@ -268,8 +240,9 @@ def check_variables(cfg: Config) -> None:
             raise RunError(f'{cfg.filename}: {key}: nothing reads this setting. Did you mean {near[0]}?')
         if key not in inherited or _equal(inherited[key], value):
             continue
-        places, values = _places(content, key, inherited[key]), dict(_readers(content))
-        if places and not any(_equal(values[place], value) for place in places):
+        places = _places(content, key, inherited[key])
+        values = (other for place, other in _leaves(content) if place in places)
+        if places and not any(_equal(other, value) for other in values):
             raise RunError(
                 f'{cfg.filename}: {key}={value!r:.60} is a variable that an inherited file has used already. Set '
                 f'{" and ".join(places)}.'
@@ -315,22 +288,13 @@ def check_numbers(cfg: Config) -> None:
 
 
 def check_single(cfg: Config) -> None:
-    """Check that a loader has one data set, and a data set one root folder and one annotation file.
-
-    Raises:
-        RunError: There is a list.
-    """
+    """Raise a RunError for a list of data sets in a loader, or of root folders or annotation files in a data set."""
     for loader in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
         node = cfg.get(loader) or {}
         if isinstance(node, (list, tuple)) or isinstance(node.get('dataset'), (list, tuple)):
-            raise RunError(
-                f"{loader}.dataset is a list: expected one data set. Set dataset=dict(type='ConcatDataset', "
-                'datasets=[...]).'
-            )
+            remedy = "Set dataset=dict(type='ConcatDataset', datasets=[...])."
+            raise RunError(f'{loader}.dataset is a list: expected one data set. {remedy}')
         for path, value in _leaves(dict(dataset=node.get('dataset') or {}), loader):
-            kind = path.rpartition('.')[2]
-            if kind in ('data_root', 'ann_file') and isinstance(value, (list, tuple)):
-                raise RunError(
-                    f"{path}={value!r:.80}: expected one path. Set type='ConcatDataset' with a data set for each, in "
-                    'its datasets.'
-                )
+            if path.endswith(('.data_root', '.ann_file')) and isinstance(value, (list, tuple)):
+                remedy = "Set type='ConcatDataset' with a data set for each, in its datasets."
+                raise RunError(f'{path}={value!r:.80}: expected one path. {remedy}')

@@ -48,18 +48,17 @@ class OpCounter(TorchDispatchMode):
         self._stack = contextlib.ExitStack()
 
     def __enter__(self):
-        names = {id(module): name for name, module in self.model.named_modules()}
+        names = {module: name for name, module in self.model.named_modules()}
 
         def enter(module, args):
-            self._names.append(names.get(id(module), self._names[-1]))
+            self._names.append(names.get(module, self._names[-1]))
 
         def leave(module, args, out):
             self._names.pop()
 
         self._stack.callback(register_module_forward_pre_hook(enter).remove)
         self._stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            self._seen.add(tensor.untyped_storage()._cdata)
+        self._seen |= {t.untyped_storage()._cdata for t in (*self.model.parameters(), *self.model.buffers())}
         self._stack.enter_context(_Functions(self))
         return super().__enter__()
 
@@ -128,15 +127,10 @@ class _Functions(TorchFunctionMode):
         if func not in (F.scaled_dot_product_attention, hallucinated_attention):
             return func(*args, **kwargs)
         q, k, v = (*args, *map(kwargs.get, ('query', 'key', 'value')[len(args) :]))[:3]
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        pairs = q.shape[:-1].numel() * k.shape[-2]
+        each = q.shape[-1] + v.shape[-1]  # multiply-adds of a query and a key
         if func is hallucinated_attention:
             half = args[3] // 2
-            taps = 0
-            if kwargs['intra'] is not None:
-                taps += 9 * half
-            if kwargs['cross'] is not None:
-                taps += half**2
-            self.count.add(PRODUCT, pairs * taps)
-        self.count.add(PRODUCT, pairs * (q.shape[-1] + v.shape[-1]))
-        return out
+            each += 9 * half if kwargs['intra'] is not None else 0
+            each += half**2 if kwargs['cross'] is not None else 0
+        self.count.add(PRODUCT, q.shape[:-1].numel() * k.shape[-2] * each)
+        return q.new_empty((*q.shape[:-1], v.shape[-1]))

@@ -51,27 +51,21 @@ def part_of(name: str) -> str:
     return head[0] if head else name.partition('.')[0] or 'model'
 
 
-def image_shape(cfg: Config) -> tuple:
-    """Return the usual (height, width) for counting.
-
-    It is 800x1280 for detectors, 512x2048 for segmentors, and the test size for classifiers.
-    """
-    scope = cfg.get('default_scope', 'mmpretrain')
-    return (test_size(cfg) if scope == 'mmpretrain' else None) or SHAPES.get(scope, SHAPES['mmpretrain'])
-
-
 def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
     """Count parameters, multiply-adds and activation memory of the model of a config.
 
     Args:
         cfg (Config): Config of a detector, segmentor or classifier.
-        shape (tuple[int, int], optional): (height, width) of the image, both >= 32; :func:`image_shape` by default.
+        shape (tuple[int, int], optional): (height, width) of the image, both >= 32; by default that of :data:`SHAPES`,
+            or the test size of a classifier.
 
     Raises:
         RunError: The shape is below 32x32, or the forward pass depends on values, as meta tensors have none. Two-stage
             detectors with an RPN are counted part by part instead.
     """
-    shape = tuple(shape or image_shape(cfg))
+    scope = cfg.get('default_scope', 'mmpretrain')
+    tested = test_size(cfg) if scope == 'mmpretrain' else None
+    shape = tuple(shape or tested or SHAPES.get(scope, SHAPES['mmpretrain']))
     if min(shape) < 32:
         raise RunError(f'--shape {shape[0]} {shape[1]}: expected at least 32 pixels per side.')
     try:
@@ -99,11 +93,10 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
     macs: Counter = Counter()
     for (name, kind), number in count.macs.items():
         macs[part_of(name), kind] += number
-    counted = {name for name, _ in macs}
     for part in params:
         if part == 'auxiliary_head':
             notes.append('the auxiliary head has parameters but does not run at test time')
-        elif part not in counted and part.endswith('head'):
+        elif part.endswith('head') and part not in {name for name, _ in macs}:
             notes.append(f'{part} did not run; its operations are missing')
     return Cost(shape, dict(params), macs, count.peak_bytes, notes)
 

@@ -39,22 +39,15 @@ def collect_query(block: BlockCall, picture: Picture, x: int, y: int, local: boo
     return QueryMaps(block.name, block.mixer_name, maps.cpu().numpy(), block.size)
 
 
-def _over_image(map_: np.ndarray, picture: Picture) -> np.ndarray:
-    """Resize an attention map (h, w) to the pixels of the preprocessed image without padding."""
-    for axis, (length, shown) in enumerate(zip(picture.inputs.shape[-2:], picture.shown.shape)):
-        tokens = map_.shape[axis]
-        at = np.arange(shown) / pixels_a_token(length, tokens)
-        map_ = map_.take(np.minimum(at.astype(int), tokens - 1), axis)
-    return map_
-
-
 def overlay(map_: np.ndarray, picture: Picture) -> tuple[np.ndarray, float]:
     """Draw attention weights over a grey image: positive weights red, negative blue, pixels outside the window dark.
 
-    Returns:
-        tuple[np.ndarray, float]: Image (h, w, 3) RGB in [0, 1], and the largest magnitude, drawn in full colour.
+    Return the image (h, w, 3) RGB in [0, 1], and the largest magnitude, drawn in full colour.
     """
-    weights = _over_image(map_, picture)
+    weights = map_
+    for axis, (length, shown) in enumerate(zip(picture.inputs.shape[-2:], picture.shown.shape)):
+        at = np.arange(shown) / pixels_a_token(length, map_.shape[axis])
+        weights = weights.take(np.minimum(at.astype(int), map_.shape[axis] - 1), axis)
     peak = float(np.nanmax(np.abs(weights))) if np.isfinite(weights).any() else 0.0
     grey = picture.shown.mean(axis=-1, keepdims=True).repeat(3, axis=-1) / 255 * 0.6 + 0.35
     level = np.nan_to_num(weights / (peak or 1.0))
@@ -73,12 +66,8 @@ def evenly_spaced(number: int, limit: int) -> list[int]:
 def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path, cross: tuple = ()) -> None:
     """Plot a grid with one row per block, at most :data:`SHOWN_BLOCKS` evenly spaced ones.
 
-    Args:
-        rows: For each block its label, and panels (title, image, options of imshow).
-        size: Width and height of a panel in inches.
-        title: Title of the figure.
-        path: File to write.
-        cross: Column and row of a cross drawn in each panel; empty for none.
+    ``rows`` have the label of a block, and panels (title, image, options of imshow), each ``size`` (width, height) in
+    inches. ``cross`` is the column and row of a cross in each panel.
     """
     rows = [rows[i] for i in evenly_spaced(len(rows), SHOWN_BLOCKS)]
     columns = max(len(panels) for _, panels in rows)
@@ -172,11 +161,10 @@ def _lines(measure: str, *names: str) -> list[Line]:
 
 
 _MATRICES = ('state', 'output', 'projected', 'weights', 'weights_with_local')
+_ENTROPY = Line(('sharpness', 'entropy'), 'entropy_if_uniform')
+# title and lines of the plot of each measure
 PLOTS = dict(
-    rank=(
-        'effective rank / largest possible',
-        [Line(('rank', matrix, 'effective'), 'at_most') for matrix in _MATRICES],
-    ),
+    rank=('effective rank / largest possible', [Line(('rank', name, 'effective'), 'at_most') for name in _MATRICES]),
     confusion=('pairs of queries with weights closer than 1e-3 in L2', _lines('confusion', 'share')),
     locality=(
         'weight inside the 3x3 around the query',
@@ -184,14 +172,10 @@ PLOTS = dict(
     ),
     sharpness=(
         'how sharp the weights of a query are',
-        [
-            Line(('sharpness', 'entropy'), 'entropy_if_uniform'),
-            *_lines('sharpness', 'top_1', 'top_9', 'top_25', 'negative'),
-        ],
+        [_ENTROPY, *_lines('sharpness', 'top_1', 'top_9', 'top_25', 'negative')],
     ),
     ccs=('cosine similarity of the attention maps of two heads', [Line(('ccs',))]),
 )
-"""Title and lines of the plot of each measure."""
 
 
 def plot_measures(entries: list[dict], names, out: Path, title: str) -> list[Path]:

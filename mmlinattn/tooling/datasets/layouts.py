@@ -22,7 +22,6 @@ def shapes_of(number: int) -> int | None:
 
 
 def save_picture(path: Path, image: np.ndarray) -> None:
-    """Write ``(H, W, 3)`` uint8 RGB as OpenCV's JPEG of quality 95."""
     mmcv.imwrite(image[..., ::-1], str(path), [cv2.IMWRITE_JPEG_QUALITY, 95])
 
 
@@ -40,17 +39,11 @@ class Coco:
         name = f'{number:012d}.jpg'
         save_picture(root / f'{split}2017' / name, scene.image)
         image = dict(id=number, file_name=name, width=size[0], height=size[1], license=1)
-        instances = [
-            dict(
-                image_id=number,
-                category_id=int(label) + 1,
-                segmentation=mask_to_polygons(mask),
-                area=int(np.count_nonzero(mask)),
-                bbox=list(cv2.boundingRect(mask.astype(np.uint8))),
-                iscrowd=0,
-            )
-            for mask, label in zip(scene.masks, scene.labels)
-        ]
+        instances = []
+        for mask, label in zip(scene.masks, scene.labels):
+            box, area = cv2.boundingRect(mask.astype(np.uint8)), int(np.count_nonzero(mask))
+            known = dict(image_id=number, category_id=int(label) + 1, segmentation=mask_to_polygons(mask))
+            instances.append(dict(known, area=area, bbox=list(box), iscrowd=0))
         return dict(image=image, instances=instances)
 
     @staticmethod
@@ -120,15 +113,9 @@ class ImageNet:
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> str:
         label = (number - 1) % len(IMAGENET_CLASSES)
         shape, fill = divmod(label, len(FILLS))
-        scene = draw_scene(
-            rng,
-            size,
-            num_shapes=1,
-            kinds=(SHAPES[shape],),
-            fill=FILLS[fill],
-            diameters=(0.45, 0.9),
-            backgrounds=('gradient', 'clouds'),  # the others look like striped shapes
-        )
+        plain = ('gradient', 'clouds')  # the others look like striped shapes
+        drawn = dict(kinds=(SHAPES[shape],), fill=FILLS[fill], diameters=(0.45, 0.9), backgrounds=plain)
+        scene = draw_scene(rng, size, num_shapes=1, **drawn)
         wnid = WNIDS[label]
         path = f'{wnid}/{wnid}_{number}.JPEG' if split == 'train' else f'{wnid}/ILSVRC2012_val_{number:08d}.JPEG'
         save_picture(root / split / path, scene.image)

@@ -118,15 +118,9 @@ def _coverage(rng: np.random.Generator, kind: str, diameter: float, size: tuple[
     return canvas / np.float32(255)
 
 
-def _circle(radius: float, points: int) -> np.ndarray:
+def _circle(points: int) -> np.ndarray:
     angles = np.linspace(0, 2 * np.pi, points, endpoint=False)
-    return radius * np.stack([np.sin(angles), -np.cos(angles)], axis=1)
-
-
-def _star(points: int, inner: float) -> np.ndarray:
-    polygon = _circle(1.0, 2 * points)
-    polygon[1::2] *= inner
-    return polygon
+    return np.stack([np.sin(angles), -np.cos(angles)], axis=1)
 
 
 def _cross(half_width: float) -> np.ndarray:
@@ -146,11 +140,11 @@ def _heart() -> np.ndarray:
 
 # polygons within the unit circle; an inner polygon is a hole
 _POLYGONS = {
-    'disc': (_circle(1.0, 72),),
-    'square': (_circle(1.0, 8)[1::2],),  # every second of eight points: sides level, not corners
-    'triangle': (_circle(1.0, 3),),
-    'star': (_star(5, 0.42),),
+    'disc': (_circle(72),),
+    'square': (_circle(8)[1::2],),  # every second of eight points: sides level, not corners
+    'triangle': (_circle(3),),
+    'star': (_circle(10) * np.tile([1.0, 0.42], 5)[:, None],),
     'cross': (_cross(0.3),),
     'heart': (_heart(),),
-    UNLABELLED_SHAPE: (_circle(1.0, 72), _circle(0.6, 72)),
+    UNLABELLED_SHAPE: (_circle(72), 0.6 * _circle(72)),
 }

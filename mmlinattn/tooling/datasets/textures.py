@@ -11,12 +11,10 @@ FILLS = ('plain', 'striped')
 
 
 def draw_background(rng: np.random.Generator, size: tuple[int, int], kind: str) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Draw a background of one of the types ``BACKGROUNDS``, in a pale colour that is typical of the type.
+    """Draw a background ``(H, W, 3)``, float32, in a pale colour that is typical of its type, one of ``BACKGROUNDS``.
+    Return it with its two colours.
 
     With random mean colours, small models would need hundreds of iterations more.
-
-    Returns:
-        The background ``(H, W, 3)``, float32, and its two colours.
     """
     hue = (BACKGROUNDS.index(kind) + 0.3) / len(BACKGROUNDS) + rng.normal(0, 0.03)
     saturation, value = rng.uniform(0.2, 0.45), rng.uniform(0.5, 0.9)

@@ -41,21 +41,14 @@ class Sizes(NamedTuple):
         return self.batch, self.channels, self.height, self.width
 
     def others(self) -> list[tuple[int, int, int, int]]:
-        """Return two more input shapes for checking a dynamic graph: a larger image in batch 1, and a smaller one.
-
-        A graph of fixed size has none (empty list).
-        """
+        """Return two more shapes for checking a dynamic graph: a larger image in batch 1, and a smaller one."""
         if not self.dynamic:
             return []
         height, width = (max(self.smallest + 1, side * 5 // 8 + 1) for side in (self.height, self.width))
         return [(1, self.channels, self.height + 37, self.width + 18), (self.batch + 1, self.channels, height, width)]
 
     def check(self) -> None:
-        """Check the batch size and the sides.
-
-        Raises:
-            RunError: The batch is empty, or a side is too small.
-        """
+        """Raise a RunError if the batch is empty, or a side is too small."""
         if self.batch < 1:
             raise RunError(f'--batch={self.batch}: expected at least 1.')
         if min(self.height, self.width) < self.smallest:
@@ -63,10 +56,8 @@ class Sizes(NamedTuple):
 
     def describe(self) -> str:
         """Return the shapes that the graph accepts, in words."""
-        if self.dynamic:
-            size = f'(batch, {self.channels}, height, width)'
-            return f'image {size}, batch >= 1, height and width >= {self.smallest}'
-        return f'image {self.shape}, no other size'
+        of_any = f'(batch, {self.channels}, height, width), batch >= 1, height and width >= {self.smallest}'
+        return f'image {of_any}' if self.dynamic else f'image {self.shape}, no other size'
 
 
 class ExportableModel(nn.Module):
@@ -91,6 +82,8 @@ class ExportableModel(nn.Module):
     """
 
     model: Any
+    boxes: Optional[DetectorGraph]
+    outputs: Optional[list[str]]
 
     def __init__(self, model: Any, boxes: bool = False) -> None:
         super().__init__()
@@ -105,9 +98,7 @@ class ExportableModel(nn.Module):
         model.eval()  # returns None in MMDetection's distillation
         model.requires_grad_(False)
         replace_modules(model)
-        self.model = model
-        self.boxes: Optional[DetectorGraph] = None
-        self.outputs: Optional[list[str]] = None
+        self.model, self.boxes, self.outputs = model, None, None
         if self.task == 'classifier':
             self.outputs = ['scores']
             self.activation = decision(self.head)['activation']
@@ -145,8 +136,7 @@ class ExportableModel(nn.Module):
                 )
             if self.task == 'classifier':
                 return logits.sigmoid() if self.activation == 'sigmoid' else logits.softmax(1)
-            align = self.model.align_corners
-            logits = F.interpolate(logits, image.shape[2:], mode='bilinear', align_corners=align)
+            logits = F.interpolate(logits, image.shape[2:], mode='bilinear', align_corners=self.model.align_corners)
             if logits.shape[1] > 1:
                 labels = logits.argmax(1)
             else:
@@ -158,9 +148,6 @@ class ExportableModel(nn.Module):
         """Head of a classifier or segmentor; in a cascade, the last one."""
         heads = self.model.decode_head if self.task == 'segmentor' else self.model.head
         return heads[-1] if isinstance(heads, nn.ModuleList) else heads
-
-    def output_names(self, outputs) -> list[str]:
-        return self.outputs or [f'feat{i}' for i in range(len(outputs))]
 
     def metadata(self) -> dict:
         """Return settings for applications that turn the outputs into labels."""
@@ -195,8 +182,7 @@ TURNS = ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')  # each swaps the channels of MMC
 
 
 def normalisation(cfg: Config) -> dict:
-    """Return the settings of the data preprocessor, including mean and std of MMCV's ``Normalize`` in the test
-    pipeline.
+    """Return the settings of the data preprocessor with mean and std of MMCV's ``Normalize`` in the test pipeline.
 
     Raises:
         RunError: The test pipeline normalises by another transform, or pipeline and data preprocessor both normalise.
@@ -297,23 +283,14 @@ def detection_deviation(outputs, expected) -> float:
 
 
 class Export(NamedTuple):
-    """Result of an export.
-
-    Attributes:
-        files (list[Path]): Files.
-        metadata (dict): See :func:`metadata`.
-        errors (dict): Deviation from the model at each checked shape, in float32.
-        unit (str): Unit of the deviations.
-        precision (str): Default precision of the runtime on this machine.
-        default_errors (dict): Deviations in that precision; empty if it is float32.
-    """
+    """Result of an export."""
 
     files: list[Path]
-    metadata: dict
-    errors: dict[tuple, float]
-    unit: str
-    precision: str
-    default_errors: dict[tuple, float]
+    metadata: dict  # see :func:`metadata`
+    errors: dict[tuple, float]  # deviation from the model at each checked shape, in float32
+    unit: str  # of the deviations
+    precision: str  # default of the runtime on this machine
+    default_errors: dict[tuple, float]  # deviations in that precision; empty if it is float32
 
 
 @torch.no_grad()
@@ -326,18 +303,12 @@ def export_model(
     checkpoint_meta: Optional[dict] = None,
     neck: bool = False,
 ) -> Export:
-    """Export a model as a graph, and compare the file with the model.
+    """Export a model of a config as a graph in a format of :data:`~mmlinattn.tooling.export.formats.FORMATS`, and
+    compare the file with the model.
 
     ``target`` is written atomically, and only if no deviation exceeds :data:`TOLERANCE`. Detections are compared by
     :func:`detection_deviation` with a score threshold of 0, because scores on random images seldom reach the threshold.
-
-    Args:
-        model, cfg: Model, see :class:`ExportableModel`, and its config.
-        target (Path): File to write.
-        form (str): Format, a key of :data:`~mmlinattn.tooling.export.formats.FORMATS`.
-        sizes (Sizes): Shape of the example, and range of other accepted shapes.
-        checkpoint_meta (dict, optional): ``meta`` of the checkpoint, for the class names.
-        neck (bool): Export a detector up to its neck, even in formats that support boxes.
+    With ``neck``, a detector is exported up to its neck, even in formats that support boxes.
 
     Raises:
         RunError: The model cannot be exported, or the file deviates from it.
@@ -361,7 +332,8 @@ def export_model(
     except TypeError as error:  # heads that want data samples beside the image (PointRend)
         raise RunError(f'{type(model).__name__} does not run on images alone: {described(error)}') from error
     exportable.fold(backend.prefers_convolutions)
-    meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]))
+    names = exportable.outputs or [f'feat{i}' for i in range(len(expected[0]))]
+    meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, names)
     if boxes is not None:
         boxes.score_thr.fill_(threshold)
     meta.update(exportable.metadata())
@@ -382,9 +354,7 @@ def export_model(
         del run
         if max(errors.values()) > TOLERANCE:
             listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in errors.items())
-            raise RunError(
-                f'the {form} graph deviates from the model by more than {TOLERANCE} {unit} ({listed}); '
-                f'{target} was not written.'
-            )
+            text = f'the {form} graph deviates from the model by more than {TOLERANCE} {unit} ({listed})'
+            raise RunError(f'{text}; {target} was not written.')
         files = [path.replace(target.parent / path.name) for path in sorted(Path(folder).iterdir())]
     return Export(files, meta, errors, unit, precision, default_errors)

@@ -114,33 +114,26 @@ def _wired(network: dict, old: list[FeatureMap], size: tuple[int, int], new: Zoo
 def _behind(
     necks: list, old: list[FeatureMap], made: list, new: list[FeatureMap], size: tuple[int, int]
 ) -> Optional[Wiring]:
-    """Return the wiring of the heads: outputs of ``necks`` for ``old``, and of the rewritten ``made`` for ``new``.
-
-    It is None if the necks fail on noise.
-    """
+    """Return the wiring of the heads: outputs of ``necks`` for ``old``, and of the rewritten ``made`` for ``new``; None
+    if the necks fail on noise."""
     before, after = run_necks(necks, old, size), run_necks(made, new, size)
     return Wiring(before, after) if before and after and len(before) == len(after) else None
 
 
 def _adapted(network: dict, measured: Measured, new: ZooBackbone, sources: list[int], remark: str) -> Candidate:
-    """Return the candidate with a ``MapAdapter`` from the new feature maps to upstream's channels and strides.
-
-    Output ``i`` of the adapter is made from stage ``sources[i]``.
-    """
+    """Return the candidate with a ``MapAdapter`` to upstream's channels and strides; its output ``i`` is made from
+    stage ``sources[i]``."""
     old = measured.maps
     # heads of networks with branches read all of them in training
     read = positions_read(network, len(old)) if measured.alone is None else range(len(old))
     kept = sorted({sources[i] for i in read})
     inputs = [kept.index(stage) if stage in kept else None for stage in sources]
     scales = [(new.stages[i].stride or 32) / (out.stride or 32) for i, out in zip(sources, old)]
-    neck: dict[str, Any] = dict(type='MapAdapter', in_channels=[new.stages[i].channels for i in kept])
-    neck['out_channels'] = [out.channels for out in old]
-    if inputs != list(range(len(old))):
-        neck['sources'] = inputs
-    if any(scale != 1 for scale in scales):
-        neck['scales'] = scales
-    if measured.alone is not None:
-        neck['inference_output'] = measured.alone
+    channels = dict(in_channels=[new.stages[i].channels for i in kept], out_channels=[out.channels for out in old])
+    neck: dict[str, Any] = dict(type='MapAdapter', **channels)
+    neck |= dict(sources=inputs) if inputs != list(range(len(old))) else {}
+    neck |= dict(scales=scales) if any(scale != 1 for scale in scales) else {}
+    neck |= dict(inference_output=measured.alone) if measured.alone is not None else {}
     necks = [neck, *listed(network.get('neck'))]
     return Candidate({**network, 'backbone': new.with_outputs(kept), 'neck': necks if len(necks) > 1 else neck}, remark)
 

@@ -81,15 +81,10 @@ def _build(cfg: dict) -> torch.nn.Module:
 
 
 def run_necks(necks: Sequence[dict], maps: Sequence[FeatureMap], size: tuple[int, int]) -> Optional[list[FeatureMap]]:
-    """Return the outputs of necks in sequence for noise like ``maps`` of images of ``size`` (height, width).
-
-    The result is None if they fail or return no feature maps.
-    """
-    shapes = []
-    for out in maps:
-        sides = [-(-side // out.stride) for side in size] if out.stride else []
-        shapes.append((2, out.channels, *sides))
-    outs: Any = tuple(map(torch.rand, shapes))
+    """Return the outputs of necks in sequence for noise like ``maps`` of images of ``size`` (height, width); None if
+    they fail or return no feature maps."""
+    sides = [[-(-side // out.stride) for side in size] if out.stride else [] for out in maps]
+    outs: Any = tuple(torch.rand(2, out.channels, *each) for out, each in zip(maps, sides))
     with quiet(), torch.no_grad():
         try:
             for neck in necks:

@@ -21,27 +21,16 @@ from .zoo import ZooBackbone, find_backbone
 
 
 class Swapped(NamedTuple):
-    """An upstream config with another backbone.
+    """An upstream config with another backbone."""
 
-    Attributes:
-        changes: Differences from the upstream config, one line per value.
-        remarks: Other notes for the user.
-        result: Result of its smoke test.
-    """
-
-    changes: list[str]
-    remarks: list[str]
-    result: SmokeResult
+    changes: list[str]  # differences from the upstream config, one line per value
+    remarks: list[str]  # other notes for the user
+    result: SmokeResult  # of its smoke test
 
 
 def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_optimizer: bool = False) -> Swapped:
-    """Write an upstream config with a backbone of our configs, after a smoke test.
-
-    Args:
-        upstream: ``mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py`` or a path.
-        backbone: Beginning of its config names: ``ravlt_t``, ``inline_swin_s``, ``flatten_pvt_v2_b1``.
-        out: File to write.
-        keep_optimizer: Keep upstream's optimizer in place of the paper's for the backbone.
+    """Write an upstream config (``mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py`` or a path) with a backbone of our
+    configs (``ravlt_t``), after a smoke test. With ``keep_optimizer``, its optimizer is not replaced by the paper's.
 
     Raises:
         Unsupported: The network cannot use the backbone.
@@ -89,11 +78,12 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
 def _kept(given: dict, num_stages: int) -> dict:
     """Return the settings of a backbone for memory, and of one of ours for freezing, which the new one takes over."""
     kind = MODELS.get(bare_name(given.get('type')))
-    names = ('with_cp', 'norm_eval') if isinstance(kind, type) and issubclass(kind, Backbone) else ('with_cp',)
-    kept = {name: True for name in names if given.get(name) is True}
-    frozen = given.get('frozen_stages')
-    is_frozen = len(names) > 1 and isinstance(frozen, int) and 0 <= frozen < num_stages
-    return {**kept, 'frozen_stages': frozen} if is_frozen else kept
+    kept = dict(with_cp=True) if given.get('with_cp') is True else {}
+    if isinstance(kind, type) and issubclass(kind, Backbone):
+        frozen = given.get('frozen_stages')
+        kept |= dict(norm_eval=True) if given.get('norm_eval') is True else {}
+        kept |= dict(frozen_stages=frozen) if isinstance(frozen, int) and 0 <= frozen < num_stages else {}
+    return kept
 
 
 def _first_that_trains(

@@ -36,22 +36,13 @@ class NoModel(RunError):
 
 
 class Upstream(NamedTuple):
-    """An upstream config.
+    """An upstream config."""
 
-    Attributes:
-        base: Name for ``_base_``: ``mmdet::...`` or an absolute path.
-        cfg: As inherited.
-        task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
-        inner: Key of the part of the model that holds ``backbone``: 'detector' of trackers and semi-supervised
-            training, else ''.
-        is_whole: True for a pure Python config. No text config can inherit it, so the written file holds all of it.
-    """
-
-    base: str
-    cfg: Config
-    task: str
-    inner: str = ''
-    is_whole: bool = False
+    base: str  # name for _base_: mmdet::... or an absolute path
+    cfg: Config  # as inherited
+    task: str  # mmdet, mmseg or mmpretrain
+    inner: str = ''  # part of the model with the backbone: 'detector' of trackers and semi-supervised training
+    is_whole: bool = False  # a pure Python config: no text config can inherit it, so the written file holds all of it
 
     @property
     def model(self) -> dict:
@@ -75,7 +66,6 @@ class Upstream(NamedTuple):
 
     @property
     def image_channels(self) -> int:
-        """Number of image channels that the model takes."""
         return image_channels(Config(dict(default_scope=self.task, model=self.network)))
 
     @property
@@ -128,9 +118,7 @@ def dicts(node: Any) -> Iterator[dict]:
 
 
 def read_upstream(spec: str) -> Upstream:
-    """Read a config of MMDetection, MMSegmentation or MMPretrain.
-
-    ``spec`` is an address such as ``mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py``, or the path of a file.
+    """Read a config of MMDetection, MMSegmentation or MMPretrain: an address (``mmdet::FOLDER/CONFIG.py``) or a path.
 
     Raises:
         RunError: The config is missing, not readable, or of another project.
