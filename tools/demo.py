@@ -77,13 +77,7 @@ from mmlinattn.tooling.command_line import (
 from mmlinattn.tooling.configs import PIP_NAMES, check_checkpoint, read_with_options, require
 from mmlinattn.tooling.console import quiet_console, quiet_upstream
 from mmlinattn.tooling.images import image_channels, image_dtype, is_8_bit, preprocessor, read_picture, test_pipeline
-from mmlinattn.tooling.predictions import (
-    PredictionWriter,
-    check_prediction_arguments,
-    draw,
-    names_below,
-    stems_below,
-)
+from mmlinattn.tooling.predictions import PredictionWriter, check_prediction_arguments, draw, names_below, stems_below
 from mmlinattn.utils.building import build_model
 from mmlinattn.utils.errors import RunError, described
 

@@ -291,8 +291,8 @@ def _spelling(error: BaseException, kinds: list) -> str:
     scopes = [part.scope for part in registry.root.children.values() if name in part.module_dict]
     if scopes:
         return f'It is of another project: write {scopes[0]}.{name}'
-    parts = [registry, *registry.children.values(), *([registry.parent] if registry.parent else [])]
-    return meant(name, {name for part in parts for name in part.module_dict}).strip()
+    near_by = [registry, *registry.children.values(), *filter(None, [registry.parent])]
+    return meant(name, {known for each in near_by for known in each.module_dict}).strip()
 
 
 def _resuming(work_dir: Optional[str], since: float = 0.0) -> str:

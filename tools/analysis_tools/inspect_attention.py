@@ -53,8 +53,7 @@ from rich.progress import Progress
 from mmlinattn import __version__
 from mmlinattn.tooling.analysis import loading, pictures
 from mmlinattn.tooling.analysis.capture import arrangements, watched
-from mmlinattn.tooling.analysis.inspecting import averaged, full_map, measure_block
-from mmlinattn.tooling.analysis.measures import CONFUSION_DISTANCE
+from mmlinattn.tooling.analysis.inspecting import CONFUSION_DISTANCE, averaged, full_map, measure_block
 from mmlinattn.tooling.command_line import check_device, one_line_errors, writing
 from mmlinattn.tooling.configs import PIP_NAMES, check_checkpoint, read_with_options
 from mmlinattn.tooling.images import read_picture

@@ -53,7 +53,7 @@ class Window(NamedTuple):
         """Return the existing convolutions of the values as functions: the mixer's own, then :attr:`local`."""
         mixer: Any = self.mixer
         grid, context, v = self.inputs['key_grid'], self.inputs['context'], self.inputs['v']
-        found: list[Callable[[Tensor], Tensor]] = []
+        found: list[Any] = []
         if isinstance(mixer, LocalMixer) and mixer.convolve(v, grid, context) is not None:
             # a tensor of inference mode cannot be saved for a backward pass
             found.append(lambda v: mixer.convolve(v, grid, None if context is None else context.clone()))
@@ -227,9 +227,11 @@ def _token_layout(attention: Any, x: Tensor, calls: list[dict]) -> tuple[tuple, 
     candidates: list[Any] = []  # key size and layout
     windows: list[Any] = []
     if type(attention).forward is StripeAttention.forward:  # others may permute
-        windows = [Windows.fit(*size, window) for window in ((None, attention.stripe), (attention.stripe, None))]
+        windows = [
+            Windows.fit(size[0], size[1], window) for window in ((None, attention.stripe), (attention.stripe, None))
+        ]
     elif type(attention).forward is WindowAttention.forward:
-        windows = [Windows.fit(*size, attention.window, attention.shift)]
+        windows = [Windows.fit(size[0], size[1], attention.window, attention.shift)]
     if windows:
         candidates.append((size, [(each.partition(index)[..., 0] + PADDING,) * 2 for each in windows]))
     if tuple(grid[:2]) == size:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ...ops.dispatch import accumulation_dtype
-from . import measures
 from .capture import CLASS_TOKEN, PADDING, BlockCall, Window
 
 MEASURES = ('rank', 'confusion', 'locality', 'sharpness', 'ccs')
 MAX_WINDOWS = 8
+CONFUSION_DISTANCE = 1e-3  # InLine Sec. 4.1
 NUMEL = 2**25  # attention weights computed at a time: 128 MiB
 
 
@@ -53,13 +53,13 @@ def measure_block(
     entry.update(_joined(by_branch))
     if 'rank' in names:
         for name, features in zip(('output', 'projected'), zip(*block.features())):
-            entry['rank'][name] = _joined([measures.ranks(t) for t in features])
+            entry['rank'][name] = _joined([ranks(t) for t in features])
     if 'ccs' in names:  # of a sample of queries that is the same for all heads and in every call
         keys = torch.arange(CLASS_TOKEN, math.prod(block.key_size), device=block.projected.device)
         limit = max(1, min(num_queries, NUMEL // (heads * len(keys))))
         queries = _some(torch.arange(math.prod(block.size)), limit, torch.Generator().manual_seed(0))
         maps = maps_of(block, queries.to(keys.device), keys).nan_to_num() if heads > 1 else None
-        entry['ccs'] = None if maps is None else measures.cross_head_similarity(maps)
+        entry['ccs'] = None if maps is None else cross_head_similarity(maps)
     return entry
 
 
@@ -70,11 +70,11 @@ def _measure_window(block: BlockCall, window: Window, rows: Tensor, names) -> di
     entry: dict = dict(forward_error=window.error(rows, weights))
     if 'rank' in names:
         matrices = dict(weights=weights, weights_with_local=both, state=window.state())
-        entry['rank'] = {name: measures.ranks(matrix) for name, matrix in matrices.items() if matrix is not None}
+        entry['rank'] = {name: ranks(matrix) for name, matrix in matrices.items() if matrix is not None}
     if 'confusion' in names and len(rows) > 1:
-        distances = measures.pair_distances(weights)
+        distances = pair_distances(weights)
         entry['confusion'] = dict(
-            share=(distances < measures.CONFUSION_DISTANCE).double().mean(dim=-1).tolist(),
+            share=(distances < CONFUSION_DISTANCE).double().mean(dim=-1).tolist(),
             median_distance=distances.median(dim=-1).values.tolist(),
             mean_norm=weights.norm(dim=-1).mean(dim=-1).tolist(),
         )
@@ -85,10 +85,10 @@ def _measure_window(block: BlockCall, window: Window, rows: Tensor, names) -> di
         entry['locality'] = dict(chance=9 / num_keys, if_uniform=uniform)
         for name, map_ in (('', weights), ('_with_local', both)):
             if map_ is not None:  # the sum is that of InLine Fig. 3; both are equal for positive rows that sum to one
-                parts = {f'sum{name}': map_ * near, f'share{name}': measures.magnitudes(map_) * near}
+                parts = {f'sum{name}': map_ * near, f'share{name}': magnitudes(map_) * near}
                 entry['locality'].update({key: _mean_sum(part) for key, part in parts.items()})
     if 'sharpness' in names:
-        shares = measures.magnitudes(weights)
+        shares = magnitudes(weights)
         strongest = shares.sort(dim=-1, descending=True).values
         entry['sharpness'] = dict(
             entropy=_mean_sum(torch.special.entr(shares)),  # in nats
@@ -185,6 +185,60 @@ def full_map(block: BlockCall, side: int = 128) -> Tensor:
     return maps_of(block, queries, keys)
 
 
+# --- measures of attention weights (heads, n, M) of n queries and all M keys, as defined in the papers ----------------
+# Linear attentions may have negative weights; fractions and entropies are then computed from their magnitudes.
+
+
+def ranks(matrix: Tensor) -> dict[str, list[float]]:
+    """Return three measures of the rank of each matrix of a batch (heads, N, d), one number per head.
+
+    - ``rank``: number of singular values above the usual tolerance (NumPy's ``matrix_rank``) for float32.
+    - ``above_1_percent``: number of singular values above 1 % of the largest.
+    - ``effective``: exponential of the entropy of the normalised singular values (Roy & Vetterli 2007), from 1 to
+      ``at_most``; 0 for a zero matrix.
+    - ``at_most``: the smaller side of the matrix.
+    """
+    matrix = matrix.double()
+    matrix = matrix if matrix.shape[-1] <= matrix.shape[-2] else matrix.mT
+    values = torch.linalg.eigvalsh(matrix.mT @ matrix).clamp(min=0).sqrt()
+    largest = values.amax(dim=-1, keepdim=True)
+    rounding = matrix.shape[-2] * torch.finfo(torch.float32).eps
+    effective = torch.special.entr(magnitudes(values)).sum(dim=-1).exp() * (largest[..., 0] > 0)
+    return dict(
+        rank=(values > largest * rounding).sum(dim=-1).tolist(),
+        above_1_percent=(values > largest * 0.01).sum(dim=-1).tolist(),
+        effective=effective.tolist(),
+        at_most=matrix.shape[-1],
+    )
+
+
+def pair_distances(weights: Tensor) -> Tensor:
+    """Return Euclidean distances of the weights of all pairs of queries: (heads, n, M) -> (heads, n (n - 1) / 2).
+
+    Two queries closer than :data:`CONFUSION_DISTANCE` are confused (InLine Def. 1, Fig. 2).
+    """
+    distance = torch.cdist(weights.double(), weights.double())
+    first, second = torch.triu_indices(weights.shape[-2], weights.shape[-2], offset=1, device=weights.device)
+    return distance[..., first, second]
+
+
+def magnitudes(weights: Tensor) -> Tensor:
+    """Return ``|w| / sum |w|`` over the keys of each query: (..., M) -> (..., M), float64."""
+    size = weights.double().abs()
+    return size / size.sum(dim=-1, keepdim=True).clamp(min=1e-300)
+
+
+def cross_head_similarity(weights: Tensor) -> float:
+    """Return the cross-head cosine similarity ("CCS") of attention maps (heads, n, M), two or more heads, in [-1, 1].
+
+    It is the mean over all pairs of heads. This follows our reading of hMHSA Eq. 9-11 and Tab. 4, as no code was
+    released.
+    """
+    heads = weights.shape[0]
+    flat = torch.nn.functional.normalize(weights.double().flatten(1), dim=-1)
+    return float(((flat @ flat.T).sum() - flat.square().sum()) / (heads * (heads - 1)))
+
+
 # --- numbers in nested dicts ------------------------------------------------------------------------------------------
 
 
@@ -193,7 +247,8 @@ def averaged(entries: list[tuple[dict, float]], joins_lists: bool = False) -> di
 
     Values are numbers, lists of equal length (concatenated with ``joins_lists``), or dicts of these.
     """
-    found, weights = {}, [weight for _, weight in entries]
+    found: dict = {}
+    weights = [weight for _, weight in entries]
     for key in entries[0][0]:
         values = [entry[key] for entry, _ in entries if key in entry]
         if len(values) < len(entries):

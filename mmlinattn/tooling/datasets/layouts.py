@@ -9,9 +9,17 @@ import cv2
 import mmcv
 import numpy as np
 
-from .polygons import mask_to_polygons
-from .shapes import ADE20K_NAMES, ADE_CLASSES, COCO_CLASSES, IMAGENET_CLASSES, SHAPES, UNLABELLED_SHAPE, draw_scene
-from .textures import BACKGROUNDS, FILLS
+from .shapes import (
+    ADE20K_NAMES,
+    ADE_CLASSES,
+    BACKGROUNDS,
+    COCO_CLASSES,
+    FILLS,
+    IMAGENET_CLASSES,
+    SHAPES,
+    UNLABELLED_SHAPE,
+    draw_scene,
+)
 
 WNIDS = tuple(f'n9{label:07d}' for label in range(len(IMAGENET_CLASSES)))  # sort as the labels do
 
@@ -23,6 +31,32 @@ def shapes_of(number: int) -> int | None:
 
 def save_picture(path: Path, image: np.ndarray) -> None:
     mmcv.imwrite(image[..., ::-1], str(path), [cv2.IMWRITE_JPEG_QUALITY, 95])
+
+
+def mask_to_polygons(mask: np.ndarray) -> list[list[int]]:
+    """Trace the regions of a mask (H, W) along the edges of its pixels, as polygons ``[x0, y0, x1, y1, ...]`` that
+    rasterise to the same mask.
+
+    Pixel ``(r, c)`` covers ``[c, c + 1] x [r, r + 1]``, as in pycocotools, which converts masks to run lengths only.
+    OpenCV's contours run through the centres of pixels, and lose half a pixel on every side. COCO's polygons have no
+    holes, so the polygon of a region runs to each of its holes and back on the same line.
+    """
+    # in the enlarged mask, contours have a pixel on each side of an edge; (x + 1) // 2 is its coordinate
+    doubled = np.asarray(mask, np.uint8).repeat(2, axis=0).repeat(2, axis=1)
+    contours, hierarchy = cv2.findContours(doubled, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
+    polygons: dict[int, np.ndarray] = {}
+    holes = []
+    for i, contour in enumerate(contours):
+        points, parent = (contour[:, 0] + 1) // 2, hierarchy[0][i][3]
+        if parent < 0:
+            polygons[i] = points
+        else:
+            holes.append((parent, points))
+    for parent, points in holes:
+        start = polygons[parent][:1]
+        polygons[parent] = np.concatenate((polygons[parent], start, points, points[:1]))
+    # without repeated points
+    return [p[(p != np.roll(p, 1, axis=0)).any(axis=1)].ravel().tolist() for p in polygons.values()]
 
 
 class Coco:
@@ -114,7 +148,7 @@ class ImageNet:
         label = (number - 1) % len(IMAGENET_CLASSES)
         shape, fill = divmod(label, len(FILLS))
         plain = ('gradient', 'clouds')  # the others look like striped shapes
-        drawn = dict(kinds=(SHAPES[shape],), fill=FILLS[fill], diameters=(0.45, 0.9), backgrounds=plain)
+        drawn: dict[str, Any] = dict(kinds=(SHAPES[shape],), fill=FILLS[fill], diameters=(0.45, 0.9), backgrounds=plain)
         scene = draw_scene(rng, size, num_shapes=1, **drawn)
         wnid = WNIDS[label]
         path = f'{wnid}/{wnid}_{number}.JPEG' if split == 'train' else f'{wnid}/ILSVRC2012_val_{number:08d}.JPEG'

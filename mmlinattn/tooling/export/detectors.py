@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...ops.sizes import as_tensor, round_up, unflatten
 from ...utils.errors import RunError
-from .nms import nms_mask
+from .onnx_nodes import nms_mask
 
 INSTEAD = 'MMDeploy may have a writer for it; --neck writes the backbone and neck alone'
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ...utils.errors import RunError
 from ..command_line import quiet
-from .nms import register_onnx_symbolic
-from .products import split_products
+from .onnx_nodes import register_onnx_symbolic, split_products
 
 METADATA = 'metadata.json'  # name of the metadata inside the files of PyTorch
 OPSET = 17  # of traced ONNX graphs

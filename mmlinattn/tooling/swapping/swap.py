@@ -78,7 +78,7 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
 def _kept(given: dict, num_stages: int) -> dict:
     """Return the settings of a backbone for memory, and of one of ours for freezing, which the new one takes over."""
     kind = MODELS.get(bare_name(given.get('type')))
-    kept = dict(with_cp=True) if given.get('with_cp') is True else {}
+    kept: dict = dict(with_cp=True) if given.get('with_cp') is True else {}
     if isinstance(kind, type) and issubclass(kind, Backbone):
         frozen = given.get('frozen_stages')
         kept |= dict(norm_eval=True) if given.get('norm_eval') is True else {}

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmlinattn.tooling.analysis import measures
+from mmlinattn.tooling.analysis import inspecting as measures
 
 
 @settings(deadline=None, max_examples=30, derandomize=True)
