@@ -64,24 +64,16 @@ def check_prediction_arguments(args: argparse.Namespace, scope: str, config: str
 
 
 class AnnotationIds(NamedTuple):
-    """Ids of a COCO annotation file.
+    """Ids of a COCO annotation file."""
 
-    Attributes:
-        categories (dict[int, int]): Category id of each label; None without such a file.
-        images (dict[str, int | str]): Image id of each file name without folders; empty without such a file.
-        file (str): Path of the file.
-    """
-
-    categories: Optional[dict[int, int]] = None
-    images: dict[str, Any] = {}
-    file: str = ''
+    categories: Optional[dict[int, int]] = None  # category id of each label; None without such a file
+    images: dict[str, Any] = {}  # image id of each file name without folders
+    file: str = ''  # its path
 
 
 def annotation_ids(cfg: Config, names: Optional[Sequence[str]]) -> AnnotationIds:
-    """Return the ids of the first COCO file of the test data that has all these class names.
-
-    File names that two images share, in different folders, are left out.
-    """
+    """Return the ids of the first COCO file of the test data that has all these class names, without file names that
+    two images share."""
     for _, dataset in dataset_configs(cfg, 'test_dataloader'):
         path = osp.join(dataset.get('data_root') or '', dataset.get('ann_file') or '')
         if names and path.endswith('.json') and osp.isfile(path):
@@ -97,10 +89,8 @@ def annotation_ids(cfg: Config, names: Optional[Sequence[str]]) -> AnnotationIds
 
 
 def label_values(cfg: Config, names: Optional[Sequence[str]]) -> list[int]:
-    """Return the value of each label in the annotation files of the test data.
-
-    It is the label itself unless ``reduce_zero_label`` or ``label_map`` of the data set changes labels on loading.
-    """
+    """Return the value of each label in the annotation files of the test data: the label itself, unless
+    ``reduce_zero_label`` or ``label_map`` of the data set changes labels on loading."""
     count = max(num_classes(cfg), len(names or ()), 2)
     for _, given in dataset_configs(cfg, 'test_dataloader'):
         with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry, suppress(Exception):
@@ -122,14 +112,8 @@ def _instances(sample, threshold: float = 0.0) -> Iterator[tuple[int, float, lis
 
 
 def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None, file_name: str = '') -> list[dict[str, Any]]:
-    """Return the detections of an image in COCO's result format.
-
-    Args:
-        sample (DetDataSample): Predictions.
-        image_id (int | str): Id of the image.
-        ids (dict[int, int], optional): Category id of each label; label + 1 by default.
-        file_name (str): Written to each entry, for images in several annotation files.
-    """
+    """Return the detections of an image in COCO's result format, with category ``ids`` of labels (label + 1 by default)
+    and the file name, for images in several annotation files."""
     from pycocotools import mask as coco_mask
 
     entries = []
@@ -144,11 +128,8 @@ def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None, file_na
 
 
 def yolo_lines(sample, threshold: float, with_score: bool = False) -> list[str]:
-    """Return the detections of an image in YOLO's label format, with coordinates relative to the size of the image.
-
-    A box is ``class x_centre y_centre width height``; a mask is ``class x1 y1 x2 y2 ...``, the polygon of its largest
-    part.
-    """
+    """Return the detections of an image in YOLO's label format, relative to the size of the image: a box as ``class
+    x_centre y_centre width height``, a mask as ``class x1 y1 x2 y2 ...``, the polygon of its largest part."""
     height, width = sample.ori_shape[:2]
     lines = []
     for label, score, (x1, y1, x2, y2), mask in _instances(sample, threshold):
@@ -178,21 +159,13 @@ def draw(visualizer, image: np.ndarray, sample, threshold: float, name: str = ''
 class PredictionWriter:
     """Write predictions as the options of :func:`mmlinattn_console.add_prediction_arguments` say.
 
-    Args:
-        args (argparse.Namespace): The options.
-        cfg (Config): Config with the test data.
-        names (Sequence[str], optional): Class names.
-        threshold (float): Lowest score of ``--save-txt``.
-
-    Attributes:
-        ids (AnnotationIds): Ids for ``--save-json``.
-        entries (list[list[dict]]): COCO results of each image.
+    ``cfg`` has the test data, ``names`` are those of the classes, ``threshold`` is the lowest score of ``--save-txt``.
     """
 
     def __init__(self, args: argparse.Namespace, cfg: Config, names: Optional[Sequence[str]], threshold: float) -> None:
         self.args, self.threshold = args, threshold
         self.ids = annotation_ids(cfg, names) if args.save_json else AnnotationIds()
-        self.entries: list[list[dict]] = []
+        self.entries: list[list[dict]] = []  # COCO results of each image
         if args.save_labels:
             values = label_values(cfg, names)
             self.values = np.array(values, np.uint8 if max(values) < 256 else np.uint16)
@@ -243,8 +216,7 @@ def names_below(paths: Sequence[str]) -> list[str]:
 
 
 def stems_below(paths: Sequence[str]) -> list[str]:
-    """Return a unique name without suffix, relative to an output folder, for each image file. Names that would repeat
-    keep their suffix."""
+    """Return a unique name, relative to an output folder, for each image file, with its suffix if it would repeat."""
     full, names = _names(paths)
     stems = [osp.splitext(name)[0] for name in names]
     counts = Counter(stem for stem, _ in {*zip(stems, full)})
@@ -263,15 +235,8 @@ def drawing_in_every_process() -> Iterator[None]:
 
 
 class PredictionFilesHook(Hook):
-    """Write the predictions of each image in a test, as the options of ``tools/test.py`` say.
-
-    Drawings are written for any ``vis_backends`` of the config's visualizer.
-
-    Args:
-        args (argparse.Namespace): ``show``, ``show_dir``, ``interval``, ``wait_time``, ``score_thr`` and the options of
-            :func:`mmlinattn_console.add_prediction_arguments`.
-        cfg (Config): The config.
-    """
+    """Write the predictions of each image in a test, as the options of ``tools/test.py`` say; drawings for any
+    ``vis_backends`` of the config's visualizer."""
 
     priority = 'LOWEST'
 
@@ -280,7 +245,7 @@ class PredictionFilesHook(Hook):
         hook = (cfg.get('default_hooks') or {}).get('visualization') or {}
         self.threshold = hook.get('score_thr', 0.3) if args.score_thr is None else args.score_thr
         self.seen = 0
-        self.stems: dict[str, str] = {}  # names of files by image
+        self.stems: dict[str, str] = {}  # names of files by image, without suffix
         self.drawings: dict[str, str] = {}
 
     def before_test_epoch(self, runner) -> None:

@@ -17,21 +17,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 from mmengine.runner.base_loop import BaseLoop
 
-from ..engine import (
-    CheckpointMatchHook,
-    CompileHook,
-    DataCheckHook,
-    ExactResumeHook,
-    FiniteLossHook,
-    ProgressHook,
-    RehearsalHook,
-    ResultsHook,
-    SafeRunner,
-    ScheduleCheckHook,
-    StopHook,
-    UnusedParametersHook,
-    prepare_distributed,
-)
+from ..engine import SafeRunner, prepare_distributed
 from ..engine.optimizers.saved_groups import named_wrappers
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
@@ -41,16 +27,16 @@ from .environment import lacking_on_gpu
 
 # hooks that the tools add to any config, in the order of docs/configs.md
 TOOL_HOOKS = (
-    DataCheckHook,  # classes, labels and annotation files that do not fit: before training
-    FiniteLossHook,  # NaN or infinity: stop, naming the images
-    ExactResumeHook,  # --resume continues the same loss curve
-    CheckpointMatchHook,  # a checkpoint of other classes: name the weights left out
-    StopHook,  # SIGTERM: save a checkpoint, then end
-    UnusedParametersHook,  # maps that nothing reads: named after the first iteration
-    RehearsalHook,  # a validation of two images
-    ScheduleCheckHook,
-    ProgressHook,
-    ResultsHook,
+    'DataCheckHook',  # classes, labels and annotation files that do not fit: before training
+    'FiniteLossHook',  # NaN or infinity: stop, naming the images
+    'ExactResumeHook',  # --resume continues the same loss curve
+    'CheckpointMatchHook',  # a checkpoint of other classes: name the weights left out
+    'StopHook',  # SIGTERM: save a checkpoint, then end
+    'UnusedParametersHook',  # maps that nothing reads: named after the first iteration
+    'RehearsalHook',  # a validation of two images
+    'ScheduleCheckHook',
+    'ProgressHook',
+    'ResultsHook',
 )
 
 
@@ -80,10 +66,8 @@ class ToolRunner(SafeRunner):
         built = super().build_train_loop(loop)
         loader = built.dataloader
         if getattr(loader, 'drop_last', False) and len(loader) == 0:
-            raise RunError(
-                f'train_dataloader.batch_size={loader.batch_size} exceeds the {len(loader.dataset)} images of the data '
-                'set, and drop_last=True leaves no batch. Set a smaller batch_size.'
-            )
+            size = f'train_dataloader.batch_size={loader.batch_size} exceeds the {len(loader.dataset)} images of the'
+            raise RunError(f'{size} data set, and drop_last=True leaves no batch. Set a smaller batch_size.')
         return built
 
     def train(self) -> torch.nn.Module:
@@ -124,19 +108,17 @@ class ToolRunner(SafeRunner):
                 super().scale_lr(wrapper, dict(settings, base_batch_size=base / steps))
                 notice(f'learning rate x {batch / base:g}: {batch} images an update ({parts}), base_batch_size {base}.')
             elif base and base != batch:
-                notice(
-                    f'the learning rate is for {base} images an update (auto_scale_lr.base_batch_size), and this run '
-                    f'has {batch} ({parts}). --auto-scale-lr scales it.'
-                )
+                made_for = f'the learning rate is for {base} images an update (auto_scale_lr.base_batch_size)'
+                notice(f'{made_for}, and this run has {batch} ({parts}). --auto-scale-lr scales it.')
 
 
 def add_checks(cfg: Config) -> None:
     """Add the hooks that compare data, weights and schedule with the config, and show the course of a run."""
     given = cfg.get('custom_hooks') or []
     names = [bare_name(hook.get('type')) for hook in given]
-    cfg.custom_hooks = [*given, *(dict(type=kind.__name__) for kind in TOOL_HOOKS if kind.__name__ not in names)]
+    cfg.custom_hooks = [*given, *(dict(type=name) for name in TOOL_HOOKS if name not in names)]
     for hook in cfg.custom_hooks if cfg.get('rehearsal') is False else ():
-        if bare_name(hook.get('type')) == RehearsalHook.__name__:
+        if bare_name(hook.get('type')) == 'RehearsalHook':
             hook['enabled'] = False
 
 
@@ -252,7 +234,7 @@ def build_runner(cfg: Config, compiles: bool = False) -> Runner:
     if lacking:
         raise RunError(lacking)
     hooks = cfg.get('custom_hooks') or []
-    if compiles and not any(bare_name(hook.get('type')) == CompileHook.__name__ for hook in hooks):
-        cfg.custom_hooks = [*hooks, dict(type=CompileHook.__name__)]
+    if compiles and not any(bare_name(hook.get('type')) == 'CompileHook' for hook in hooks):
+        cfg.custom_hooks = [*hooks, dict(type='CompileHook')]
     is_own = bare_name(cfg.get('runner_type', SafeRunner)) == SafeRunner.__name__
     return ToolRunner.from_cfg(cfg) if is_own else RUNNERS.build(cfg)

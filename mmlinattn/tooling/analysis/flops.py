@@ -64,12 +64,8 @@ def part_of(name: str) -> str:
 
 
 def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
-    """Count parameters, multiply-adds and activation memory of the model of a config.
-
-    Args:
-        cfg (Config): Config of a detector, segmentor or classifier.
-        shape (tuple[int, int], optional): (height, width) of the image, both >= 32; by default that of :data:`SHAPES`,
-            or the test size of a classifier.
+    """Count parameters, multiply-adds and activation memory of the model of a config for a ``shape`` (height, width),
+    by default that of :data:`SHAPES`, or the test size of a classifier.
 
     Raises:
         RunError: The shape is below 32x32, or the forward pass depends on values, as meta tensors have none. Two-stage
@@ -138,24 +134,17 @@ def run_two_stage(model: Any, image: torch.Tensor) -> list:
 
 
 class OpCounter(TorchDispatchMode):
-    """Context that counts multiply-adds by module name, with the formulas of ``torch.utils.flop_counter``.
+    """Context that counts multiply-adds by module name of ``model``, with the formulas of ``torch.utils.flop_counter``.
 
     Unlike in ``FlopCounterMode``, some functions count as a whole (:class:`_Functions`), memory is measured, and names
     do not depend on the first module that is called.
-
-    Args:
-        model (nn.Module): Model that gives the names of its modules.
-
-    Attributes:
-        macs (Counter): Multiply-adds by (module name, kind), without those of submodules; for kinds see :data:`KINDS`.
-        peak_bytes (int): Peak of the activations in bytes, without workspaces inside operations.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.macs: Counter = Counter()
-        self.peak_bytes = 0
+        self.macs: Counter = Counter()  # by (module name, one of KINDS), without those of submodules
+        self.peak_bytes = 0  # of the activations, without workspaces inside operations
         self.kind_of_product = PRODUCT
         self._live_bytes = 0
         self._seen: set[int] = set()
@@ -201,12 +190,11 @@ class OpCounter(TorchDispatchMode):
     def _track(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self._live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        weakref.finalize(storage, self._release, key, size)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._live_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+            weakref.finalize(storage, self._release, key, size)
 
     def _release(self, key: int, size: int) -> None:
         self._seen.discard(key)
@@ -214,7 +202,7 @@ class OpCounter(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Function mode for functions with operations that the counter cannot classify or should not count as executed.
+    """Function mode for functions that the counter cannot classify or should not count as executed.
 
     - Every matmul inside ``linear`` counts as a linear layer.
     - ``scaled_dot_product_attention`` counts as the fused kernel: two matmuls, and no N x N attention map in memory.

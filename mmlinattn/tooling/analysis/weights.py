@@ -42,7 +42,6 @@ def mixer_weights(
         Tensor: (B, heads, N or len(rows), M), in float32 or better; zero at masked keys.
 
     Raises:
-        ValueError: ``rows`` are not indices of queries.
         NotImplementedError: The output of a head is not a matrix times the values.
     """
     refusal = f'{type(mixer).__name__} has no weights: its output is not one matrix per head times the values'
@@ -127,7 +126,7 @@ def local_weights(convolve: Callable[[Tensor], Tensor], v: Tensor, heads: int, r
     with torch.inference_mode(False), torch.enable_grad():
         values = v.detach().clone().requires_grad_()
         out = convolve(values)
-        index = _checked_rows(rows, out.shape[1])
+        index = _index(rows, out.shape[1])
         matrix = v.new_zeros(len(v), heads, len(index), v.shape[1])
         for i, row in enumerate(index.tolist()):
             (gradient,) = torch.autograd.grad(out[:, row].sum(), values, retain_graph=True)
@@ -145,7 +144,7 @@ def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows:
     with torch.inference_mode(False), torch.enable_grad():
         v = v.clone().requires_grad_()
         out = function(v).unflatten(-1, (heads, -1))  # (B, N, heads, e)
-        index = _checked_rows(rows, out.shape[1]).to(v.device)
+        index = _index(rows, out.shape[1]).to(v.device)
         parts = []
         channels = torch.arange(out.shape[-1], device=v.device)
         for chunk in index.split(len(channels)):
@@ -161,10 +160,5 @@ def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows:
     return matrix, float(error.norm() / size)
 
 
-def _checked_rows(rows: Rows, num_tokens: int) -> Tensor:
-    index = torch.arange(num_tokens) if rows is None else torch.as_tensor(rows)
-    if index.numel():
-        is_integer = index.dim() == 1 and not index.is_floating_point() and index.dtype != torch.bool
-        if not is_integer or index.min() < 0 or index.max() >= num_tokens:
-            raise ValueError(f'rows={rows!r}: expected a sequence of indices of queries in [0, {num_tokens - 1}]')
-    return index.long()
+def _index(rows: Rows, num_tokens: int) -> Tensor:
+    return torch.arange(num_tokens) if rows is None else torch.as_tensor(rows, dtype=torch.long)

@@ -62,11 +62,9 @@ def draw_scene(
         rng: Random generator.
         size: Width and height in pixels, at least 64.
         num_shapes: Number of shapes, by default drawn from 1 to ``MAX_SHAPES``.
-        kinds: Shapes to choose from: ``SHAPES`` and ``UNLABELLED_SHAPE``.
-        fill: Texture of the shapes, one of ``FILLS``.
+        kinds, fill, backgrounds: Choices of ``SHAPES`` and ``UNLABELLED_SHAPE``, ``FILLS``, and ``BACKGROUNDS``.
         diameters: Smallest and largest diameter, as a fraction of the image's shorter side.
         tinted: Fraction of the shapes in the typical colour of their class; others have a random colour.
-        backgrounds: Backgrounds to choose from, of ``BACKGROUNDS``.
 
     Examples:
         >>> scene = draw_scene(np.random.default_rng(0), (160, 120), num_shapes=3)

@@ -23,24 +23,16 @@ GENERATOR_VERSION = 7  # raise it if the same arguments give other images or ann
 class DatasetSpec:
     """Settings of a synthetic data set.
 
-    Args:
-        format: ``'coco'``, ``'ade'`` or ``'imagenet'``.
-        num_train: Images for training, at least 1.
-        num_val: Images for validation, at least 1.
-        seed: At least 0. An image depends on the seed, its split and its number only.
-        size: Width and height in pixels, each in ``[MIN_SIDE, MAX_SIDE]``.
-        size_jitter: Largest fraction, in [0, 0.5], by which a random image is narrower or lower than ``size``.
-
     Raises:
         ValueError: An argument is out of range.
     """
 
-    format: str
-    num_train: int
-    num_val: int
-    seed: int = 0
-    size: tuple[int, int] = (160, 160)
-    size_jitter: float = 0.0
+    format: str  # coco, ade or imagenet
+    num_train: int  # images for training
+    num_val: int  # images for validation
+    seed: int = 0  # an image depends on the seed, its split and its number only
+    size: tuple[int, int] = (160, 160)  # width and height in pixels
+    size_jitter: float = 0.0  # largest fraction by which a random image is narrower or lower
 
     def __post_init__(self):
         sides = f'a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels'

@@ -19,16 +19,10 @@ INSTEAD = 'MMDeploy may have a writer for it; --neck writes the backbone and nec
 
 
 class DetectorGraph(nn.Module):
-    """Detector that maps normalised images to boxes, without shapes that depend on data.
+    """Detector of MMDetection, in eval mode, that maps normalised images to boxes, without shapes that depend on data.
 
-    Args:
-        model (nn.Module): Detector of MMDetection, in eval mode.
-        test_cfg (dict): Its settings with the score threshold.
-        divisor (int): Height and width are padded to multiples of this number, as by the data preprocessor.
-        pad_value (float): Value of the padding.
-
-    Attributes:
-        outputs (list[str]): Names of the outputs.
+    Height and width are padded to multiples of ``divisor``, as by the data preprocessor. ``test_cfg`` has the score
+    threshold.
 
     Shape: (B, C, H, W) -> boxes (B, N, 4), corners x1, y1, x2, y2 in pixels of the image; scores (B, N), best first;
     labels (B, N), int64; of detectors with masks, masks (B, N, h, w): probabilities in a grid over each box. N is

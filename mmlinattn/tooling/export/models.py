@@ -66,16 +66,10 @@ class ExportableModel(nn.Module):
     Args:
         model (nn.Module): Model of MMPretrain, MMSegmentation or MMDetection with a backbone. It is changed in place:
             set to eval mode, with adaptive pools replaced.
-        boxes (bool): Let detectors return boxes, see :func:`~mmlinattn.tooling.export.detectors.detector_graph`. By
-            default they return the feature maps of the neck.
-
-    Attributes:
-        task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
-        outputs (list[str]): Names of the outputs; None for the feature maps of a neck.
+        boxes (bool): Let detectors return boxes, see :func:`~mmlinattn.tooling.export.detectors.detector_graph`.
 
     Shape: (B, channels, H, W) -> scores (B, classes) of a classifier; labels (B, H, W) of a segmentor, and logits (B,
-    classes, H, W) if it is tested in windows; feature maps of a detector's neck, or of its backbone if it has no neck;
-    or boxes.
+    classes, H, W) if it is tested in windows; feature maps of a detector's neck, else of its backbone; or boxes.
 
     Raises:
         RunError: The model is not a classifier, segmentor or detector with a backbone.
@@ -83,7 +77,7 @@ class ExportableModel(nn.Module):
 
     model: Any
     boxes: Optional[DetectorGraph]
-    outputs: Optional[list[str]]
+    outputs: Optional[list[str]]  # names; None for the feature maps of a neck
 
     def __init__(self, model: Any, boxes: bool = False) -> None:
         super().__init__()
@@ -157,11 +151,8 @@ class ExportableModel(nn.Module):
 
 
 def decision(head: Any) -> dict:
-    """Return the activation of a head's logits, and the rule that turns scores into labels.
-
-    With softmax, the label is the largest score. With sigmoid, labels are all classes above ``threshold``, or the
-    ``topk`` largest. In a segmentor with one output channel, pixels above the threshold belong to the second class.
-    """
+    """Return the activation of a head's logits. With softmax, the label is the largest score. With sigmoid, labels are
+    all classes above ``threshold``, or the ``topk`` largest; of one output channel, it is the second class."""
     if getattr(head, 'out_channels', None) == 1 and hasattr(head, 'threshold'):
         return dict(activation='sigmoid', threshold=head.threshold)
     if any('MultiLabel' in kind.__name__ for kind in type(head).__mro__):
@@ -204,14 +195,9 @@ def normalisation(cfg: Config) -> dict:
 def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
     """Return metadata that applications need to run the graph, as a dict that JSON can store.
 
-    Returns:
-        dict: ``mmlinattn`` (version), ``task``, ``serves`` (accepted shapes), ``outputs`` and the following:
-
-        - ``input_range`` of pixels before normalisation, None if it depends on the image file;
-        - ``channel_order`` of three channels, None for other numbers of channels;
-        - ``mean``, ``std``, ``resize``, ``crop``, ``pad_size_divisor`` and ``pad_value``;
-        - ``windows``: ``crop_size`` and ``stride`` of a segmentor that is tested in windows, None for other models;
-        - ``classes``, None if neither checkpoint nor data set names them.
+    ``input_range`` of pixels before normalisation is None if it depends on the image file, ``channel_order`` if there
+    are not three, ``windows`` (``crop_size`` and ``stride``) unless a segmentor is tested in them, ``classes`` without
+    names.
     """
     from ... import __version__
 
@@ -237,10 +223,10 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
 
 
 def deviation(outputs, expected) -> float:
-    """Return the largest deviation of outputs from expected outputs, in standard deviations of the expected output.
+    """Return the largest deviation of outputs from expected outputs, in standard deviations of these, or if they are
+    constant in their magnitude; of integers (labels) the fraction of different elements.
 
-    For integers (labels) it is the fraction of different elements. For constant expected outputs it is relative to
-    their magnitude. It is infinite if shapes differ or values are not finite.
+    It is infinite if shapes differ or values are not finite.
     """
     outputs, expected = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, expected))
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:

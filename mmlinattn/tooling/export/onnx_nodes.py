@@ -13,18 +13,13 @@ from torch.onnx import symbolic_helper
 
 @torch.library.custom_op('mmlinattn::nms_mask', mutates_args=())
 def nms_mask(boxes: Tensor, scores: Tensor, iou_threshold: float, max_kept: int) -> Tensor:
-    """Return 1 for each box that non-maximum suppression keeps, and 0 for the others.
-
-    Unlike a list of indices, this mask has a fixed shape.
+    """Return 1 for each box that non-maximum suppression keeps, and 0 for the others: (B, N), in the dtype of scores.
 
     Args:
         boxes (Tensor): (B, N, 4), corners x1, y1, x2, y2.
         scores (Tensor): (B, N); boxes with a score of 0 or less are dropped first.
         iou_threshold (float): Largest overlap (IoU) with a better box.
         max_kept (int): Number of boxes to keep per image.
-
-    Returns:
-        Tensor: (B, N), in the dtype of ``scores``.
     """
     mask = torch.zeros_like(scores)
     for row, box, score in zip(mask, boxes, scores):
@@ -60,12 +55,9 @@ def register_onnx_symbolic(opset: int) -> None:
 
 
 def split_products(model: Any) -> None:
-    """Split the weights of linear layers instead of their results: one product for each of q, k and v.
+    """Split the weights of linear layers instead of their results, in place: one product for each of q, k and v.
 
-    ONNX Runtime copies a tensor to split it along its last axis.
-
-    Args:
-        model (onnx.ModelProto): Changed in place: ``Split(Add(MatMul(x, weight), bias))`` of (B, N, C) tokens.
+    ONNX Runtime would copy ``Split(Add(MatMul(x, weight), bias))`` of (B, N, C) tokens, along the last axis.
     """
     from onnx import helper, numpy_helper
     from onnxscript.optimizer import remove_unused_nodes
