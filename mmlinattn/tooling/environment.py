@@ -68,18 +68,12 @@ def _pip(*names: str) -> str:
 # arguments of `pip install` by module
 PIP = {
     'torch': 'torch torchvision',
-    'torchvision': 'torchvision',
-    'einops': 'einops',
-    'filelock': 'filelock',
-    'numpy': 'numpy',
     'cv2': OPENCV[0],
     'pkg_resources': _pip('setuptools'),
     'transformers': _pip('transformers'),
     'mmengine': f'mmengine {_pip("setuptools")}',
     'mmcv': f'{_pip("mmcv-lite")} {_OPERATORS}',
     'mmcv._ext': _OPERATORS,
-    'ftfy': 'ftfy',
-    'regex': 'regex',
     'mmdet': _pip('mmdet'),
     'mmseg': f'{_pip("mmsegmentation")} ftfy regex',
     'mmpretrain': _pip('mmpretrain'),
@@ -134,8 +128,8 @@ class Problem(NamedTuple):
 
 def missing() -> str:
     """Return a message for the first module that is not installed, or ''. Nothing is imported."""
-    names = [name for name in BASE if find_spec(name) is None]
-    return f'{names[0]} is not installed in {sys.executable}: pip install {PIP[names[0]]}' if names else ''
+    name = next((name for name in BASE if find_spec(name) is None), '')
+    return f'{name} is not installed in {sys.executable}: pip install {PIP.get(name, name)}' if name else ''
 
 
 def refused() -> str:
@@ -174,7 +168,7 @@ def _diagnosed(module: str, error: Exception, reason: str) -> Optional[Repair]:
     sources = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if package == 'pkg_resources' or any('pkg_resources' in source for source in sources):
         return Repair(install=(PIP['pkg_resources'],))
-    if is_missing and (culprit in PIP or find_spec(package) is None):
+    if is_missing and package and (culprit in (*PIP, package) or find_spec(package) is None):
         return _repaired(culprit if culprit in PIP else package, is_missing=True)
     if module.endswith('.models') and _is_outside_range('transformers'):
         return Repair(install=(PIP['transformers'],))

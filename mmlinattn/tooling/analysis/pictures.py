@@ -137,45 +137,28 @@ def _save(figure: Figure, path: Path) -> Path:
 # --- measures by block ------------------------------------------------------------------------------------------------
 
 
-class Line(NamedTuple):
-    """Line of a plot: a number of a block's entry in ``summary.json``, or its ratio to a number of the same dict."""
-
-    keys: tuple[str, ...]
-    divisor: str = ''
-
-    @property
-    def label(self) -> str:
-        return '.'.join(self.keys) + (f' / {self.divisor}' if self.divisor else '')
-
-    def values(self, entry: dict) -> np.ndarray:
-        """Return one value per head, (heads,) or (1,); NaN if the number is missing or divided by 0."""
-        *parents, name = self.keys
-        for parent in parents:
-            entry = entry.get(parent) or {}
-        value, divisor = entry.get(name), entry.get(self.divisor) if self.divisor else 1.0
-        return np.atleast_1d(np.nan if value is None or not divisor else np.asarray(value, float) / divisor)
-
-
-def _lines(measure: str, *names: str) -> list[Line]:
-    return [Line((measure, name)) for name in names]
-
-
 _MATRICES = ('state', 'output', 'projected', 'weights', 'weights_with_local')
-_ENTROPY = Line(('sharpness', 'entropy'), 'entropy_if_uniform')
+_SHARPNESS = ('entropy / entropy_if_uniform', 'top_1', 'top_9', 'top_25', 'negative')
+_LOCALITY = ('sum', 'share', 'share_with_local', 'if_uniform')
 # title and lines of the plot of each measure
 PLOTS = dict(
-    rank=('effective rank / largest possible', [Line(('rank', name, 'effective'), 'at_most') for name in _MATRICES]),
-    confusion=('pairs of queries with weights closer than 1e-3 in L2', _lines('confusion', 'share')),
-    locality=(
-        'weight inside the 3x3 around the query',
-        _lines('locality', 'sum', 'share', 'share_with_local', 'if_uniform'),
-    ),
-    sharpness=(
-        'how sharp the weights of a query are',
-        [_ENTROPY, *_lines('sharpness', 'top_1', 'top_9', 'top_25', 'negative')],
-    ),
-    ccs=('cosine similarity of the attention maps of two heads', [Line(('ccs',))]),
+    rank=('effective rank / largest possible', [f'rank.{name}.effective / at_most' for name in _MATRICES]),
+    confusion=('pairs of queries with weights closer than 1e-3 in L2', ['confusion.share']),
+    locality=('weight inside the 3x3 around the query', [f'locality.{name}' for name in _LOCALITY]),
+    sharpness=('how sharp the weights of a query are', [f'sharpness.{name}' for name in _SHARPNESS]),
+    ccs=('cosine similarity of the attention maps of two heads', ['ccs']),
 )
+
+
+def values_of(line: str, entry: dict) -> np.ndarray:
+    """Return the number at a path such as ``rank.state.effective`` in a block's entry of ``summary.json``, for each
+    head, (heads,) or (1,), after ``/`` divided by a number beside it; NaN if missing or divided by 0."""
+    path, _, divisor = line.partition(' / ')
+    *parents, name = path.split('.')
+    for parent in parents:
+        entry = entry.get(parent) or {}
+    value, by = entry.get(name), entry.get(divisor) if divisor else 1.0
+    return np.atleast_1d(np.nan if value is None or not by else np.asarray(value, float) / by)
 
 
 def plot_measures(entries: list[dict], names, out: Path, title: str) -> list[Path]:
@@ -190,9 +173,9 @@ def plot_measures(entries: list[dict], names, out: Path, title: str) -> list[Pat
         figure = Figure(figsize=(width, 5.2), layout='constrained')
         axis = figure.subplots()
         for each in lines:
-            values = [each.values(entry) for entry in entries]
+            values = [values_of(each, entry) for entry in entries]
             if np.isfinite(np.concatenate(values)).any():
-                (line,) = axis.plot([value.mean() for value in values], marker='.', label=each.label)
+                (line,) = axis.plot([value.mean() for value in values], marker='.', label=each)
                 bands = [value.min() for value in values], [value.max() for value in values]
                 axis.fill_between(range(len(entries)), *bands, alpha=0.15, color=line.get_color())
         if not axis.lines:
