@@ -63,13 +63,8 @@ def writing(path, name: str = '--out'):
 
 
 def check_out_file(out, *sources, name: str = '--out') -> None:
-    """Check that an output file can be written, and make its folder, before a tool works. An existing file is not
-    changed.
-
-    Args:
-        out (str | Path): The output file.
-        sources (str | Path): Files and other arguments that the tool reads.
-        name (str): Name of the argument, for messages.
+    """Check that an output file can be written, and make its folder, before a tool works on ``sources``. An existing
+    file is not changed. ``name`` is that of the argument.
 
     Raises:
         RunError: ``out`` is a folder or one of ``sources``, or its folder is not writable.
@@ -125,13 +120,11 @@ def _end_workers() -> None:
 
 @contextmanager
 def clean_end():
-    """Context for the main function of a tool: at its end, by error or signal too, end workers and process group.
+    """Context for the main function of a tool: keep freed memory; at the end, also by error or signal, end workers and
+    process group.
 
-    At its start, malloc is set to keep freed memory (:func:`~mmlinattn.tooling.memory.keep_freed_memory`). After
-    Ctrl-C, print one line with the path of the last checkpoint and exit with status 130. Errors are raised again.
-
-    Yields:
-        SimpleNamespace: A training sets its ``work_dir``, and sets ``since`` to 0 if it resumes from older checkpoints.
+    After Ctrl-C, print one line with the path of the last checkpoint and exit with status 130. Errors are raised again.
+    A training sets ``work_dir`` of the yielded object, and ``since`` to 0 if it resumes from older checkpoints.
     """
     keep_freed_memory()
     run = SimpleNamespace(work_dir=None, since=time.time())

@@ -83,38 +83,29 @@ def load_config(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def index_hooks(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
-    """Replace hook names in option keys such as ``custom_hooks.StopHook.interval`` by MMEngine's list indices, and add
-    hooks of this package that the config lacks.
-
-    Raises:
-        RunError: The hook is neither in the config nor in this package.
-    """
-    indexed = {}
-    for key, value in options.items():
-        head, *rest = key.split('.')
-        if head == 'custom_hooks' and len(rest) > 1:
-            hooks = cfg.get('custom_hooks') or []
-            names = [bare_name(hook.get('type')) for hook in hooks]
-            if rest[0] not in names and rest[0] in engine_hooks.__all__:
-                names.append(rest[0])
-                cfg.custom_hooks = [*hooks, dict(type=rest[0])]
-            if rest[0] not in names and not rest[0].isdecimal():
-                raise RunError(f'--cfg-options {key}: there is no such hook; custom_hooks has {", ".join(names)}.')
-            if rest[0] in names:
-                rest[0] = str(names.index(rest[0]))
-        indexed['.'.join([head, *rest])] = value
-    return indexed
-
-
 def merge_options(cfg: Config, given: dict[str, Any]) -> tuple[dict, dict[str, Any]]:
-    """Apply ``--cfg-options``. Return the content of the config before, and the options with list indices.
+    """Apply ``--cfg-options``. Return the content of the config before, and the options with MMEngine's list indices in
+    place of hook names such as ``custom_hooks.StopHook.interval``.
+
+    Hooks of this package that the config lacks are added to it.
 
     Raises:
-        RunError: An option does not fit the config.
+        RunError: An option does not fit the config, or its hook is neither in the config nor in this package.
     """
+    options = {}
     try:
-        options = index_hooks(cfg, given)
+        for key, value in given.items():
+            head, *rest = key.split('.')
+            if head == 'custom_hooks' and len(rest) > 1:
+                hooks = cfg.get('custom_hooks') or []
+                names = [bare_name(hook.get('type')) for hook in hooks]
+                if rest[0] not in names and rest[0] in engine_hooks.__all__:
+                    names.append(rest[0])
+                    cfg.custom_hooks = [*hooks, dict(type=rest[0])]
+                if rest[0] not in names and not rest[0].isdecimal():
+                    raise RunError(f'--cfg-options {key}: there is no such hook; custom_hooks has {", ".join(names)}.')
+                rest[0] = str(names.index(rest[0])) if rest[0] in names else rest[0]
+            options['.'.join([head, *rest])] = value
         content = cfg._cfg_dict.to_dict()
         cfg.merge_from_dict(options)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -126,7 +117,8 @@ def read_config(path: str) -> Config:
     """Read a config and check that its task can run in this environment.
 
     Raises:
-        RunError: The config is missing or not readable, or the package of its ``default_scope`` is not installed.
+        RunError: The config is missing or not readable, or the package of its ``default_scope`` is not installed or
+            fails. The message has the command to repair it.
     """
     if not osp.isfile(path):
         raise RunError(f'config {path!r}: no such file.')
@@ -147,7 +139,11 @@ def read_config(path: str) -> Config:
     if scope in PIP_NAMES:
         if find_spec(scope) is None:
             raise RunError(_how_to_install(path, scope))
-        check_scope(path, scope)
+        for module in ('mmcv.ops', f'{scope}.models') if scope == 'mmdet' else (f'{scope}.models',):
+            try:
+                use(module)
+            except Exception as error:
+                raise RunError(f'{path} needs {scope}: {describe_failure(module, error)}') from error
         cfg.default_scope = scope
     return cfg
 
@@ -157,19 +153,6 @@ def read_with_options(args: argparse.Namespace) -> Config:
     cfg = read_config(args.config)
     merge_options(cfg, args.cfg_options or {})
     return cfg
-
-
-def check_scope(config: str, scope: str) -> None:
-    """Import the package of a config's ``default_scope``, and for MMDetection run operators of MMCV.
-
-    Raises:
-        RunError: The message has the module that fails, the reason, and the command to repair it.
-    """
-    for module in ('mmcv.ops', f'{scope}.models') if scope == 'mmdet' else (f'{scope}.models',):
-        try:
-            use(module)
-        except Exception as error:
-            raise RunError(f'{config} needs {scope}: {describe_failure(module, error)}') from error
 
 
 def _how_to_install(config: str, missing: str) -> str:

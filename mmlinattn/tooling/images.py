@@ -15,7 +15,7 @@ from mmengine.utils import to_2tuple
 
 from ..utils.errors import RunError, described
 from ..utils.registering import bare_name
-from .class_names import dataset_configs
+from .class_names import dataset_configs, first_test_data
 
 
 def image_channels(cfg: Config) -> int:
@@ -68,9 +68,8 @@ def is_8_bit(cfg: Config) -> bool:
 
 def image_dtype(cfg: Config) -> Optional[np.dtype]:
     """Return the type of the pixels in the first file of the test data; None if it cannot be read."""
-    _, given = next(dataset_configs(cfg, 'test_dataloader'), ('', {}))
     with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry, suppress(Exception):
-        dataset = registry.build(dict(given, pipeline=[]))  # data sets of any project
+        dataset = registry.build(dict(first_test_data(cfg), pipeline=[]))  # data sets of any project
         image: Any = cv2.imread(str(dataset.get_data_info(0)['img_path']), cv2.IMREAD_UNCHANGED)
         return image.dtype
     return None

@@ -26,7 +26,7 @@ from mmengine.registry import DATASETS
 from ..engine.data.coco import load_coco
 from ..engine.data.datasets import infos_of
 from ..utils.errors import RunError
-from .class_names import dataset_configs, num_classes
+from .class_names import dataset_configs, first_test_data, num_classes
 from .command_line import check_out_file, notice, writing
 
 DRAWN = ('.jpg', '.png')  # suffixes of drawings; .png is appended to others, such as .tif and .JPEG
@@ -278,8 +278,8 @@ class PredictionFilesHook(Hook):
                 self.writer.finish(entries or ())
 
     def _read(self, path: str) -> np.ndarray:
-        _, data = next(dataset_configs(self.cfg, 'test_dataloader'), ('', {}))
-        return mmcv.imfrombytes(read_bytes(path, backend_args=data.get('backend_args')), channel_order='rgb')
+        backend = first_test_data(self.cfg).get('backend_args')
+        return mmcv.imfrombytes(read_bytes(path, backend_args=backend), channel_order='rgb')
 
     def _draw(self, visualizer, sample, image: np.ndarray, name: str, step: int) -> None:
         args = self.args

@@ -176,9 +176,8 @@ def check_options(content: dict, cfg: Config, options: dict) -> None:
         if is_inner or (top in content and top not in READ):
             places = _places(content, (rest or [top])[-1], None if rest else content[top])
             where = f'model.{option}' if is_inner else ', '.join(places) or 'the setting that it went into'
-            raise RunError(
-                f'--cfg-options {option}: {top} is a variable of the file, which is used already. Set {where}.'
-            )
+            used = f'{top} is a variable of the file, which is used already'
+            raise RunError(f'--cfg-options {option}: {used}. Set {where}.')
         _check_path(option, content, merged, scope)
 
 
@@ -205,10 +204,8 @@ def _check_path(option: str, node: Any, merged: Any, scope: Optional[str]) -> No
         path.append(key)
     is_number = isinstance(node, (int, float)) and not isinstance(node, bool)
     if path[0] in _OF_NUMBERS - {'model'} and is_number and isinstance(merged, (list, tuple)):
-        raise RunError(
-            f'--cfg-options {option}={merged!r}: expected one number, as {node!r} before. A comma makes a list: write '
-            'decimals with a point.'
-        )
+        remedy = 'A comma makes a list: write decimals with a point.'
+        raise RunError(f'--cfg-options {option}={merged!r}: expected one number, as {node!r} before. {remedy}')
 
 
 def check_variables(cfg: Config) -> None:
@@ -230,23 +227,19 @@ def check_variables(cfg: Config) -> None:
     unread = [key for key in dict.fromkeys(own) if not (key in READ or key in used or content.get(key) is None)]
     inherited = _inherited(cfg.filename, tree) if unread else {}
     for key in unread:
-        value = content[key]
+        value, place = content[key], f'{cfg.filename}: {key}'
         if key in SUCCESSORS:
-            raise RunError(
-                f'{cfg.filename}: {key}: nothing reads this setting of OpenMMLab 1.x. Set {SUCCESSORS[key]}.'
-            )
+            raise RunError(f'{place}: nothing reads this setting of OpenMMLab 1.x. Set {SUCCESSORS[key]}.')
         near = get_close_matches(key, READ, 1, 0.9)
         if near:
-            raise RunError(f'{cfg.filename}: {key}: nothing reads this setting. Did you mean {near[0]}?')
+            raise RunError(f'{place}: nothing reads this setting. Did you mean {near[0]}?')
         if key not in inherited or _equal(inherited[key], value):
             continue
         places = _places(content, key, inherited[key])
-        values = (other for place, other in _leaves(content) if place in places)
+        values = (other for path, other in _leaves(content) if path in places)
         if places and not any(_equal(other, value) for other in values):
-            raise RunError(
-                f'{cfg.filename}: {key}={value!r:.60} is a variable that an inherited file has used already. Set '
-                f'{" and ".join(places)}.'
-            )
+            used = f'{value!r:.60} is a variable that an inherited file has used already'
+            raise RunError(f'{place}={used}. Set {" and ".join(places)}.')
 
 
 def _inherited(path: str, tree: ast.Module) -> dict:
@@ -277,11 +270,9 @@ def check_numbers(cfg: Config) -> None:
         found = _EXPONENT.fullmatch(value) if isinstance(value, str) else None
         if found:
             whole, rest, letter, exponent = found.groups()
-            number = float(value)
-            written = f'{whole}{rest or ".0"}{letter}{exponent}' if number < 1 else f'{number:.15g}'
-            raise RunError(
-                f'{path}={value!r}: expected a number, not a text. YAML needs a dot before the exponent: set {written}.'
-            )
+            written = f'{whole}{rest or ".0"}{letter}{exponent}' if float(value) < 1 else f'{float(value):.15g}'
+            remedy = f'YAML needs a dot before the exponent: set {written}.'
+            raise RunError(f'{path}={value!r}: expected a number, not a text. {remedy}')
         is_of_numbers = path.startswith(('optim_wrapper.', 'param_scheduler.'))
         if is_of_numbers and isinstance(value, str) and re.match(r'[-+.]?\d', value):
             raise RunError(f'{path}={value!r}: expected a number, not a text.')

@@ -92,9 +92,8 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
             else:
                 model(image, mode='tensor')
     except Exception as error:  # the forward pass takes data samples, or reads values
-        raise RunError(
-            f'{type(model).__name__} cannot be counted: it does not run on an image without values ({described(error)})'
-        ) from error
+        reason = f'it does not run on an image without values ({described(error)})'
+        raise RunError(f'{type(model).__name__} cannot be counted: {reason}') from error
     params: Counter = Counter()
     for name, parameter in model.named_parameters():
         params[part_of(name)] += parameter.numel()

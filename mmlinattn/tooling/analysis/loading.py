@@ -120,10 +120,9 @@ def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Option
         return transform(levels)['inputs'][0].double().numpy()
 
     packed, channels = transform(image), image_channels(cfg)
-    if len(packed['inputs']) != channels:
-        raise RunError(
-            f'{name} has {len(packed["inputs"])} channels after the test pipeline, the model takes {channels}.'
-        )
+    found = len(packed['inputs'])
+    if found != channels:
+        raise RunError(f'{name} has {found} channels after the test pipeline, the model takes {channels}.')
     shown = _as_rgb(packed['inputs'].permute(1, 2, 0).double().numpy())
     data = model.data_preprocessor({key: [packed[key]] for key in ('inputs', 'data_samples')}, False)
     inputs = data['inputs']

@@ -124,10 +124,8 @@ class ExportableModel(nn.Module):
             if isinstance(logits, tuple) and type(self.head).__name__ in FIRST_PREDICTS:
                 logits = logits[0]
             if not isinstance(logits, Tensor):
-                raise RunError(
-                    f'{type(self.head).__name__} gives a {type(logits).__name__}; a graph needs a head with one tensor '
-                    'of logits.'
-                )
+                given = f'{type(self.head).__name__} gives a {type(logits).__name__}'
+                raise RunError(f'{given}; a graph needs a head with one tensor of logits.')
             if self.task == 'classifier':
                 return logits.sigmoid() if self.activation == 'sigmoid' else logits.softmax(1)
             logits = F.interpolate(logits, image.shape[2:], mode='bilinear', align_corners=self.model.align_corners)

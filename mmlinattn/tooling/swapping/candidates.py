@@ -28,10 +28,8 @@ class Candidate(NamedTuple):
 
 
 def candidates(network: dict, measured: Measured, new: ZooBackbone, task: str) -> list[Candidate]:
-    """Return the configs to try, in order, with necks and heads adapted to the new backbone's feature maps.
-
-    The list is empty if upstream's feature maps have no stride. ``network`` has ``backbone``, ``neck`` and heads.
-    """
+    """Return the configs to try, in order, with necks and heads adapted to the new backbone's feature maps; none if
+    upstream's feature maps have no stride."""
     old = measured.maps
     if task == 'mmpretrain':
         return _for_classifiers(network, measured, new)
@@ -79,12 +77,8 @@ def _without_pyramid_neck(network: dict, measured: Measured, new: ZooBackbone) -
 
 
 def _for_plain(network: dict, measured: Measured, new: ZooBackbone) -> Candidate:
-    """Return the candidate for a plain backbone, with all blocks at stride 16.
-
-    - Network for feature maps of stride 16: as many outputs of blocks.
-    - FPN from stride 4: ``SimpleFeaturePyramid``.
-    - Others: ``MapAdapter`` resizes the last output.
-    """
+    """Return the candidate for a plain backbone, with all blocks at stride 16: for feature maps of stride 16 as many
+    outputs of blocks, for FPN from stride 4 ``SimpleFeaturePyramid``, for others ``MapAdapter``."""
     old, (single,), neck = measured.maps, new.stages, network.get('neck')
     if all(out.stride == single.stride for out in old):
         several = new._replace(stages=new.stages * len(old))
@@ -168,11 +162,8 @@ def _for_classifiers(network: dict, measured: Measured, backbone: ZooBackbone) -
 
 
 def _with_linear_head(wired: Candidate, head: dict, of_backbone: Optional[int], new: ZooBackbone) -> list[Candidate]:
-    """Return a candidate, and a second one with a linear classifier on the last feature map and the loss of ``head``.
-
-    Upstream backbones that classify themselves have ``of_backbone`` classes, and a head that is a loss alone (LeNet,
-    VGG). For these only the second candidate is returned.
-    """
+    """Return a candidate, and a second one with a linear classifier on the last feature map and the loss of ``head``;
+    the second alone for upstream backbones that classify themselves (LeNet, VGG), with ``of_backbone`` classes."""
     classes = head.get('num_classes') or of_backbone
     if not classes:
         return [wired]

@@ -32,8 +32,7 @@ def measure(upstream: Upstream) -> Measured:
     """Measure channels and strides of an upstream backbone.
 
     Raises:
-        Unsupported: The network is one of masked image modelling, or the backbone returns neither feature maps nor
-            tokens.
+        Unsupported: Its head can read no other, or the backbone returns neither feature maps nor tokens.
         RunError: The backbone cannot be built or run here.
     """
     cfg = without_pretrained(upstream.network['backbone'])
@@ -49,9 +48,8 @@ def measure(upstream: Upstream) -> Measured:
                 backbone.train()
                 branches = _maps(backbone(noise), size[0])
         except Exception as error:  # anything may be raised by a model of another project
-            raise RunError(
-                f'{upstream.base}: its own backbone does not run here: {printable(described(error))}'
-            ) from error
+            reason = printable(described(error))
+            raise RunError(f'{upstream.base}: its own backbone does not run here: {reason}') from error
     found = _maps(outs, size[0])
     if not found:
         raise Unsupported(upstream.base, f'{cfg["type"]} returns no maps or tokens')

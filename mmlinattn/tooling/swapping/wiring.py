@@ -34,8 +34,7 @@ def assign_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap], deepe
     return min(reversed(fitting), key=lambda chosen: _distance(old, [stages[i] for i in chosen]), default=None)
 
 
-def _distance(old: Sequence[FeatureMap], new: Sequence[FeatureMap]) -> float:
-    """Return the summed differences of the strides in octaves."""
+def _distance(old: Sequence[FeatureMap], new: Sequence[FeatureMap]) -> float:  # of the strides in octaves
     return sum(abs(math.log2((a.stride or 32) / (b.stride or 32))) for a, b in zip(old, new))
 
 
@@ -45,10 +44,8 @@ def nearest_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap]) -> l
 
 
 def positions_read(network: dict, count: int) -> list[int]:
-    """Return the indices of the feature maps that a network reads, of ``count`` that its backbone returns.
-
-    They follow from ``start_level`` of its first neck, or ``in_index`` of its heads.
-    """
+    """Return the indices of the feature maps that a network reads, of ``count`` that its backbone returns, by
+    ``start_level`` of its first neck, or ``in_index`` of its heads."""
     necks, found = listed(network.get('neck')), set[int]()
     if necks:
         return list(range(count))[necks[0].get('start_level') or 0 :]
@@ -117,11 +114,9 @@ class Wiring:
         return out
 
     def _channels(self, value: Any, index: Any, is_read: bool) -> Any:
-        """Return the channels of the new feature maps in place of ``value``, upstream's channels as a number or a list.
-
-        Other numbers are returned unchanged. ``index`` is the ``in_index`` beside ``value``, or None. A number without
-        ``index`` is compared with upstream's feature maps only if ``is_read``.
-        """
+        """Return the channels of the new feature maps in place of ``value``, upstream's channels as a number or a list,
+        and other values unchanged. ``index`` is the ``in_index`` beside ``value``; a number without it counts only if
+        ``is_read``."""
         if isinstance(value, (list, tuple)):
             runs = [range(first, first + len(value)) for first in range(self.count - len(value), -1, -1)]
             runs.append(range(self.count)[::-1])
