@@ -39,7 +39,7 @@ class DetectorGraph(nn.Module):
         self.model, self.divisor, self.pad_value = model, divisor, pad_value
         self.outputs = ['boxes', 'scores', 'labels']
         # a buffer: exported files keep it by name, and their check can lower it
-        self.register_buffer('score_thr', torch.tensor(float(test_cfg.get('score_thr', 0))))
+        self.register_buffer('score_thr', torch.tensor(float((test_cfg or {}).get('score_thr', 0))))
 
     def metadata(self) -> dict:
         """Return the score threshold of the graph, and the mask threshold for the application."""

@@ -141,6 +141,9 @@ class ExportableModel(nn.Module):
         heads = self.model.decode_head if self.task == 'segmentor' else self.model.head
         return heads[-1] if isinstance(heads, nn.ModuleList) else heads
 
+    def output_names(self, outputs) -> list[str]:
+        return self.outputs or [f'feat{i}' for i in range(len(outputs))]
+
     def metadata(self) -> dict:
         """Return settings for applications that turn the outputs into labels."""
         if self.boxes is not None:
@@ -316,8 +319,7 @@ def export_model(
     except TypeError as error:  # heads that want data samples beside the image (PointRend)
         raise RunError(f'{type(model).__name__} does not run on images alone: {described(error)}') from error
     exportable.fold(backend.prefers_convolutions)
-    names = exportable.outputs or [f'feat{i}' for i in range(len(expected[0]))]
-    meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, names)
+    meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]))
     if boxes is not None:
         boxes.score_thr.fill_(threshold)
     meta.update(exportable.metadata())
