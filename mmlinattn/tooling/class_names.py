@@ -38,8 +38,8 @@ def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional
     """Return the class name of each label: from ``meta`` of the checkpoint, as MMEngine or MMCV 1.x (``CLASSES``) saves
     it, the config of the test data set, or its class.
 
-    The result is None if no names are known, or if their number differs from that of the head, as in a config of own
-    data with ``CocoDataset``.
+    It is None if no names are known, or their number differs from that of the head. So it is in a config of own data
+    with ``CocoDataset``.
     """
     expected, data = num_classes(cfg), first_test_data(cfg)
     meta = checkpoint_meta if isinstance(checkpoint_meta, dict) else {}

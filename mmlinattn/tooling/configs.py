@@ -43,8 +43,7 @@ def load_config(args: argparse.Namespace) -> Config:
     """Read the config, apply the arguments of :func:`mmlinattn_console.add_common_arguments`, and make the work dir.
 
     Raises:
-        RunError: The config is missing or not readable, the package of its ``default_scope`` is not installed, or the
-            work dir cannot be written.
+        RunError: See :func:`read_config`. Or the work dir cannot be written, or a setting is wrong.
     """
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     cfg = read_config(args.config)
@@ -84,10 +83,10 @@ def load_config(args: argparse.Namespace) -> Config:
 
 
 def merge_options(cfg: Config, given: dict[str, Any]) -> tuple[dict, dict[str, Any]]:
-    """Apply ``--cfg-options``. Return the content of the config before, and the options with MMEngine's list indices in
-    place of hook names such as ``custom_hooks.StopHook.interval``.
+    """Apply ``--cfg-options``, and return the content of the config before, and the options.
 
-    Hooks of this package that the config lacks are added to it.
+    Names of hooks (``custom_hooks.StopHook.interval``) become MMEngine's list indices. Hooks of this package that the
+    config lacks are added to it.
 
     Raises:
         RunError: An option does not fit the config, or its hook is neither in the config nor in this package.
@@ -250,11 +249,7 @@ def _checkpoints_in(folder: str) -> str:
 
 
 def require(cfg: Config, config: str, *keys: str) -> None:
-    """Check that a config has the settings that a tool needs, and valid batch sizes.
-
-    Raises:
-        RunError: A setting is missing, or a batch size is not a positive integer.
-    """
+    """Raise a RunError if a config lacks a setting that a tool needs, or a batch size is not a positive integer."""
     missing = [key for key in keys if cfg.get(key) is None]
     if missing:
         raise RunError(f'{config} has no {", no ".join(missing)}.')
@@ -265,12 +260,8 @@ def require(cfg: Config, config: str, *keys: str) -> None:
 
 
 def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
-    """Check that the folders of the data sets of ``stages`` (``'train'``, ``'val'``, ``'test'``) exist and class names
-    are a list; ``DataCheckHook`` checks the rest.
-
-    Raises:
-        RunError: A folder is missing, or class names are no list.
-    """
+    """Raise a RunError if a folder of a data set of ``stages`` (``'train'``, ``'val'``, ``'test'``) is missing, or
+    class names are no list. ``DataCheckHook`` checks the rest."""
     for stage in stages:
         for key, dataset in dataset_configs(cfg, f'{stage}_dataloader'):
             root = str(dataset.get('data_root') or '.')

@@ -19,8 +19,11 @@ from .class_names import dataset_configs, first_test_data
 
 
 def image_channels(cfg: Config) -> int:
-    """Return the number of image channels that the model of a config takes: ``in_channels`` of the backbone (also
-    inside an adapter), else the default of its class, else the number of means of the data preprocessor, else 3."""
+    """Return the number of image channels that the model of a config takes.
+
+    It is ``in_channels`` of the backbone (also inside an adapter), else the default of its class. Else it is the number
+    of means of the data preprocessor, or 3.
+    """
     backbone = (cfg.get('model') or {}).get('backbone') or {}
     while isinstance(backbone.get('module'), dict):
         backbone = backbone['module']
@@ -113,8 +116,8 @@ def test_size(cfg: Config) -> Optional[tuple[int, int]]:
 
 
 def resizing(cfg: Config) -> dict:
-    """Return the arguments of the test pipeline's last ``resize`` (``scale`` is width and height, or one side), and
-    height and width of a later ``crop``, for JSON; None for missing steps."""
+    """Return the last ``resize`` of the test pipeline (``scale`` is width and height, or one side), and a later ``crop``
+    (height and width), for JSON. Missing steps are None."""
     found: dict = dict(resize=None, crop=None)
     for step in test_pipeline(cfg):
         kind = bare_name(step['type'])
@@ -127,8 +130,8 @@ def resizing(cfg: Config) -> dict:
 
 
 def usual_size(cfg: Config) -> tuple[int, int]:
-    """Return height and width for an exported graph: :func:`test_size`, or of a segmentor its crop, else of a 3:2
-    photograph resized by the test pipeline, rounded to multiples of 32."""
+    """Return height and width for an exported graph: :func:`test_size`, or of a segmentor its crop. For others it is a
+    3:2 photograph resized by the test pipeline, rounded to multiples of 32."""
     exact, scope = test_size(cfg), cfg.get('default_scope')
     if exact or scope == 'mmpretrain':
         return exact or (224, 224)

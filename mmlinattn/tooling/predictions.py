@@ -39,11 +39,8 @@ FLAGS = {
 
 
 def check_prediction_arguments(args: argparse.Namespace, scope: str, config: str, *sources) -> None:
-    """Check the options of :func:`mmlinattn_console.add_prediction_arguments` and make their folders.
-
-    Raises:
-        RunError: An option is for another task, or its path cannot be written.
-    """
+    """Make the folders of the options of :func:`mmlinattn_console.add_prediction_arguments`. Raise a RunError if an
+    option is for another task, or its path cannot be written."""
     for flag, (task, kind) in FLAGS.items():
         path = getattr(args, flag[2:].replace('-', '_'))
         if not path:
@@ -112,8 +109,8 @@ def _instances(sample, threshold: float = 0.0) -> Iterator[tuple[int, float, lis
 
 
 def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None, file_name: str = '') -> list[dict[str, Any]]:
-    """Return the detections of an image in COCO's result format, with category ``ids`` of labels (label + 1 by default)
-    and the file name, for images in several annotation files."""
+    """Return the detections of an image in COCO's result format, with category ``ids`` of labels (label + 1 by
+    default). The file name is for images in several annotation files."""
     from pycocotools import mask as coco_mask
 
     entries = []
@@ -128,8 +125,10 @@ def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None, file_na
 
 
 def yolo_lines(sample, threshold: float, with_score: bool = False) -> list[str]:
-    """Return the detections of an image in YOLO's label format, relative to the size of the image: a box as ``class
-    x_centre y_centre width height``, a mask as ``class x1 y1 x2 y2 ...``, the polygon of its largest part."""
+    """Return the detections of an image in YOLO's label format, relative to the size of the image.
+
+    A box is ``class x_centre y_centre width height``. A mask is ``class x1 y1 x2 y2 ...``, its largest polygon.
+    """
     height, width = sample.ori_shape[:2]
     lines = []
     for label, score, (x1, y1, x2, y2), mask in _instances(sample, threshold):
@@ -175,11 +174,8 @@ class PredictionWriter:
                 notice(f'--save-labels: values {", ".join(listed)}'.rstrip())
 
     def write(self, sample, stem: str, image_id, file_name: str) -> None:
-        """Write the predictions of an image: as YOLO text (empty without detections), as grey PNG in the values of
-        :func:`label_values`, as :func:`coco_results` at the end.
-
-        ``stem`` is the name of its files without suffix.
-        """
+        """Write YOLO text (empty without detections), or a grey PNG in the values of :func:`label_values`, of an image,
+        and keep its :func:`coco_results`. ``stem`` is the name of the files without suffix."""
         args = self.args
         if args.save_txt:
             path = Path(args.save_txt, f'{stem}.txt')

@@ -256,12 +256,8 @@ def _inherited(path: str, tree: ast.Module) -> dict:
 
 
 def check_numbers(cfg: Config) -> None:
-    """Check that numbers are numbers, and lengths positive. YAML reads ``1e-4``, without a dot, as a text.
-
-    Raises:
-        RunError: A text is a number with an exponent, or begins with a digit in the optimizer or a scheduler; or a
-            length is not positive.
-    """
+    """Raise a RunError if a length is not positive, or a text is a number with an exponent, as YAML reads ``1e-4``. In
+    the optimizer or a scheduler, a text may not begin with a digit."""
     for key in ('max_epochs', 'max_iters'):
         length = (cfg.get('train_cfg') or {}).get(key, 1)
         if not isinstance(length, (int, float)) or length < 1:

@@ -102,8 +102,8 @@ class BlockCall(NamedTuple):
         return next((name for name, known in TOKEN_MIXERS.module_dict.items() if known is kind), kind.__name__)
 
     def features(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the output of the mixer and the input of the output projection for each branch, both (heads, tokens,
-        d) with tokens in the order of the feature map."""
+        """Return the output of the mixer and the input of the output projection for each branch. Both are (heads,
+        tokens, d) with tokens in the order of the feature map."""
         pairs = []
         for branch, whole in zip(self.branches, self.projected.chunk(len(self.branches), dim=-1)):
             positions = torch.cat([window.queries for window in branch])

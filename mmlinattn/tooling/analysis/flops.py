@@ -64,8 +64,9 @@ def part_of(name: str) -> str:
 
 
 def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
-    """Count parameters, multiply-adds and activation memory of the model of a config for a ``shape`` (height, width),
-    by default that of :data:`SHAPES`, or the test size of a classifier.
+    """Count parameters, multiply-adds and activation memory of the model of a config.
+
+    The default ``shape`` (height, width) is that of :data:`SHAPES`, or the test size of a classifier.
 
     Raises:
         RunError: The shape is below 32x32, or the forward pass depends on values, as meta tensors have none. Two-stage

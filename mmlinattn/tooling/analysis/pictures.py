@@ -151,8 +151,8 @@ PLOTS = dict(
 
 
 def values_of(line: str, entry: dict) -> np.ndarray:
-    """Return the number at a path such as ``rank.state.effective`` in a block's entry of ``summary.json``, for each
-    head, (heads,) or (1,), after ``/`` divided by a number beside it; NaN if missing or divided by 0."""
+    """Return the number at a path such as ``rank.state.effective`` in a block's entry of ``summary.json``, (heads,) or
+    (1,). A name after ``/`` divides it by a number beside it. It is NaN if missing or divided by 0."""
     path, _, divisor = line.partition(' / ')
     *parents, name = path.split('.')
     for parent in parents:

@@ -24,8 +24,7 @@ def save_picture(path: Path, image: np.ndarray) -> None:
 
 
 def mask_to_polygons(mask: np.ndarray) -> list[list[int]]:
-    """Trace the regions of a mask (H, W) along the edges of its pixels, as polygons ``[x0, y0, x1, y1, ...]`` that
-    rasterise to the same mask.
+    """Trace the regions of a mask (H, W) as polygons ``[x0, y0, x1, y1, ...]`` along the edges of its pixels.
 
     Pixel ``(r, c)`` covers ``[c, c + 1] x [r, r + 1]``, as in pycocotools, which converts masks to run lengths only.
     OpenCV's contours run through the centres of pixels, and lose half a pixel on every side. COCO's polygons have no

@@ -152,8 +152,11 @@ class ExportableModel(nn.Module):
 
 
 def decision(head: Any) -> dict:
-    """Return the activation of a head's logits. With softmax, the label is the largest score. With sigmoid, labels are
-    all classes above ``threshold``, or the ``topk`` largest; of one output channel, it is the second class."""
+    """Return the activation of a head's logits, and how scores decide.
+
+    With softmax, the label is the largest score. With sigmoid, labels are all classes above ``threshold``, or the
+    ``topk`` largest. Above it, one output channel means the second class.
+    """
     if getattr(head, 'out_channels', None) == 1 and hasattr(head, 'threshold'):
         return dict(activation='sigmoid', threshold=head.threshold)
     if any('MultiLabel' in kind.__name__ for kind in type(head).__mro__):
@@ -196,9 +199,8 @@ def normalisation(cfg: Config) -> dict:
 def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
     """Return metadata that applications need to run the graph, as a dict that JSON can store.
 
-    ``input_range`` of pixels before normalisation is None if it depends on the image file, ``channel_order`` if there
-    are not three, ``windows`` (``crop_size`` and ``stride``) unless a segmentor is tested in them, ``classes`` without
-    names.
+    These may be None: ``input_range`` of pixels if it depends on the image file, ``channel_order`` unless there are
+    three, ``classes`` without names. ``windows`` (``crop_size``, ``stride``) are those that a segmentor is tested in.
     """
     from ... import __version__
 
@@ -224,10 +226,10 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
 
 
 def deviation(outputs, expected) -> float:
-    """Return the largest deviation of outputs from expected outputs, in standard deviations of these, or if they are
-    constant in their magnitude; of integers (labels) the fraction of different elements.
+    """Return the largest deviation of outputs from expected outputs, in standard deviations of these.
 
-    It is infinite if shapes differ or values are not finite.
+    Of constant outputs it is relative to their magnitude, of integers (labels) the fraction of different elements. It
+    is infinite if shapes differ or values are not finite.
     """
     outputs, expected = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, expected))
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
@@ -290,8 +292,7 @@ def export_model(
     checkpoint_meta: Optional[dict] = None,
     neck: bool = False,
 ) -> Export:
-    """Export a model of a config as a graph in a format of :data:`~mmlinattn.tooling.export.formats.FORMATS`, and
-    compare the file with the model.
+    """Export a model of a config in a format of ``FORMATS``, and compare the file with the model.
 
     ``target`` is written atomically, and only if no deviation exceeds :data:`TOLERANCE`. Detections are compared by
     :func:`detection_deviation` with a score threshold of 0, because scores on random images seldom reach the threshold.

@@ -44,8 +44,10 @@ def nearest_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap]) -> l
 
 
 def positions_read(network: dict, count: int) -> list[int]:
-    """Return the indices of the feature maps that a network reads, of ``count`` that its backbone returns, by
-    ``start_level`` of its first neck, or ``in_index`` of its heads."""
+    """Return the indices of the feature maps that a network reads, of ``count`` that its backbone returns.
+
+    They follow from ``start_level`` of its first neck, or ``in_index`` of its heads.
+    """
     necks, found = listed(network.get('neck')), set[int]()
     if necks:
         return list(range(count))[necks[0].get('start_level') or 0 :]
