@@ -116,8 +116,8 @@ def test_size(cfg: Config) -> Optional[tuple[int, int]]:
 
 
 def resizing(cfg: Config) -> dict:
-    """Return the last ``resize`` of the test pipeline (``scale`` is width and height, or one side), and a later ``crop``
-    (height and width), for JSON. Missing steps are None."""
+    """Return the last ``resize`` of the test pipeline (``scale`` is width and height, or one side), and a later
+    ``crop`` (height and width), for JSON. Missing steps are None."""
     found: dict = dict(resize=None, crop=None)
     for step in test_pipeline(cfg):
         kind = bare_name(step['type'])
