@@ -238,8 +238,8 @@ def check_variables(cfg: Config) -> None:
         places = _places(content, key, inherited[key])
         values = (other for path, other in _leaves(content) if path in places)
         if places and not any(_equal(other, value) for other in values):
-            used = f'{value!r:.60} is a variable that an inherited file has used already'
-            raise RunError(f'{place}={used}. Set {" and ".join(places)}.')
+            taken = f'{value!r:.60} is a variable that an inherited file has used already'
+            raise RunError(f'{place}={taken}. Set {" and ".join(places)}.')
 
 
 def _inherited(path: str, tree: ast.Module) -> dict:
