@@ -134,13 +134,13 @@ def _expected(path: list[str], node: dict, scope: Optional[str]) -> tuple[set[st
     return known.union(*(names for names, _ in each)), not each or any(is_open for _, is_open in each)
 
 
-def _leaves(node: Any, path: str = '') -> Iterator[tuple[str, Any]]:
+def leaves(node: Any, path: str = '') -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each node below a config node."""
     node = dict(enumerate(node)) if isinstance(node, (list, tuple)) else node
     for key, child in dict.items(node) if isinstance(node, dict) else ():
         below = f'{path}.{key}' if path else str(key)
         yield below, child
-        yield from _leaves(child, below)
+        yield from leaves(child, below)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -152,10 +152,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _places(cfg: dict, name: str, value: Any) -> list[str]:
     """Return paths of settings with the name of a variable, or else with its value, unless that is a number."""
-    leaves = [*_leaves({key: cfg[key] for key in cfg if key in READ})]
-    named = [path for path, _ in leaves if path.rpartition('.')[2] == name]
+    read = [*leaves({key: cfg[key] for key in cfg if key in READ})]
+    named = [path for path, _ in read if path.rpartition('.')[2] == name]
     is_telling = isinstance(value, (str, list, tuple, dict)) and len(value) > 0
-    return (named or [path for path, other in leaves if is_telling and _equal(other, value)])[:3]
+    return (named or [path for path, other in read if is_telling and _equal(other, value)])[:3]
 
 
 def check_options(content: dict, cfg: Config, options: dict) -> None:
@@ -236,7 +236,7 @@ def check_variables(cfg: Config) -> None:
         if key not in inherited or _equal(inherited[key], value):
             continue
         places = _places(content, key, inherited[key])
-        values = (other for path, other in _leaves(content) if path in places)
+        values = (other for path, other in leaves(content) if path in places)
         if places and not any(_equal(other, value) for other in values):
             taken = f'{value!r:.60} is a variable that an inherited file has used already'
             raise RunError(f'{place}={taken}. Set {" and ".join(places)}.')
@@ -262,7 +262,7 @@ def check_numbers(cfg: Config) -> None:
         length = (cfg.get('train_cfg') or {}).get(key, 1)
         if not isinstance(length, (int, float)) or length < 1:
             raise RunError(f'train_cfg.{key}={length!r}: expected a positive integer.')
-    for path, value in _leaves({key: cfg.get(key) for key in _OF_NUMBERS if cfg.get(key)}):
+    for path, value in leaves({key: cfg.get(key) for key in _OF_NUMBERS if cfg.get(key)}):
         found = _EXPONENT.fullmatch(value) if isinstance(value, str) else None
         if found:
             whole, rest, letter, exponent = found.groups()
@@ -281,7 +281,7 @@ def check_single(cfg: Config) -> None:
         if isinstance(node, (list, tuple)) or isinstance(node.get('dataset'), (list, tuple)):
             remedy = "Set dataset=dict(type='ConcatDataset', datasets=[...])."
             raise RunError(f'{loader}.dataset is a list: expected one data set. {remedy}')
-        for path, value in _leaves(dict(dataset=node.get('dataset') or {}), loader):
+        for path, value in leaves(dict(dataset=node.get('dataset') or {}), loader):
             if path.endswith(('.data_root', '.ann_file')) and isinstance(value, (list, tuple)):
                 remedy = "Set type='ConcatDataset' with a data set for each, in its datasets."
                 raise RunError(f'{path}={value!r:.80}: expected one path. {remedy}')

@@ -15,6 +15,7 @@ from ...utils.errors import RunError
 from ...utils.registering import bare_name
 from ..configs import PIP_NAMES, read_config
 from ..images import image_channels, test_size
+from ..settings import leaves
 
 # beginnings of the names of backbones that only their own heads can read
 _OWN_HEADS = dict(
@@ -110,11 +111,7 @@ def join_encoder(network: dict) -> dict:
 
 def dicts(node: Any) -> Iterator[dict]:
     """Yield all dicts in a part of a config, outer ones first."""
-    if isinstance(node, dict):
-        yield node
-        node = list(node.values())
-    for child in node if isinstance(node, (list, tuple)) else ():
-        yield from dicts(child)
+    return (each for _, each in leaves([node]) if isinstance(each, dict))
 
 
 def read_upstream(spec: str) -> Upstream:
