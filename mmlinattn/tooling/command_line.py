@@ -145,93 +145,74 @@ def clean_end():
         raise SystemExit(INTERRUPTED) from None
 
 
-# words of an error of upstream -> prefix of a module near the end of its traceback, and the remedy; {name} is replaced
-# by a local variable, or an attribute of self, in the traceback
+# remedies by the prefix of a module near the end of a traceback of upstream, and words of the error; {name} is a local
+# variable, or an attribute of self, in the traceback
 ADVICE = {
-    'persistent_workers option needs num_workers': (
-        'torch.utils.data.dataloader',
-        'Set persistent_workers=False of that dataloader; --no-persistent-workers does so in a training',
+    ('torch.utils.data.dataloader', 'persistent_workers option needs num_workers'): (
+        'Set persistent_workers=False of that dataloader; --no-persistent-workers does so in a training'
     ),
-    'Expected more than 1 value per channel': (
-        'torch.nn.modules.batchnorm',
+    ('torch.nn.modules.batchnorm', 'Expected more than 1 value per channel'): (
         'BatchNorm cannot train on one image whose map is one pixel. Set train_dataloader.drop_last=True if the last '
         'batch of an epoch has one image, else a larger train_dataloader.batch_size, or a norm_cfg of another type, '
-        'such as GN',
+        'such as GN'
     ),
-    'The image size in a batch should be the same': (
-        'mmseg.models.data_preprocessor',
+    ('mmseg.models.data_preprocessor', 'The image size in a batch should be the same'): (
         'Images of one batch differ in size. Set batch_size=1 in val_dataloader and test_dataloader, or resize to one '
-        'size in the pipeline',
+        'size in the pipeline'
     ),
-    'stack expects each tensor to be equal size': (
-        'torch.utils.data._utils.collate',
+    ('torch.utils.data._utils.collate', 'stack expects each tensor to be equal size'): (
         'Images of one batch differ in size. Set batch_size=1 in that dataloader, or resize or crop to one size in the '
-        'pipeline',
+        'pipeline'
     ),
-    'is not a subset of classes': (
-        'mmseg.datasets',
+    ('mmseg.datasets', 'is not a subset of classes'): (
         "metainfo.classes can only choose among the classes of this data set. For others set type='BaseSegDataset' of "
-        'each data set (with reduce_zero_label=True if 0 is no class)',
+        'each data set (with reduce_zero_label=True if 0 is no class)'
     ),
-    'selected index k out of range': (
-        '',  # raised by an operator
-        'The detector has fewer boxes: lower max_per_img or max_per_image in its test_cfg',
+    ('', 'selected index k out of range'): (  # raised by an operator
+        'The detector has fewer boxes: lower max_per_img or max_per_image in its test_cfg'
     ),
-    'accuracy is unavailable since the number of categories': (
-        'mmpretrain.evaluation',
-        'Set topk=(1,) in val_evaluator, test_evaluator and the head',
+    ('mmpretrain.evaluation', 'accuracy is unavailable since the number of categories'): (
+        'Set topk=(1,) in val_evaluator, test_evaluator and the head'
     ),
-    'inhomogeneous shape': (
-        'mmdet.evaluation',
-        "metric='proposal_fast' of CocoMetric fails with NumPy 1.24 and newer: set metric='proposal'",
+    ('mmdet.evaluation', 'inhomogeneous shape'): (
+        "metric='proposal_fast' of CocoMetric fails with NumPy 1.24 and newer: set metric='proposal'"
     ),
-    'list index out of range': (
-        'mmdet.evaluation',
+    ('mmdet.evaluation', 'list index out of range'): (
         'num_classes of the head is more than the categories of the annotation file that metainfo.classes names: set '
-        'it to their number in each head, or name all classes',
+        'it to their number in each head, or name all classes'
     ),
-    'None is not a callable object': (
-        'mmengine.optim',
-        'optim_wrapper.optimizer={optimizer_cfg}: type is no known optimizer',
+    ('mmengine.optim', 'None is not a callable object'): (
+        'optim_wrapper.optimizer={optimizer_cfg}: type is no known optimizer'
     ),
-    'Cannot find None in registry': (
-        'mmcv.cnn.bricks',
-        'type={layer_type} of a layer, such as norm_cfg, is in no registry',
+    ('mmcv.cnn.bricks', 'Cannot find None in registry'): (
+        'type={layer_type} of a layer, such as norm_cfg, is in no registry'
     ),
-    'Scale must be a number or tuple of int': (
-        'mmcv.image',
-        'A scale is a list; write it in brackets, scale="(96,96)"',
+    ('mmcv.image', 'Scale must be a number or tuple of int'): (
+        'A scale is a list; write it in brackets, scale="(96,96)"'
     ),
-    'base_wd should not be None': (
-        'mmengine.optim',
-        'paramwise_cfg has *_decay_mult: set optim_wrapper.optimizer.weight_decay, too',
+    ('mmengine.optim', 'base_wd should not be None'): (
+        'paramwise_cfg has *_decay_mult: set optim_wrapper.optimizer.weight_decay, too'
     ),
-    'weight tensor should be defined': (
-        'torch.nn.functional',
-        'class_weight of a loss: expected a number for each class of its head',
+    ('torch.nn.functional', 'weight tensor should be defined'): (
+        'class_weight of a loss: expected a number for each class of its head'
     ),
-    'Cannot generate one-hot format labels': (
-        'mmpretrain.',
-        'Mixed images need data_preprocessor=dict(num_classes=...), the number of the head',
+    ('mmpretrain.', 'Cannot generate one-hot format labels'): (
+        'Mixed images need data_preprocessor=dict(num_classes=...), the number of the head'
     ),
-    "unexpected keyword argument 'pretrained'": (
-        'mmengine.registry',
-        'Weights of a backbone go into its init_cfg=dict(type="Pretrained", checkpoint=...)',
+    ('mmengine.registry', "unexpected keyword argument 'pretrained'"): (
+        'Weights of a backbone go into its init_cfg=dict(type="Pretrained", checkpoint=...)'
     ),
-    '!_src.empty()': (
-        'mmcv.image',
-        'OpenCV cannot read an image. If a transform of your own reads them, leave --show-dir out',
+    ('mmcv.image', '!_src.empty()'): (
+        'OpenCV cannot read an image. If a transform of your own reads them, leave --show-dir out'
     ),
-    'is out of bounds.': (
-        'torch.nn.functional',
+    ('torch.nn.functional', 'is out of bounds.'): (
         'A label is beyond num_classes of the head: in a mask that DataCheckHook did not open '
         '(custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file), or as padding, if '
-        'data_preprocessor.seg_pad_val differs from ignore_index',
+        'data_preprocessor.seg_pad_val differs from ignore_index'
     ),
-    'is out of bounds for dimension': (
-        'mmseg.models.losses',
+    ('mmseg.models.losses', 'is out of bounds for dimension'): (
         "MMSegmentation 1.2's CrossEntropyLoss looks ignored pixels, and padding, up in class_weight: leave it out, or "
-        'use FocalLoss',
+        'use FocalLoss'
     ),
 }
 _NEAR = 4  # innermost frames of a traceback that are searched for the module
@@ -250,7 +231,7 @@ def _values(error: BaseException, *names: str) -> Iterator[Any]:
 
 def advice_for(error: BaseException) -> str:
     """Return the remedy of :data:`ADVICE` for an error, or ''."""
-    for words, (origin, remedy) in ADVICE.items():
+    for (origin, words), remedy in ADVICE.items():
         if words in str(error) and any(name.startswith(origin) for name in _modules(error)[-_NEAR:]):
             return re.sub(r'\{(\w+)\}', lambda found: repr(next(_values(error, found[1]), None)), remedy)
     return ''
