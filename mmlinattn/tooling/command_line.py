@@ -110,14 +110,6 @@ def notice(message: str) -> None:
         print(f'notice: {message}', file=sys.stderr, flush=True)
 
 
-def _end_workers() -> None:
-    """Kill the data-loader workers of this process; PyTorch waits up to 5 s for each."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises an error for each dead worker
-    for child in multiprocessing.active_children():
-        child.kill()
-        child.join(5)
-
-
 @contextmanager
 def clean_end():
     """Context for the main function of a tool: keep freed memory; at the end, also by error or signal, end workers and
@@ -134,7 +126,10 @@ def clean_end():
     except BaseException as error:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
-        _end_workers()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises an error for each dead worker
+        for child in multiprocessing.active_children():  # PyTorch would wait up to 5 s for each data-loader worker
+            child.kill()
+            child.join(5)
         leave_process_group(failed=True)
         if not isinstance(error, KeyboardInterrupt):
             raise
@@ -237,15 +232,6 @@ def advice_for(error: BaseException) -> str:
     return ''
 
 
-def _annotations(error: BaseException) -> str:
-    """Return the annotation file or class folder that was being read when the error occurred, or ''."""
-    for path in _values(error, 'local_path', 'ann_file', 'data_prefix'):
-        path = path.get('img_path') if isinstance(path, dict) else path
-        if isinstance(path, str) and path and os.path.exists(path):
-            return path
-    return ''
-
-
 def _spelling(error: BaseException, kinds: list) -> str:
     """Return the remedy of an unknown argument of the classes ``kinds``, or of an unknown registered name; or ''."""
     found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
@@ -322,7 +308,10 @@ def _building_message(error: BaseException, building: list, runner: Any) -> str:
     is_argument = isinstance(error, FileNotFoundError) or (
         raising.f_code.co_name == '__init__' and type(raising.f_locals.get('self')) in innermost
     )
-    file = '' if is_argument else _annotations(error)
+    # the annotation file or class folder that was being read
+    read = () if is_argument else _values(error, 'local_path', 'ann_file', 'data_prefix')
+    paths = (path.get('img_path') if isinstance(path, dict) else path for path in read)
+    file = next((path for path in paths if isinstance(path, str) and os.path.exists(path)), '')
     is_coco = file and innermost and hasattr(innermost[0], 'COCOAPI')  # MMDetection's data sets in COCO's layout
     content, problem = load_coco(file) if is_coco else ({}, '')
     if file:
