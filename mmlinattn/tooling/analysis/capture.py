@@ -43,13 +43,12 @@ class Window(NamedTuple):
         inputs = {name: value for name, value in self.inputs.items() if name not in ('v', 'context')}
         weights = mixer_weights(self.mixer, **inputs, rows=rows)[0]
         if has_unit_output(self.mixer):
-            norm = (weights @ self.values).norm(dim=-1, keepdim=True)
-            weights = weights / norm.clamp(min=1e-12)
+            weights = weights / (weights @ self.values).norm(dim=-1, keepdim=True).clamp(min=1e-12)
         for convolve in self.convolutions() if local else ():
             weights = weights + local_weights(convolve, self.inputs['v'], len(weights), rows)[0].to(weights.dtype)
         return weights
 
-    def convolutions(self) -> list[Callable[[Tensor], Tensor]]:
+    def convolutions(self, of_mixer: bool = False) -> list[Callable[[Tensor], Tensor]]:
         """Return the existing convolutions of the values as functions: the mixer's own, then :attr:`local`."""
         mixer: Any = self.mixer
         grid, context, v = self.inputs['key_grid'], self.inputs['context'], self.inputs['v']
@@ -57,27 +56,22 @@ class Window(NamedTuple):
         if isinstance(mixer, LocalMixer) and mixer.convolve(v, grid, context) is not None:
             # a tensor of inference mode cannot be saved for a backward pass
             found.append(lambda v: mixer.convolve(v, grid, None if context is None else context.clone()))
-        if self.local is not None:
+        if self.local is not None and not of_mixer:
             found.append(lambda v: on_grid(self.local, v, grid))
         return found
 
     def state(self) -> Optional[Tensor]:
         """Return ``keys^T @ values``, (heads, d, e), or None for an attention without state."""
-        inputs = {name: value for name, value in self.inputs.items() if name != 'context'}
-        state = mixer_state(self.mixer, **inputs)
+        state = mixer_state(self.mixer, **{name: value for name, value in self.inputs.items() if name != 'context'})
         return None if state is None else state[0]
 
     def error(self, rows: Tensor, weights: Tensor) -> float:
-        """Return the relative difference of the mixer's output from ``weights @ v`` plus its convolution.
-
-        ``weights`` are those of the queries ``rows`` of the window, (heads, len(rows), M).
-        """
+        """Return the relative difference of the mixer's output from ``weights @ v`` plus its convolution, of the
+        queries ``rows`` of the window with ``weights`` (heads, len(rows), M)."""
         out = self.out[rows].to(weights.dtype)
         rest = out - rearrange(weights @ self.values, 'heads n e -> n (heads e)')
-        if isinstance(self.mixer, LocalMixer):
-            local = self.mixer.convolve(self.inputs['v'], self.inputs['key_grid'], self.inputs['context'])
-            if local is not None:
-                rest = rest - local[0, rows].detach().to(weights.dtype)
+        for convolve in self.convolutions(of_mixer=True):
+            rest = rest - convolve(self.inputs['v'])[0, rows].detach().to(weights.dtype)
         return float(rest.norm() / out.norm().clamp(min=1e-30))
 
 
