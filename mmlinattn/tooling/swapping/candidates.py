@@ -125,9 +125,12 @@ def _adapted(network: dict, measured: Measured, new: ZooBackbone, sources: list[
     scales = [(new.stages[i].stride or 32) / (out.stride or 32) for i, out in zip(sources, old)]
     channels = dict(in_channels=[new.stages[i].channels for i in kept], out_channels=[out.channels for out in old])
     neck: dict[str, Any] = dict(type='MapAdapter', **channels)
-    neck |= dict(sources=inputs) if inputs != list(range(len(old))) else {}
-    neck |= dict(scales=scales) if any(scale != 1 for scale in scales) else {}
-    neck |= dict(inference_output=measured.alone) if measured.alone is not None else {}
+    if inputs != list(range(len(old))):
+        neck['sources'] = inputs
+    if any(scale != 1 for scale in scales):
+        neck['scales'] = scales
+    if measured.alone is not None:
+        neck['inference_output'] = measured.alone
     necks = [neck, *listed(network.get('neck'))]
     return Candidate({**network, 'backbone': new.with_outputs(kept), 'neck': necks if len(necks) > 1 else neck}, remark)
 

@@ -86,8 +86,10 @@ def _kept(given: dict, num_stages: int) -> dict:
     kept: dict = dict(with_cp=True) if given.get('with_cp') is True else {}
     if isinstance(kind, type) and issubclass(kind, Backbone):
         frozen = given.get('frozen_stages')
-        kept |= dict(norm_eval=True) if given.get('norm_eval') is True else {}
-        kept |= dict(frozen_stages=frozen) if isinstance(frozen, int) and 0 <= frozen < num_stages else {}
+        if given.get('norm_eval') is True:
+            kept['norm_eval'] = True
+        if isinstance(frozen, int) and 0 <= frozen < num_stages:
+            kept['frozen_stages'] = frozen
     return kept
 
 
