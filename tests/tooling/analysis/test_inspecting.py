@@ -42,7 +42,8 @@ def known(monkeypatch, weights, with_local=None):
     """Replace the weights of any attention by (n, M) weights."""
     maps = {False: weights, True: with_local}
     monkeypatch.setattr(Window, 'weights', lambda self, rows, local=False: maps[local][None, rows])
-    monkeypatch.setattr(Window, 'convolutions', lambda self: [] if with_local is None else ['one'])
+    local = [] if with_local is None else ['one']
+    monkeypatch.setattr(Window, 'convolutions', lambda self, of_mixer=False: [] if of_mixer else local)
 
 
 def test_every_number_of_a_block(monkeypatch):
