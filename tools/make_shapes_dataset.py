@@ -51,7 +51,7 @@ def main() -> None:
     from rich.progress import Progress
 
     from mmlinattn.tooling.command_line import clean_end, one_line_errors
-    from mmlinattn.tooling.datasets import CLASSES, DatasetSpec, write_dataset
+    from mmlinattn.tooling.datasets import CLASSES, DatasetSpec, SettingError, write_dataset
     from mmlinattn.utils.errors import RunError
 
     with clean_end(), one_line_errors():
@@ -60,7 +60,7 @@ def main() -> None:
             with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
                 task = progress.add_task(f'{args.format} shapes', total=args.num_train + args.num_val)
                 written = write_dataset(args.out, spec, lambda: progress.advance(task))
-        except ValueError as error:
+        except SettingError as error:
             raise RunError(f'--{error}'.replace('_', '-')) from error
         except OSError as error:
             raise RunError(f'OUT {str(args.out)!r} cannot be written: {error}') from error

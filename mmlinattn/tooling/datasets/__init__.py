@@ -5,7 +5,7 @@
 """
 
 from .shapes import ADE_CLASSES, CLASSES, COCO_CLASSES, IMAGENET_CLASSES, SHAPES, Scene, draw_scene
-from .writer import DatasetSpec, write_dataset
+from .writer import DatasetSpec, SettingError, write_dataset
 
 __all__ = ['ADE_CLASSES', 'CLASSES', 'COCO_CLASSES', 'IMAGENET_CLASSES', 'SHAPES']
-__all__ += ['DatasetSpec', 'Scene', 'draw_scene', 'write_dataset']
+__all__ += ['DatasetSpec', 'Scene', 'SettingError', 'draw_scene', 'write_dataset']

@@ -19,20 +19,31 @@ NOTE, STAGING = '.shapes_dataset.json', '.partial'
 GENERATOR_VERSION = 7  # raise it if the same arguments give other images or annotations
 
 
+class SettingError(ValueError):
+    """Raised for a setting out of range."""
+
+
 @dataclass(frozen=True)
 class DatasetSpec:
     """Settings of a synthetic data set.
 
+    Args:
+        format: ``'coco'``, ``'ade'`` or ``'imagenet'``.
+        num_train, num_val: Images for training and validation, at least 1.
+        seed: At least 0. An image depends on the seed, its split and its number only.
+        size: Width and height in pixels, each in ``[MIN_SIDE, MAX_SIDE]``.
+        size_jitter: Largest fraction, in [0, 0.5], by which a random image is narrower or lower than ``size``.
+
     Raises:
-        ValueError: An argument is out of range.
+        SettingError: An argument is out of range.
     """
 
-    format: str  # coco, ade or imagenet
-    num_train: int  # images for training
-    num_val: int  # images for validation
-    seed: int = 0  # an image depends on the seed, its split and its number only
-    size: tuple[int, int] = (160, 160)  # width and height in pixels
-    size_jitter: float = 0.0  # largest fraction by which a random image is narrower or lower
+    format: str
+    num_train: int
+    num_val: int
+    seed: int = 0
+    size: tuple[int, int] = (160, 160)
+    size_jitter: float = 0.0
 
     def __post_init__(self):
         sides = f'a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels'
@@ -45,7 +56,7 @@ class DatasetSpec:
             ('size_jitter', 0 <= self.size_jitter <= 0.5, 'a number from 0 to 0.5'),
         ):
             if not fits:
-                raise ValueError(f'{name}={getattr(self, name)!r}: expected {allowed}.')
+                raise SettingError(f'{name}={getattr(self, name)!r}: expected {allowed}.')
 
 
 def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any] = lambda: None) -> bool:

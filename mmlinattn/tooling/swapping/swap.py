@@ -21,11 +21,17 @@ from .zoo import ZooBackbone, find_backbone
 
 
 class Swapped(NamedTuple):
-    """An upstream config with another backbone."""
+    """An upstream config with another backbone.
 
-    changes: list[str]  # differences from the upstream config, one line per value
-    remarks: list[str]  # other notes for the user
-    result: SmokeResult  # of its smoke test
+    Attributes:
+        changes: Differences from the upstream config, one line per value.
+        remarks: Other notes for the user.
+        result: Result of its smoke test.
+    """
+
+    changes: list[str]
+    remarks: list[str]
+    result: SmokeResult
 
 
 def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_optimizer: bool = False) -> Swapped:
