@@ -111,13 +111,11 @@ def find_pictures(path: str) -> list:
 
 
 def read_sizes(pictures: list, cfg) -> tuple[dict, list[str]]:
-    """Read images before the model is built: return the shape of each readable one, and the errors of the others.
+    """Read images before the model is built: return the shape of each readable one, and the errors of the others. Raise
+    a RunError if none can be read.
 
     For images of many sizes, PyTorch's caches of oneDNN primitives are limited. By default each keeps 1024 primitives,
     many for each size. The caches read their variables before the first primitive.
-
-    Raises:
-        RunError: None of the images can be read.
     """
     shapes: dict = {}
     errors: list[str] = []
@@ -144,11 +142,7 @@ def download(url: str, folder: str) -> str:
 
 
 def open_video(source: str) -> cv2.VideoCapture:
-    """Open a video file, a stream or a webcam.
-
-    Raises:
-        RunError: The source cannot be opened.
-    """
+    """Open a video file, a stream or a webcam, or raise a RunError."""
     video = cv2.VideoCapture(int(source) if source.isdecimal() else source)
     if not video.isOpened():
         raise RunError(f'{"webcam" if source.isdecimal() else "video"} {source!r} cannot be opened.')
@@ -164,11 +158,8 @@ def frames_of(video: cv2.VideoCapture) -> Iterator[np.ndarray]:
 
 
 def check_frames(cfg) -> None:
-    """Check that the model takes pixels of 8 bits, as frames have, by its normalisation and a test image.
-
-    Raises:
-        RunError: It takes other pixels.
-    """
+    """Raise a RunError if the model does not take pixels of 8 bits, as frames have, by its normalisation and a test
+    image."""
     given = preprocessor(cfg)
     largest = max(np.max(given[key]) if given.get(key) is not None else 0 for key in ('mean', 'std'))
     dtype = None if is_8_bit(cfg) else image_dtype(cfg)
@@ -189,11 +180,7 @@ def frame_file(frame: np.ndarray, cfg) -> Iterator[str]:
 
 
 def check_out(args: argparse.Namespace, pictures: list) -> None:
-    """Check that --out can be written and is not an input.
-
-    Raises:
-        RunError: --out cannot be written or is an input, or no output is requested.
-    """
+    """Raise a RunError if --out cannot be written or is an input, or no output is requested."""
     if not args.out:
         if not (args.show or args.save_json or args.save_txt or args.save_labels):
             raise RunError('--out is missing: name the file or folder to write.')
@@ -217,12 +204,8 @@ def check_out(args: argparse.Namespace, pictures: list) -> None:
 
 
 def load_model(args: argparse.Namespace, cfg) -> tuple:
-    """Return the model with trained weights, and the metadata of the checkpoint.
-
-    Raises:
-        RunError: The task is not supported, the number of names differs from the model's classes, or the checkpoint
-            belongs to another model.
-    """
+    """Return the model with trained weights, and the metadata of the checkpoint. Raise a RunError if the task is not
+    supported, or class names or the checkpoint belong to another model."""
     if args.classes and num_classes(cfg) not in (0, len(args.classes)):
         raise RunError(f'--classes: {len(args.classes)} names given, the model has {num_classes(cfg)} classes.')
     head = cfg.model.get('head')
@@ -263,12 +246,7 @@ class Failed(Exception):
 
 
 class Predictor:
-    """Predict and draw images and frames of video.
-
-    Args:
-        args (argparse.Namespace): The command line.
-        cfg (Config): The config.
-    """
+    """Predict and draw images and frames of video."""
 
     def __init__(self, args: argparse.Namespace, cfg):
         self.args, self.cfg, self.scope = args, cfg, cfg.default_scope
@@ -281,16 +259,8 @@ class Predictor:
         self.scores: list[float] = []  # of detectors: the highest of each image
 
     def predict(self, path: str, name: str, file_name: str):
-        """Predict an image, write the files that are asked for, and return the sample.
-
-        Args:
-            path (str): The image.
-            name (str): Name of its files, without suffix.
-            file_name (str): Its name in ``--save-json``.
-
-        Raises:
-            Failed: The model fails on the image.
-        """
+        """Predict an image, write the files that are asked for under ``name`` and a suffix, and return the sample. Its
+        name in ``--save-json`` is ``file_name``. Raise Failed if the model fails on it."""
         try:
             data = pseudo_collate([self.pipeline(dict(img_path=path, img_id=0))])
             with torch.no_grad():
@@ -335,8 +305,7 @@ class Predictor:
 
 
 def show(drawn: np.ndarray, wait: int) -> bool:
-    """Show a drawing for ``wait`` milliseconds (0: until a key is pressed), and return True if q or Escape was
-    pressed."""
+    """Show a drawing for ``wait`` milliseconds (0: until a key is pressed), and return True after q or Escape."""
     try:
         cv2.imshow('mmlinattn', drawn)
         return cv2.waitKey(wait) & 0xFF in (ord('q'), 27)
@@ -345,11 +314,8 @@ def show(drawn: np.ndarray, wait: int) -> bool:
 
 
 def run_images(predictor: Predictor, pictures: list, errors: list[str]) -> None:
-    """Predict images one by one. If the model fails on an image, the others are still predicted.
-
-    Raises:
-        RunError: The model fails on an image, or ``errors`` has messages of unreadable images.
-    """
+    """Predict images one by one. If the model fails on some, or ``errors`` has messages of unreadable ones, raise a
+    RunError at the end."""
     args, count = predictor.args, 0
     for picture, drawing, name in zip(pictures, names_below(pictures), stems_below(pictures)):
         try:

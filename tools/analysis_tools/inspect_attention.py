@@ -82,18 +82,9 @@ def checked(args: argparse.Namespace) -> Config:
 
 
 def inspect_picture(model, picture, args, progress, query, pixel) -> list:
-    """Measure each block on an image, and draw the attention maps of a query token.
+    """Measure each block on an image, draw the attention maps of a query token, and return the entries of the blocks.
 
-    Args:
-        model: Model with a backbone.
-        picture: Preprocessed image.
-        args: Options of the command line.
-        progress: Function called after each block.
-        query: Column and row of the token in the preprocessed image.
-        pixel: The same pixel (x, y) in the original image.
-
-    Returns:
-        list[dict]: Entries of the blocks.
+    ``query`` is column and row of the token in the preprocessed image, ``pixel`` the same (x, y) in the original one.
     """
     entries, maps, full = [], [], []
     generator = torch.Generator().manual_seed(0)
@@ -109,11 +100,11 @@ def inspect_picture(model, picture, args, progress, query, pixel) -> list:
 
     with watched(model, measure):
         model.backbone(picture.inputs.to(args.device))
-    if 'maps' in args.what:
-        folder = args.out / 'maps'
-        if maps:
-            path = folder / f'{picture.name}_query_{pixel[0]:g}_{pixel[1]:g}.png'
-            pictures.plot_query(maps, picture, query, pixel, path)
+    folder = args.out / 'maps'
+    if maps:
+        path = folder / f'{picture.name}_query_{pixel[0]:g}_{pixel[1]:g}.png'
+        pictures.plot_query(maps, picture, query, pixel, path)
+    if full:
         pictures.plot_full(full, picture.name, folder / f'{picture.name}_full.png')
     return entries
 
