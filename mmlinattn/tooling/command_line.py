@@ -63,12 +63,8 @@ def writing(path, name: str = '--out'):
 
 
 def check_out_file(out, *sources, name: str = '--out') -> None:
-    """Check that an output file can be written, and make its folder, before a tool works on ``sources``. An existing
-    file is not changed. ``name`` is that of the argument.
-
-    Raises:
-        RunError: ``out`` is a folder or one of ``sources``, or its folder is not writable.
-    """
+    """Make the folder of an output file before a tool works on ``sources``. Raise a RunError if ``out`` is a folder or
+    one of ``sources``, or cannot be written. An existing file is not changed. ``name`` is that of the argument."""
     out = Path(out)
     for source in filter(os.path.exists, sources if out.exists() else ()):
         if out.samefile(source):
@@ -266,10 +262,7 @@ def _resuming(work_dir: Optional[str], since: float = 0.0) -> str:
 
 
 def world_error(error: BaseException) -> str:
-    """Describe an error of files, memory, processes or data in the middle of a run; '' for other errors.
-
-    Errors of loading data are among them: missing and broken images, transforms that fail, workers that are killed.
-    """
+    """Describe an error of files, memory, processes or loading data in the middle of a run; '' for other errors."""
     text, modules = str(error), _modules(error)
     if isinstance(error, RuntimeError) and text.startswith('DataLoader worker (pid'):
         return (

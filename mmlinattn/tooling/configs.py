@@ -41,10 +41,7 @@ DOWNLOADED = ('CIFAR10', 'CIFAR100', 'MNIST', 'FashionMNIST')  # data sets of MM
 
 def load_config(args: argparse.Namespace) -> Config:
     """Read the config, apply the arguments of :func:`mmlinattn_console.add_common_arguments`, and make the work dir.
-
-    Raises:
-        RunError: See :func:`read_config`. Or the work dir cannot be written, or a setting is wrong.
-    """
+    Raise a RunError if one of these fails, or a setting is wrong."""
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     cfg = read_config(args.config)
     scope = cfg.get('default_scope')
@@ -219,11 +216,8 @@ def set_data_root(cfg: Config, root: str) -> None:
 
 
 def check_checkpoint(path: str, name: str) -> str:
-    """Return a checkpoint file, the last one of a work dir, or an address for which MMEngine has a loader.
-
-    Raises:
-        RunError: ``path`` is local, and neither a file nor a work dir with a checkpoint.
-    """
+    """Return a checkpoint file, the last one of a work dir, or an address for which MMEngine has a loader. Raise a
+    RunError for other local paths."""
     is_address = '://' in path and any(re.match(prefix, path) for prefix in filter(None, checkpoint_loaders()))
     local = osp.expanduser(path)
     if not is_address and osp.isdir(local):

@@ -79,11 +79,8 @@ def image_dtype(cfg: Config) -> Optional[np.dtype]:
 
 
 def read_picture(path: str, cfg: Optional[Config] = None) -> np.ndarray:
-    """Read an image by the test pipeline of a config: (H, W, C), or (H, W) for one channel; without, uint8 BGR.
-
-    Raises:
-        RunError: The pipeline cannot read the file.
-    """
+    """Read an image by the test pipeline of a config, or raise a RunError: (H, W, C), or (H, W) for one channel.
+    Without config, it is uint8 BGR."""
     loading = split_pipeline(cfg)[0] if cfg is not None else []
     if not loading:
         image = cv2.imread(str(path))

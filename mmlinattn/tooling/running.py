@@ -41,11 +41,7 @@ TOOL_HOOKS = (
 
 
 class ToolRunner(SafeRunner):
-    """SafeRunner for a command line: a quiet console, and learning rates scaled by the batch of an update.
-
-    Raises:
-        RunError: An epoch has no iteration, or ``auto_scale_lr`` has no batch size.
-    """
+    """SafeRunner for a command line: a quiet console, and learning rates scaled by the batch of an update."""
 
     has_stepped = False  # an iteration of the training or test is done
 
@@ -71,11 +67,7 @@ class ToolRunner(SafeRunner):
         return built
 
     def train(self) -> torch.nn.Module:
-        """Train, with a lock on the work dir.
-
-        Raises:
-            RunError: Another run trains in this work dir.
-        """
+        """Train, with a lock on the work dir. Raise a RunError if another run trains in it."""
         if self.rank != 0:
             return super().train()
         path = osp.join(self.work_dir, '.locks', 'train.lock')
@@ -226,8 +218,7 @@ def build_runner(cfg: Config, compiles: bool = False) -> Runner:
     the blocks of the backbone are compiled.
 
     Raises:
-        RunError: :func:`~mmlinattn.engine.prepare_distributed` fails, or MMCV's operators of a detector do not run on
-            the GPU.
+        RunError: The processes do not join, or MMCV's operators of a detector do not run on the GPU.
     """
     prepare_distributed(cfg)
     lacking = lacking_on_gpu() if cfg.get('default_scope') == 'mmdet' and get_device() == 'cuda' else ''

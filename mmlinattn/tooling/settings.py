@@ -159,13 +159,11 @@ def _places(cfg: dict, name: str, value: Any) -> list[str]:
 
 
 def check_options(content: dict, cfg: Config, options: dict) -> None:
-    """Check that something reads each setting of ``--cfg-options``.
+    """Raise a RunError if nothing reads a setting of ``--cfg-options``. It has similar names, or the settings that a
+    variable went into.
 
-    A setting is read if it is in the config, below a key that a Runner reads, or is an argument of the object that the
-    dict around it configures. ``content`` is the config without the options, as types may be among these.
-
-    Raises:
-        RunError: Nothing reads a setting. The message has similar names, or the settings that a variable went into.
+    A setting is read if it is in the config, below a key that a Runner reads. Or it is an argument of the object that
+    the dict around it configures. ``content`` is the config without the options, as types may be among these.
     """
     scope, merged = scope_of(cfg), cfg._cfg_dict.to_dict()
     for option in options:
@@ -209,13 +207,8 @@ def _check_path(option: str, node: Any, merged: Any, scope: Optional[str]) -> No
 
 
 def check_variables(cfg: Config) -> None:
-    """Check that something reads each name that a Python config sets at its top. Files of upstream are not checked.
-
-    A name is read if a Runner reads it, or if the file uses it as a variable.
-
-    Raises:
-        RunError: A setting of OpenMMLab 1.x, a misspelt setting, or a variable that an inherited file has used already.
-    """
+    """Raise a RunError if nothing reads a name that a Python config sets at its top: neither a Runner, nor the file as
+    a variable. Files of upstream are not checked."""
     if not (cfg.filename or '').endswith('.py') or f'{os.sep}.mim{os.sep}' in cfg.filename:
         return
     with open(cfg.filename, encoding='utf-8') as file:

@@ -66,8 +66,8 @@ class Window(NamedTuple):
         return None if state is None else state[0]
 
     def error(self, rows: Tensor, weights: Tensor) -> float:
-        """Return the relative difference of the mixer's output from ``weights @ v`` plus its convolution, of the
-        queries ``rows`` of the window with ``weights`` (heads, len(rows), M)."""
+        """Return the relative difference of the mixer's output from ``weights @ v`` plus its convolution. The queries
+        ``rows`` of the window have ``weights`` (heads, len(rows), M)."""
         out = self.out[rows].to(weights.dtype)
         rest = out - rearrange(weights @ self.values, 'heads n e -> n (heads e)')
         for convolve in self.convolutions(of_mixer=True):

@@ -69,8 +69,7 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
     The default ``shape`` (height, width) is that of :data:`SHAPES`, or the test size of a classifier.
 
     Raises:
-        RunError: The shape is below 32x32, or the forward pass depends on values, as meta tensors have none. Two-stage
-            detectors with an RPN are counted part by part instead.
+        RunError: The shape is below 32x32, or the forward pass depends on values, as meta tensors have none.
     """
     scope = cfg.get('default_scope', 'mmpretrain')
     tested = test_size(cfg) if scope == 'mmpretrain' else None

@@ -29,13 +29,8 @@ class Picture(NamedTuple):
     size: tuple[int, int]  # width and height of the original image
 
     def to_shown(self, x: float, y: float) -> tuple[int, int]:
-        """Return (column, row) in :attr:`shown` of the pixel (x, y) of the original image.
-
-        The test pipeline transforms an image with a bright spot at the pixel.
-
-        Raises:
-            RunError: The pixel is outside the image, or cropped away by the pipeline.
-        """
+        """Return (column, row) in :attr:`shown` of the pixel (x, y) of the original image: the test pipeline transforms
+        an image with a bright spot there. Raise a RunError if the pixel is outside the image or cropped away."""
         width, height = self.size
         if not (0 <= x < width and 0 <= y < height):
             raise RunError(f'query {x:g} {y:g} is outside of {self.name} ({width} x {height} pixels).')
@@ -66,12 +61,8 @@ def token_at(column: int, row: int, inputs: Tensor, size: tuple[int, int]) -> tu
 
 
 def load_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
-    """Build the model of a config in eval mode, with the weights of a checkpoint; ``'none'`` initialises them at
-    random. ``dataset_meta['classes']`` is set, to None if no class names are known.
-
-    Raises:
-        RunError: The model cannot be built, or the checkpoint lacks weights of its backbone.
-    """
+    """Build the model of a config in eval mode, with the weights of a checkpoint (``'none'``: random ones). Raise a
+    RunError if it has no backbone, or the checkpoint lacks weights of it. ``dataset_meta['classes']`` is set."""
     if 'backbone' not in (cfg.get('model') or {}):
         raise RunError('the config has no model.backbone to look into.')
     model: Any
@@ -90,12 +81,8 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
 
 
 def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Optional[tuple[int, int]] = None) -> Picture:
-    """Preprocess an image of :func:`~mmlinattn.tooling.images.read_picture` by the test pipeline, or resize it to
-    ``shape`` (height, width), then by the data preprocessor of the model.
-
-    Raises:
-        RunError: The pipeline makes several images of one, the image is too small, or the model takes other channels.
-    """
+    """Preprocess an image by the test pipeline, or resize it to ``shape`` (height, width), then by the model's own
+    preprocessor. Raise a RunError if it does not fit the model or the pipeline."""
     height, width = image.shape[:2]
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     if shape is None and not test_pipeline(cfg):

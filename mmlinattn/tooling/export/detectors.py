@@ -21,8 +21,7 @@ INSTEAD = 'MMDeploy may have a writer for it; --neck writes the backbone and nec
 class DetectorGraph(nn.Module):
     """Detector of MMDetection, in eval mode, that maps normalised images to boxes, without shapes that depend on data.
 
-    Height and width are padded to multiples of ``divisor``, as by the data preprocessor. ``test_cfg`` has the score
-    threshold.
+    Height and width are padded to multiples of ``divisor``. ``test_cfg`` has the score threshold.
 
     Shape: (B, C, H, W) -> boxes (B, N, 4), corners x1, y1, x2, y2 in pixels of the image; scores (B, N), best first;
     labels (B, N), int64; of detectors with masks, masks (B, N, h, w): probabilities in a grid over each box. N is
@@ -157,11 +156,7 @@ class TwoStage(DetectorGraph):
 
 
 def detector_graph(model: Any, divisor: int = 1, pad_value: float = 0.0) -> DetectorGraph:
-    """Return the :class:`DetectorGraph` of a detector, single-stage or two-stage.
-
-    Raises:
-        RunError: A module of the detector is not supported.
-    """
+    """Return the :class:`DetectorGraph` of a detector, or raise a RunError if a module of it is not supported."""
     kind = TwoStage if hasattr(model, 'roi_head') and hasattr(model, 'rpn_head') else SingleStage
     if kind is SingleStage:
         _check(hasattr(model, 'bbox_head'), getattr(model, 'panoptic_head', getattr(model, 'mask_head', model)))

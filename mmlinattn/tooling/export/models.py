@@ -178,10 +178,7 @@ TURNS = ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')  # each swaps the channels of MMC
 
 def normalisation(cfg: Config) -> dict:
     """Return the settings of the data preprocessor with mean and std of MMCV's ``Normalize`` in the test pipeline.
-
-    Raises:
-        RunError: The test pipeline normalises by another transform, or pipeline and data preprocessor both normalise.
-    """
+    Raise a RunError if both normalise, or the pipeline by another transform."""
     given, steps = preprocessor(cfg), [step for step in test_pipeline(cfg) if 'Normalize' in str(step['type'])]
     if not steps:
         return given
