@@ -14,9 +14,10 @@ import os
 import os.path as osp
 import runpy
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 from urllib.parse import urlsplit
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout and missing packages
@@ -51,14 +52,18 @@ if __name__ == '__main__':
 import cv2
 import mmcv
 import numpy as np
+import torch
+from mmcv.transforms import Compose
 from mmengine import fileio
+from mmengine.dataset import pseudo_collate
+from mmengine.device import get_device
 from mmengine.logging import MMLogger
-from mmengine.registry import init_default_scope
+from mmengine.model import revert_sync_batchnorm
+from mmengine.registry import VISUALIZERS
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmlinattn.checkpoints.loading import check_trained
-from mmlinattn.engine.hooks.data_check import extend_palette
-from mmlinattn.tooling.class_names import class_names, num_classes
+from mmlinattn.tooling.class_names import class_names, kind_metainfo, num_classes
 from mmlinattn.tooling.command_line import (
     check_device,
     check_display,
@@ -71,18 +76,9 @@ from mmlinattn.tooling.command_line import (
 )
 from mmlinattn.tooling.configs import PIP_NAMES, check_checkpoint, read_with_options, require
 from mmlinattn.tooling.console import quiet_console, quiet_upstream
-from mmlinattn.tooling.images import image_channels, image_dtype, is_8_bit, preprocessor, read_picture
-from mmlinattn.tooling.predictions import (
-    annotation_ids,
-    check_prediction_arguments,
-    coco_results,
-    label_values,
-    names_below,
-    notice_values,
-    write_coco,
-    write_mask,
-    write_yolo,
-)
+from mmlinattn.tooling.images import image_channels, image_dtype, is_8_bit, preprocessor, read_picture, test_pipeline
+from mmlinattn.tooling.predictions import PredictionWriter, check_prediction_arguments, draw, names_below, stems_below
+from mmlinattn.utils.building import build_model
 from mmlinattn.utils.errors import RunError, described
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
@@ -115,13 +111,11 @@ def find_pictures(path: str) -> list:
 
 
 def read_sizes(pictures: list, cfg) -> tuple[dict, list[str]]:
-    """Read images before the model is built: return the shape of each readable one, and the errors of the others.
+    """Read images before the model is built: return the shape of each readable one, and the errors of the others. Raise
+    a RunError if none can be read.
 
     For images of many sizes, PyTorch's caches of oneDNN primitives are limited. By default each keeps 1024 primitives,
     many for each size. The caches read their variables before the first primitive.
-
-    Raises:
-        RunError: None of the images can be read.
     """
     shapes: dict = {}
     errors: list[str] = []
@@ -148,11 +142,7 @@ def download(url: str, folder: str) -> str:
 
 
 def open_video(source: str) -> cv2.VideoCapture:
-    """Open a video file, a stream or a webcam.
-
-    Raises:
-        RunError: The source cannot be opened.
-    """
+    """Open a video file, a stream or a webcam, or raise a RunError."""
     video = cv2.VideoCapture(int(source) if source.isdecimal() else source)
     if not video.isOpened():
         raise RunError(f'{"webcam" if source.isdecimal() else "video"} {source!r} cannot be opened.')
@@ -168,11 +158,8 @@ def frames_of(video: cv2.VideoCapture) -> Iterator[np.ndarray]:
 
 
 def check_frames(cfg) -> None:
-    """Check that the model takes pixels of 8 bits, as frames have, by its normalisation and a test image.
-
-    Raises:
-        RunError: It takes other pixels.
-    """
+    """Raise a RunError if the model does not take pixels of 8 bits, as frames have, by its normalisation and a test
+    image."""
     given = preprocessor(cfg)
     largest = max(np.max(given[key]) if given.get(key) is not None else 0 for key in ('mean', 'std'))
     dtype = None if is_8_bit(cfg) else image_dtype(cfg)
@@ -193,11 +180,7 @@ def frame_file(frame: np.ndarray, cfg) -> Iterator[str]:
 
 
 def check_out(args: argparse.Namespace, pictures: list) -> None:
-    """Check that --out can be written and is not an input.
-
-    Raises:
-        RunError: --out cannot be written or is an input, or no output is requested.
-    """
+    """Raise a RunError if --out cannot be written or is an input, or no output is requested."""
     if not args.out:
         if not (args.show or args.save_json or args.save_txt or args.save_labels):
             raise RunError('--out is missing: name the file or folder to write.')
@@ -220,44 +203,9 @@ def check_out(args: argparse.Namespace, pictures: list) -> None:
     check_out_file(out, *pictures, args.image)
 
 
-def name_classes(inferencer, classes) -> None:
-    """Set the class names, and a colour for each."""
-    meta = dict(getattr(inferencer.model, 'dataset_meta', None) or {})
-    if classes and list(meta.get('classes') or ()) != list(classes):
-        meta['classes'] = tuple(classes)
-        if len(meta.get('palette', ())) != len(classes) or isinstance(meta['palette'], str):
-            meta['palette'] = [*map(tuple, np.random.default_rng(0).integers(0, 256, (len(classes), 3)).tolist())]
-    inferencer.model.dataset_meta = inferencer.visualizer.dataset_meta = extend_palette(meta)
-
-
-def build_inferencer(cfg, checkpoint: str, device: Optional[str]):
-    scope = cfg.default_scope
-    init_default_scope(scope)
-    if scope == 'mmdet':
-        from mmdet.apis import DetInferencer
-
-        return DetInferencer(cfg, checkpoint, device, show_progress=False)
-    if scope == 'mmseg':
-        from mmseg.apis import MMSegInferencer
-
-        inferencer = MMSegInferencer(cfg, checkpoint, device=device)
-        inferencer.show_progress = False
-        return inferencer
-    from mmpretrain import ImageClassificationInferencer
-    from mmpretrain.utils import progress
-
-    progress.disable_progress_bar = True  # one per image
-    return ImageClassificationInferencer(cfg, checkpoint, device=device)
-
-
-def load_model(args: argparse.Namespace, cfg):
-    """Build the inferencer with trained weights and class names.
-
-    Raises:
-        RunError: The task is not supported, the number of names differs from the model's classes, or the checkpoint
-            belongs to another model.
-    """
-    scope = cfg.get('default_scope')
+def load_model(args: argparse.Namespace, cfg) -> tuple:
+    """Return the model with trained weights, and the metadata of the checkpoint. Raise a RunError if the task is not
+    supported, or class names or the checkpoint belong to another model."""
     if args.classes and num_classes(cfg) not in (0, len(args.classes)):
         raise RunError(f'--classes: {len(args.classes)} names given, the model has {num_classes(cfg)} classes.')
     head = cfg.model.get('head')
@@ -265,24 +213,32 @@ def load_model(args: argparse.Namespace, cfg):
         raise RunError(f'{args.config}: labels of several tasks are not drawn; tools/test.py --out writes them.')
     check_device(args.device)
     with setup_errors(args.config):
-        inferencer = build_inferencer(cfg, args.checkpoint, args.device)
-    # inferencers load the weights that fit, and keep the initial values of the others
+        model: Any = build_model(cfg, pretrained=True)
     checkpoint = CheckpointLoader.load_checkpoint(args.checkpoint, 'cpu', logger='silent')
     try:
-        check_trained(inferencer.model, checkpoint)
+        check_trained(model, checkpoint)
     except RunError as error:
         raise RunError(f'{args.checkpoint}: {error}') from error
-    # inferencers fall back to the names of COCO or ImageNet
-    names = args.classes or class_names(cfg, checkpoint.get('meta'))
-    if scope == 'mmpretrain':
-        from mmpretrain.visualization import UniversalVisualizer
+    model = revert_sync_batchnorm(model)
+    model.to(args.device or get_device()).eval()  # not chained: distillers of MMDetection return None
+    return model, checkpoint.get('meta') or {}
 
-        inferencer.classes = names
-        inferencer.visualizer = UniversalVisualizer()
-    else:
-        name_classes(inferencer, names)
-    inferencer.visualizer._vis_backends = {}  # as upstream's hooks do: drawings go nowhere else
-    return inferencer
+
+def build_visualizer(cfg, names: Optional[list], meta: dict):
+    """Build the visualizer of a config with class names and colours: of the checkpoint or data set, else random."""
+    kind = dict(mmdet='DetLocalVisualizer', mmseg='SegLocalVisualizer', mmpretrain='UniversalVisualizer')
+    given = cfg.get('visualizer') or dict(type=kind[cfg.default_scope])
+    visualizer: Any = VISUALIZERS.build(dict(given, name=f'demo_{time.time()}', vis_backends=None))
+    visualizer.dataset_meta = dict(classes=names)
+    if cfg.default_scope != 'mmpretrain':
+        classes = names or [f'class {i}' for i in range(num_classes(cfg) or 256)]
+        given = [(known or {}).get('palette') for known in (meta.get('dataset_meta'), kind_metainfo(cfg))]
+        palette = next((each for each in given if isinstance(each, (list, tuple))), ())
+        colours = np.random.default_rng(0).integers(0, 256, (len(classes), 3)).tolist()
+        visualizer.dataset_meta = dict(classes=classes, palette=[*palette, *map(tuple, colours[len(palette) :])])
+    if cfg.default_scope == 'mmseg':
+        visualizer.alpha = 0.8  # as MMSegmentation's inferencer
+    return visualizer
 
 
 class Failed(Exception):
@@ -290,44 +246,25 @@ class Failed(Exception):
 
 
 class Predictor:
-    """Predict and draw images and frames with the inferencer of MMDetection, MMSegmentation or MMPretrain.
-
-    Args:
-        args (argparse.Namespace): The command line.
-        cfg (Config): The config.
-    """
+    """Predict and draw images and frames of video."""
 
     def __init__(self, args: argparse.Namespace, cfg):
         self.args, self.cfg, self.scope = args, cfg, cfg.default_scope
-        self.inferencer = load_model(args, cfg)
-        names = getattr(self.inferencer, 'classes', None) or (
-            getattr(self.inferencer.model, 'dataset_meta', None) or {}
-        ).get('classes')
-        self.ids = annotation_ids(cfg, names)
-        self.entries: list = []
+        self.model, meta = load_model(args, cfg)
+        self.names = args.classes or class_names(cfg, meta)
+        self.visualizer = build_visualizer(cfg, self.names, meta)
+        self.pipeline = Compose(test_pipeline(cfg))
+        self.writer = PredictionWriter(args, cfg, self.names, args.score_thr)
         self.num_named = self.num_unnamed = 0  # images with an id of the annotation file, and others
-        if args.save_labels:
-            self.values = label_values(cfg, names)
-            notice_values(self.values, names)
         self.scores: list[float] = []  # of detectors: the highest of each image
 
     def predict(self, path: str, name: str, file_name: str):
-        """Predict an image, write the files that are asked for, and return the sample.
-
-        Args:
-            path (str): The image.
-            name (str): Name of its files, without suffix.
-            file_name (str): Its name in ``--save-json``.
-
-        Raises:
-            Failed: The model fails on the image.
-        """
-        args, given = self.args, path
-        if self.scope == 'mmpretrain':
-            given = read_picture(path, self.cfg)  # of a path, the inferencer reads three channels of eight bits
+        """Predict an image, write the files that are asked for under ``name`` and a suffix, and return the sample. Its
+        name in ``--save-json`` is ``file_name``. Raise Failed if the model fails on it."""
         try:
-            data = next(iter(self.inferencer.preprocess([given], batch_size=1)))
-            (sample,) = self.inferencer.forward(data[1] if self.scope == 'mmdet' else data)
+            data = pseudo_collate([self.pipeline(dict(img_path=path, img_id=0))])
+            with torch.no_grad():
+                (sample,) = self.model.test_step(data)
         except (AssertionError, RuntimeError, ValueError) as error:
             if os.environ.get('MMLINATTN_TRACEBACK') == '1' or isinstance(error, RunError):
                 raise
@@ -335,34 +272,22 @@ class Predictor:
             raise Failed(reason) from error
         if self.scope == 'mmdet' and 'pred_instances' in sample:
             self.scores.append(max(sample.pred_instances.scores.tolist(), default=0.0))
-        if args.save_txt:
-            write_yolo(Path(args.save_txt, f'{name}.txt'), sample, args.score_thr, args.save_conf)
-        if args.save_labels:
-            write_mask(Path(args.save_labels, f'{name}.png'), sample, self.values)
-        if args.save_json:
-            self.num_named += file_name in self.ids.images
-            self.num_unnamed += file_name not in self.ids.images
-            image_id = self.ids.images.get(file_name, file_name)
-            self.entries += coco_results(sample, image_id, self.ids.categories, file_name)
+        images = self.writer.ids.images
+        self.num_named += file_name in images
+        self.num_unnamed += file_name not in images
+        self.writer.write(sample, name, images.get(file_name, file_name), file_name)
         return sample
 
     def draw(self, image, sample) -> np.ndarray:
         """Return the drawing of a path or frame, (H, W, 3) uint8 BGR."""
-        if self.scope == 'mmpretrain':
-            picture = mmcv.imread(image, channel_order='rgb') if isinstance(image, str) else image[..., ::-1]
-            drawn = self.inferencer.visualizer.visualize_cls(
-                picture, sample, classes=self.inferencer.classes, draw_gt=False
-            )
-        else:
-            more = dict(pred_score_thr=self.args.score_thr) if self.scope == 'mmdet' else {}
-            given = image if isinstance(image, str) else np.ascontiguousarray(image[..., ::-1])
-            (drawn,) = self.inferencer.visualize([given], [sample], return_vis=True, **more)
-        return np.ascontiguousarray(drawn[..., ::-1])
+        rgb = mmcv.imread(image, channel_order='rgb') if isinstance(image, str) else image[..., ::-1]
+        draw(self.visualizer, np.ascontiguousarray(rgb), sample, self.args.score_thr, draw_gt=False)
+        return np.ascontiguousarray(self.visualizer.get_image()[..., ::-1])
 
     def describe(self, sample) -> str:
         """Return the predicted labels of a classifier with their scores, as text."""
         labels = sample.pred_label.flatten().tolist()  # none or several of some heads
-        names = dict(enumerate(self.inferencer.classes or ()))
+        names = dict(enumerate(self.names or ()))
         found = ', '.join(f'{names.get(label, label)} ({sample.pred_score[label]:.3f})' for label in labels)
         return found or 'no class'
 
@@ -371,17 +296,16 @@ class Predictor:
             best = max(self.scores)
             notice(f'no box has a score of at least --score-thr {self.args.score_thr:g}; the highest is {best:.2g}.')
         if self.args.save_json:
-            write_coco(self.args.save_json, self.entries, self.ids)
+            self.writer.finish(self.writer.entries)
+            file = self.writer.ids.file or 'the test data'
             if self.num_named:
-                notice(f'--save-json: image_id of {self.num_named} image(s) by file name from {self.ids.file}')
+                notice(f'--save-json: image_id of {self.num_named} image(s) by file name from {file}')
             if self.num_unnamed:
-                file = self.ids.file or 'the test data'
                 notice(f'--save-json: image_id of {self.num_unnamed} image(s) is the file name: not in {file}')
 
 
 def show(drawn: np.ndarray, wait: int) -> bool:
-    """Show a drawing for ``wait`` milliseconds (0: until a key is pressed), and return True if q or Escape was
-    pressed."""
+    """Show a drawing for ``wait`` milliseconds (0: until a key is pressed), and return True after q or Escape."""
     try:
         cv2.imshow('mmlinattn', drawn)
         return cv2.waitKey(wait) & 0xFF in (ord('q'), 27)
@@ -390,14 +314,10 @@ def show(drawn: np.ndarray, wait: int) -> bool:
 
 
 def run_images(predictor: Predictor, pictures: list, errors: list[str]) -> None:
-    """Predict images one by one. If the model fails on an image, the others are still predicted.
-
-    Raises:
-        RunError: The model fails on an image, or ``errors`` has messages of unreadable images.
-    """
+    """Predict images one by one. If the model fails on some, or ``errors`` has messages of unreadable ones, raise a
+    RunError at the end."""
     args, count = predictor.args, 0
-    names = [osp.splitext(name)[0] for name in names_below(pictures, '.txt')]
-    for picture, drawing, name in zip(pictures, names_below(pictures), names):
+    for picture, drawing, name in zip(pictures, names_below(pictures), stems_below(pictures)):
         try:
             sample = predictor.predict(picture, name, osp.basename(picture))
         except Failed as error:

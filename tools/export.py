@@ -48,9 +48,8 @@ def main(args: argparse.Namespace) -> None:
     with clean_end(), one_line_errors():
         target, form = Path(args.out).expanduser(), FORMATS[args.format]
         if args.format == 'openvino' and target.suffix != form.suffix:  # the weights are in a .bin beside it
-            raise RunError(
-                f'--out={args.out!r}: expected a name that ends with {form.suffix} for --format {args.format}.'
-            )
+            expected = f'a name that ends with {form.suffix} for --format {args.format}'
+            raise RunError(f'--out={args.out!r}: expected {expected}.')
         form.check_installed()
         if args.checkpoint != 'none':
             args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
@@ -78,10 +77,9 @@ def main(args: argparse.Namespace) -> None:
             at = 'x'.join(map(str, shape))
             print(f'deviation at {at} in {export.precision}: {error:.1e} {export.unit}')
         if export.default_errors:
-            print(
-                f'{export.precision} is the default of {args.format} on this CPU; for the numbers of the model set '
-                "compile_model(..., config={'INFERENCE_PRECISION_HINT': 'f32'})"
-            )
+            remedy = "compile_model(..., config={'INFERENCE_PRECISION_HINT': 'f32'})"
+            default = f'{export.precision} is the default of {args.format} on this CPU'
+            print(f'{default}; for the numbers of the model set {remedy}')
 
 
 if __name__ == '__main__':

@@ -61,8 +61,7 @@ def main() -> None:
                 task = progress.add_task(f'{args.format} shapes', total=args.num_train + args.num_val)
                 written = write_dataset(args.out, spec, lambda: progress.advance(task))
         except SettingError as error:
-            option = error.name.replace('_', '-')
-            raise RunError(f'--{option}={error.value!r}: expected {error.allowed}.') from error
+            raise RunError(f'--{error}'.replace('_', '-')) from error
         except OSError as error:
             raise RunError(f'OUT {str(args.out)!r} cannot be written: {error}') from error
         state = 'wrote' if written else 'already there, unchanged:'

@@ -21,9 +21,7 @@ from mmlinattn_console import tool_parser
 def parse_args() -> argparse.Namespace:
     parser = tool_parser(__doc__)
     parser.add_argument(
-        'upstream',
-        metavar='UPSTREAM',
-        help='config: mmdet::FOLDER/CONFIG.py, mmseg::..., mmpretrain::..., or a path',
+        'upstream', metavar='UPSTREAM', help='config: mmdet::FOLDER/CONFIG.py, mmseg::..., mmpretrain::..., or a path'
     )
     parser.add_argument(
         'backbone',

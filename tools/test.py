@@ -66,10 +66,7 @@ from mmlinattn.tooling.command_line import (
 )
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
 from mmlinattn.tooling.console import quiet_upstream
-from mmlinattn.tooling.predictions import (
-    PredictionFilesHook,
-    check_prediction_arguments,
-)
+from mmlinattn.tooling.predictions import PredictionFilesHook, check_prediction_arguments
 from mmlinattn.tooling.running import add_checks, build_runner
 from mmlinattn.utils.errors import RunError
 from mmlinattn.utils.registering import bare_name
@@ -118,11 +115,7 @@ MASK_METRICS = ('CocoPanopticMetric', 'CityScapesMetric', 'CocoOccludedSeparated
 
 def augment(cfg, config: str) -> None:
     """Enable the test-time augmentation of the config, or by default the average over the image and its mirror image.
-
-    Raises:
-        RunError: The config has no augmentation and there is no default for its task, or masks of a detector would be
-            evaluated: MMDetection merges only boxes.
-    """
+    Raise a RunError without either, or for masks of a detector: MMDetection merges only boxes."""
     model = cfg.get('tta_model') or TTA_MODELS.get(cfg.get('default_scope'))
     if not model:
         raise RunError(f'--tta: {config} has no tta_model.')
@@ -131,10 +124,8 @@ def augment(cfg, config: str) -> None:
         for evaluator in evaluators:
             metric = evaluator.get('metric', 'bbox')
             if 'segm' in (metric if isinstance(metric, (list, tuple)) else [metric]):
-                raise RunError(
-                    f'--tta: MMDetection merges boxes only, and test_evaluator.metric={metric!r} measures masks. '
-                    'Set --cfg-options test_evaluator.metric=bbox.'
-                )
+                only = f'MMDetection merges boxes only, and test_evaluator.metric={metric!r} measures masks'
+                raise RunError(f'--tta: {only}. Set --cfg-options test_evaluator.metric=bbox.')
             if bare_name(evaluator['type']) in MASK_METRICS:
                 raise RunError(f'--tta: test_evaluator.type={evaluator["type"]!r}: expected a metric of boxes alone.')
         model = dict(model, type=box_tta_model())

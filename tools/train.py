@@ -45,12 +45,7 @@ if __name__ == '__main__':
 
 from mmlinattn.checkpoints.download import DownloadError
 from mmlinattn.engine.runner import find_latest_checkpoint, launched_rank
-from mmlinattn.tooling.command_line import (
-    clean_end,
-    notice,
-    one_line_errors,
-    setup_errors,
-)
+from mmlinattn.tooling.command_line import clean_end, notice, one_line_errors, setup_errors
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
 from mmlinattn.tooling.console import quiet_upstream
 from mmlinattn.tooling.running import add_checks, build_runner, set_precision

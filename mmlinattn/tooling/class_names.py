@@ -2,12 +2,10 @@
 """Find the data sets of a config and the class names of its model."""
 
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Optional
 
 from mmengine.config import Config
 from mmengine.registry import DATASETS
-
-__all__ = ['class_names', 'dataset_configs', 'num_classes']
 
 
 def dataset_configs(cfg: Config, loader: str) -> Iterator[tuple[str, dict]]:
@@ -37,37 +35,32 @@ def num_classes(cfg: Config) -> int:
 
 
 def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional[list[str]]:
-    """Return the class name of each label: from the checkpoint, the config of the test data set, or its class.
+    """Return the class name of each label: from ``meta`` of the checkpoint, as MMEngine or MMCV 1.x (``CLASSES``) saves
+    it, the config of the test data set, or its class.
 
-    Args:
-        cfg (Config): Config of a detector, segmentor or classifier.
-        checkpoint_meta (dict, optional): ``meta`` of its checkpoint, as MMEngine or MMCV 1.x (``CLASSES``) saves it.
-
-    Returns:
-        list[str] | None: One name for each class. None if no names are known, or if their number differs from that of
-        the head, as in a config of own data with ``CocoDataset``.
+    It is None if no names are known, or their number differs from that of the head. So it is in a config of own data
+    with ``CocoDataset``.
     """
-    expected = num_classes(cfg)
+    expected, data = num_classes(cfg), first_test_data(cfg)
     meta = checkpoint_meta if isinstance(checkpoint_meta, dict) else {}
     given = meta.get('dataset_meta')
-    dataset_meta: dict = given if isinstance(given, dict) else {}
-    for names in (dataset_meta.get('classes'), dataset_meta.get('CLASSES'), meta.get('CLASSES'), *_of_data(cfg)):
+    saved: dict = given if isinstance(given, dict) else {}
+    classes = data.get('classes')  # of MMPretrain's data sets, after metainfo; a text is the name of a file
+    known = [(data.get('metainfo') or {}).get('classes'), classes]
+    known += [kind_metainfo(cfg).get('classes')] if not isinstance(classes, str) else []
+    for names in (saved.get('classes'), saved.get('CLASSES'), meta.get('CLASSES'), *known):
         if isinstance(names, (list, tuple)) and names and expected in (0, len(names)):
             return [str(name) for name in names]
     return None
 
 
-def _of_data(cfg: Config) -> tuple:
-    """Return the class names in ``metainfo``, in ``classes``, and in ``METAINFO`` of the class of the test data set.
+def first_test_data(cfg: Config) -> dict:
+    """Return the config of the first test data set, or {}."""
+    return next((data for _, data in dataset_configs(cfg, 'test_dataloader')), {})
 
-    Missing ones are None.
-    """
-    _, dataset = next(dataset_configs(cfg, 'test_dataloader'), ('', {}))
-    known: Any = {}
-    if dataset.get('type'):
-        with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
-            kind = dataset['type']
-            known = getattr(registry.get(kind) if isinstance(kind, str) else kind, 'METAINFO', {})
-    classes = dataset.get('classes')  # of MMPretrain's data sets, after metainfo; a text is the name of a file
-    known = known.get('classes') if not isinstance(classes, str) else None
-    return (dataset.get('metainfo') or {}).get('classes'), classes, known
+
+def kind_metainfo(cfg: Config) -> dict:
+    """Return ``METAINFO`` of the class of the test data set."""
+    kind = first_test_data(cfg).get('type')
+    with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
+        return getattr(registry.get(kind) if isinstance(kind, str) else kind, 'METAINFO', {})

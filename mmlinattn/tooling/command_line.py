@@ -13,11 +13,12 @@ import tempfile
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import walk_tb
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from mmengine.registry import Registry
@@ -62,17 +63,8 @@ def writing(path, name: str = '--out'):
 
 
 def check_out_file(out, *sources, name: str = '--out') -> None:
-    """Check that an output file can be written, and make its folder, before a tool works. An existing file is not
-    changed.
-
-    Args:
-        out (str | Path): The output file.
-        sources (str | Path): Files and other arguments that the tool reads.
-        name (str): Name of the argument, for messages.
-
-    Raises:
-        RunError: ``out`` is a folder or one of ``sources``, or its folder is not writable.
-    """
+    """Make the folder of an output file before a tool works on ``sources``. Raise a RunError if ``out`` is a folder or
+    one of ``sources``, or cannot be written. An existing file is not changed. ``name`` is that of the argument."""
     out = Path(out)
     for source in filter(os.path.exists, sources if out.exists() else ()):
         if out.samefile(source):
@@ -93,24 +85,14 @@ def console_command() -> str:
 
 
 def check_display(name: str = '--show') -> None:
-    """Check that a display is available: without one OpenCV aborts the process, and matplotlib waits for ever.
-
-    Args:
-        name (str): Argument or setting that needs it.
-
-    Raises:
-        RunError: There is no display.
-    """
+    """Raise a RunError without a display: OpenCV would abort the process, and matplotlib wait for ever. ``name`` is the
+    argument or setting that needs it."""
     if sys.platform == 'linux' and not (os.environ.get('DISPLAY') or os.environ.get('WAYLAND_DISPLAY')):
         raise RunError(f'{name}: there is no display (DISPLAY is not set).')
 
 
 def check_device(name: Optional[str]) -> None:
-    """Check the value of ``--device``.
-
-    Raises:
-        RunError: It is no device, or this machine lacks it.
-    """
+    """Raise a RunError if the value of ``--device`` is no device, or this machine lacks it."""
     try:
         if name:
             torch.empty(0, device=name)
@@ -124,33 +106,13 @@ def notice(message: str) -> None:
         print(f'notice: {message}', file=sys.stderr, flush=True)
 
 
-def _end_workers() -> None:
-    """Kill the data-loader workers of this process; PyTorch waits up to 5 s for each."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises an error for each dead worker
-    for child in multiprocessing.active_children():
-        child.kill()
-        child.join(5)
-
-
-def _interrupted(work_dir: Optional[str], since: float) -> str:
-    """Return the message after Ctrl-C; it names the last checkpoint if one was written after ``since``."""
-    if work_dir is None:
-        return 'interrupted.'
-    path = _last_checkpoint(work_dir, since)
-    if path:
-        return f'interrupted: the last checkpoint is {path!r}; the same command with --resume continues.'
-    return f'interrupted: no checkpoint was written to {work_dir!r} yet; the same command starts again.'
-
-
 @contextmanager
 def clean_end():
-    """Context for the main function of a tool: at its end, by error or signal too, end workers and process group.
+    """Context for the main function of a tool: keep freed memory; at the end, also by error or signal, end workers and
+    process group.
 
-    At its start, malloc is set to keep freed memory (:func:`~mmlinattn.tooling.memory.keep_freed_memory`). After
-    Ctrl-C, print one line with the path of the last checkpoint and exit with status 130. Errors are raised again.
-
-    Yields:
-        SimpleNamespace: A training sets its ``work_dir``, and sets ``since`` to 0 if it resumes from older checkpoints.
+    After Ctrl-C, print one line with the path of the last checkpoint and exit with status 130. Errors are raised again.
+    A training sets ``work_dir`` of the yielded object, and ``since`` to 0 if it resumes from older checkpoints.
     """
     keep_freed_memory()
     run = SimpleNamespace(work_dir=None, since=time.time())
@@ -160,265 +122,161 @@ def clean_end():
     except BaseException as error:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
-        _end_workers()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises an error for each dead worker
+        for child in multiprocessing.active_children():  # PyTorch would wait up to 5 s for each data-loader worker
+            child.kill()
+            child.join(5)
         leave_process_group(failed=True)
         if not isinstance(error, KeyboardInterrupt):
             raise
         if int(os.environ.get('RANK', os.environ.get('SLURM_PROCID', 0))) == 0:
-            say_last(_interrupted(run.work_dir, run.since))
+            first = f'no checkpoint was written to {run.work_dir!r} yet; the same command starts again.'
+            state = _resuming(run.work_dir, run.since) or first
+            say_last(f'interrupted: {state}' if run.work_dir else 'interrupted.')
         raise SystemExit(INTERRUPTED) from None
 
 
-class Advice(NamedTuple):
-    """Remedy for an error of upstream, which is told by its type, its origin and words of its message."""
-
-    kind: type
-    origin: str  # prefix of the name of a module near the end of the traceback
-    words: str
-    remedy: str
-    value: str = ''  # local variable, or attribute of self, in the traceback that replaces {value}
-
-
-_NEAR = 4  # innermost frames of a traceback that are searched for the origin
-
-ADVICE = [
-    Advice(
-        ValueError,
-        'torch.utils.data.dataloader',
-        'persistent_workers option needs num_workers',
-        'Set persistent_workers=False of that dataloader; --no-persistent-workers does so in a training',
+# remedies by the prefix of a module near the end of a traceback of upstream, and words of the error; {name} is a local
+# variable, or an attribute of self, in the traceback
+ADVICE = {
+    ('torch.utils.data.dataloader', 'persistent_workers option needs num_workers'): (
+        'Set persistent_workers=False of that dataloader; --no-persistent-workers does so in a training'
     ),
-    Advice(
-        ValueError,
-        'torch.nn.modules.batchnorm',
-        'Expected more than 1 value per channel',
+    ('torch.nn.modules.batchnorm', 'Expected more than 1 value per channel'): (
         'BatchNorm cannot train on one image whose map is one pixel. Set train_dataloader.drop_last=True if the last '
         'batch of an epoch has one image, else a larger train_dataloader.batch_size, or a norm_cfg of another type, '
-        'such as GN',
+        'such as GN'
     ),
-    Advice(
-        AssertionError,
-        'mmseg.models.data_preprocessor',
-        'The image size in a batch should be the same',
+    ('mmseg.models.data_preprocessor', 'The image size in a batch should be the same'): (
         'Images of one batch differ in size. Set batch_size=1 in val_dataloader and test_dataloader, or resize to one '
-        'size in the pipeline',
+        'size in the pipeline'
     ),
-    Advice(
-        RuntimeError,
-        'torch.utils.data._utils.collate',
-        'stack expects each tensor to be equal size',
+    ('torch.utils.data._utils.collate', 'stack expects each tensor to be equal size'): (
         'Images of one batch differ in size. Set batch_size=1 in that dataloader, or resize or crop to one size in the '
-        'pipeline',
+        'pipeline'
     ),
-    Advice(
-        ValueError,
-        'mmseg.datasets',
-        'is not a subset of classes',
-        'metainfo.classes can only choose among the classes of this data set. For others set '
-        "type='BaseSegDataset' of each data set (with reduce_zero_label=True if 0 is no class)",
+    ('mmseg.datasets', 'is not a subset of classes'): (
+        "metainfo.classes can only choose among the classes of this data set. For others set type='BaseSegDataset' of "
+        'each data set (with reduce_zero_label=True if 0 is no class)'
     ),
-    Advice(
-        RuntimeError,
-        '',  # raised by an operator
-        'selected index k out of range',
-        'The detector has fewer boxes: lower max_per_img or max_per_image in its test_cfg',
+    ('', 'selected index k out of range'): (  # raised by an operator
+        'The detector has fewer boxes: lower max_per_img or max_per_image in its test_cfg'
     ),
-    Advice(
-        ValueError,
-        'mmpretrain.evaluation',
-        'accuracy is unavailable since the number of categories',
-        'Set topk=(1,) in val_evaluator, test_evaluator and the head',
+    ('mmpretrain.evaluation', 'accuracy is unavailable since the number of categories'): (
+        'Set topk=(1,) in val_evaluator, test_evaluator and the head'
     ),
-    Advice(
-        ValueError,
-        'mmdet.evaluation',
-        'inhomogeneous shape',
-        "metric='proposal_fast' of CocoMetric fails with NumPy 1.24 and newer: set metric='proposal'",
+    ('mmdet.evaluation', 'inhomogeneous shape'): (
+        "metric='proposal_fast' of CocoMetric fails with NumPy 1.24 and newer: set metric='proposal'"
     ),
-    Advice(
-        IndexError,
-        'mmdet.evaluation',
-        'list index out of range',
+    ('mmdet.evaluation', 'list index out of range'): (
         'num_classes of the head is more than the categories of the annotation file that metainfo.classes names: set '
-        'it to their number in each head, or name all classes',
+        'it to their number in each head, or name all classes'
     ),
-    Advice(
-        TypeError,
-        'mmengine.optim',
-        'None is not a callable object',
-        'optim_wrapper.optimizer={value}: type is no known optimizer',
-        'optimizer_cfg',
+    ('mmengine.optim', 'None is not a callable object'): (
+        'optim_wrapper.optimizer={optimizer_cfg}: type is no known optimizer'
     ),
-    Advice(
-        KeyError,
-        'mmcv.cnn.bricks',
-        'Cannot find None in registry',
-        'type={value} of a layer, such as norm_cfg, is in no registry',
-        'layer_type',
+    ('mmcv.cnn.bricks', 'Cannot find None in registry'): (
+        'type={layer_type} of a layer, such as norm_cfg, is in no registry'
     ),
-    Advice(
-        TypeError,
-        'mmcv.image',
-        'Scale must be a number or tuple of int',
-        'A scale is a list; write it in brackets, scale="(96,96)"',
+    ('mmcv.image', 'Scale must be a number or tuple of int'): (
+        'A scale is a list; write it in brackets, scale="(96,96)"'
     ),
-    Advice(
-        ValueError,
-        'mmengine.optim',
-        'base_wd should not be None',
-        'paramwise_cfg has *_decay_mult: set optim_wrapper.optimizer.weight_decay, too',
+    ('mmengine.optim', 'base_wd should not be None'): (
+        'paramwise_cfg has *_decay_mult: set optim_wrapper.optimizer.weight_decay, too'
     ),
-    Advice(
-        RuntimeError,
-        'torch.nn.functional',
-        'weight tensor should be defined',
-        'class_weight of a loss: expected a number for each class of its head',
+    ('torch.nn.functional', 'weight tensor should be defined'): (
+        'class_weight of a loss: expected a number for each class of its head'
     ),
-    Advice(
-        AssertionError,
-        'mmpretrain.',
-        'Cannot generate one-hot format labels',
-        'Mixed images need data_preprocessor=dict(num_classes=...), the number of the head',
+    ('mmpretrain.', 'Cannot generate one-hot format labels'): (
+        'Mixed images need data_preprocessor=dict(num_classes=...), the number of the head'
     ),
-    Advice(
-        TypeError,
-        'mmengine.registry',
-        "unexpected keyword argument 'pretrained'",
-        'Weights of a backbone go into its init_cfg=dict(type="Pretrained", checkpoint=...)',
+    ('mmengine.registry', "unexpected keyword argument 'pretrained'"): (
+        'Weights of a backbone go into its init_cfg=dict(type="Pretrained", checkpoint=...)'
     ),
-    Advice(
-        Exception,  # of OpenCV
-        'mmcv.image',
-        '!_src.empty()',
-        'OpenCV cannot read an image. If a transform of your own reads them, leave --show-dir out',
+    ('mmcv.image', '!_src.empty()'): (
+        'OpenCV cannot read an image. If a transform of your own reads them, leave --show-dir out'
     ),
-    Advice(
-        ValueError,
-        'mmdet.apis',
-        'LoadImageFromFile is not found',
-        "Upstream's inferencers read images by LoadImageFromFile alone; tools/test.py reads them by your own transform",
-    ),
-    Advice(
-        IndexError,
-        'torch.nn.functional',
-        'is out of bounds.',
+    ('torch.nn.functional', 'is out of bounds.'): (
         'A label is beyond num_classes of the head: in a mask that DataCheckHook did not open '
         '(custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file), or as padding, if '
-        'data_preprocessor.seg_pad_val differs from ignore_index',
+        'data_preprocessor.seg_pad_val differs from ignore_index'
     ),
-    Advice(
-        IndexError,
-        'mmseg.models.losses',
-        'is out of bounds for dimension',
+    ('mmseg.models.losses', 'is out of bounds for dimension'): (
         "MMSegmentation 1.2's CrossEntropyLoss looks ignored pixels, and padding, up in class_weight: leave it out, or "
-        'use FocalLoss',
+        'use FocalLoss'
     ),
-]
+}
+_NEAR = 4  # innermost frames of a traceback that are searched for the module
+
+
+def _modules(error: BaseException) -> list[str]:
+    return [str(frame.f_globals.get('__name__', '')) for frame, _ in walk_tb(error.__traceback__)]
+
+
+def _values(error: BaseException, *names: str) -> Iterator[Any]:
+    """Yield the local variables, and attributes of ``self``, of these names in a traceback, innermost frame first."""
+    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
+        for known in (frame.f_locals, getattr(frame.f_locals.get('self'), '__dict__', {})):
+            yield from (known[name] for name in names if name in known)
 
 
 def advice_for(error: BaseException) -> str:
     """Return the remedy of :data:`ADVICE` for an error, or ''."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)][-_NEAR:]
-    origins = [str(frame.f_globals.get('__name__', '')) for frame in frames]
-    for kind, origin, words, remedy, value in ADVICE:
-        if isinstance(error, kind) and words in str(error) and any(each.startswith(origin) for each in origins):
-            return remedy.format(value=_local(error, value)) if value else remedy
+    for (origin, words), remedy in ADVICE.items():
+        if words in str(error) and any(name.startswith(origin) for name in _modules(error)[-_NEAR:]):
+            return re.sub(r'\{(\w+)\}', lambda found: repr(next(_values(error, found[1]), None)), remedy)
     return ''
 
 
-def _local(error: BaseException, name: str) -> str:
-    """Return a local variable, or an attribute of ``self``, of the innermost frame of a traceback that has it."""
-    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
-        for known in (frame.f_locals, getattr(frame.f_locals.get('self'), '__dict__', {})):
-            if name in known:
-                return repr(known[name])
-    return ''
-
-
-def _annotations(error: BaseException) -> str:
-    """Return the annotation file or class folder that was being read when the error occurred, or ''."""
-    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
-        known = frame.f_locals
-        of_self = [getattr(known.get('self'), '__dict__', {}).get(key) for key in ('ann_file', 'data_prefix')]
-        for path in (known.get('local_path'), known.get('ann_file'), *of_self):
-            path = path.get('img_path') if isinstance(path, dict) else path
-            if isinstance(path, str) and path and os.path.exists(path):
-                return path
-    return ''
-
-
-def _about_argument(text: str, kinds: list) -> str:
-    """Return advice on the unexpected argument that a TypeError names: a similar one of the class, and classes that
-    take it; '' for other errors."""
-    found = re.search(r"unexpected keyword argument '(\w+)'", text)
-    if not found:
-        return ''
-    name, kind = found[1], kinds[0] if kinds else None
-    near, others = (closest(name, accepted(kind)[0]), takers(name, kind)) if kind else (None, [])
-    parts = [f'{name!r} is an argument of {", ".join(others)}.'] if others else []
-    of_type = 'Of a dict whose type you changed, _delete_=True leaves out the keys of the inherited type'
-    return ' '.join([f'Did you mean {near!r}?', *parts] if near else [*parts, of_type])
-
-
-def _near_type(error: BaseException) -> str:
-    """Name the registered class that is most similar to the one that a KeyError of a registry names, or return ''."""
+def _spelling(error: BaseException, kinds: list) -> str:
+    """Return the remedy of an unknown argument of the classes ``kinds``, or of an unknown registered name; or ''."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if found and found[1] == '_delete_':
+        return 'It goes into a dict that replaces one of the same key in _base_; take it out elsewhere'
+    if found:
+        name, kind = found[1], kinds[0] if kinds else None
+        near, others = (closest(name, accepted(kind)[0]), takers(name, kind)) if kind else (None, [])
+        parts = [f'{name!r} is an argument of {", ".join(others)}.'] if others else []
+        of_type = 'Of a dict whose type you changed, _delete_=True leaves out the keys of the inherited type'
+        return ' '.join([f'Did you mean {near!r}?', *parts] if near else [*parts, of_type])
     found = re.match(r'(\S+) is not in the \S+ registry', str(error.args[0]) if error.args else '')
-    if not found:
+    registry = next((each for each in _values(error, 'registry') if isinstance(each, Registry)), None)
+    if not found or registry is None:
         return ''
-    for frame, _ in walk_tb(error.__traceback__):
-        registry = frame.f_locals.get('registry')
-        if isinstance(registry, Registry):
-            parts = [registry, *registry.children.values(), *([registry.parent] if registry.parent else [])]
-            name = found[1].rpartition('.')[2]
-            scopes = [part.scope for part in registry.root.children.values() if name in part.module_dict]
-            if scopes:
-                return f'It is of another project: write {scopes[0]}.{name}'
-            return meant(name, {name for part in parts for name in part.module_dict}).strip()
-    return ''
+    name = found[1].rpartition('.')[2]
+    scopes = [part.scope for part in registry.root.children.values() if name in part.module_dict]
+    if scopes:
+        return f'It is of another project: write {scopes[0]}.{name}'
+    near_by = [registry, *registry.children.values(), *filter(None, [registry.parent])]
+    return meant(name, {known for each in near_by for known in each.module_dict}).strip()
 
 
-def _choice(error: BaseException) -> str:
-    """Return the settings by which a data set selects images, such as ``data_prefix='images' ann_file='a.json'``.
-
-    They are read from the data set in the traceback of ``error``.
-    """
-    keys = ('data_prefix', 'img_suffix', 'ann_file', 'filter_cfg', 'metainfo')
-    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
-        known = frame.f_locals.get('self')
-        if hasattr(known, 'data_prefix'):
-            values = [(key, getattr(known, key, None)) for key in keys]
-            return ', '.join(f'{key}={value!r:.150}' for key, value in values if value)
-    return 'its settings'
-
-
-def _last_checkpoint(work_dir: Optional[str], since: float = 0.0) -> str:
-    """Return the path in ``last_checkpoint`` of a work dir if the file was written after ``since``, or ''."""
+def _resuming(work_dir: Optional[str], since: float = 0.0) -> str:
+    """Name the last checkpoint of a work dir if ``last_checkpoint`` was written after ``since``, or return ''."""
     with suppress(OSError, ValueError, TypeError):
         pointer = Path(str(work_dir), 'last_checkpoint')
         if work_dir is not None and pointer.stat().st_mtime >= since - 1:  # file systems round down
-            return pointer.read_text().strip()
+            path = pointer.read_text().strip()
+            return f'the last checkpoint is {path!r}; the same command with --resume continues.' if path else ''
     return ''
 
 
 def world_error(error: BaseException) -> str:
-    """Describe an error of files, memory, processes or data in the middle of a run; '' for other errors.
-
-    Errors of loading data are among them: missing and broken images, transforms that fail, workers that are killed.
-    """
-    text, modules = str(error), [str(f.f_globals.get('__name__', '')) for f, _ in walk_tb(error.__traceback__)]
+    """Describe an error of files, memory, processes or loading data in the middle of a run; '' for other errors."""
+    text, modules = str(error), _modules(error)
     if isinstance(error, RuntimeError) and text.startswith('DataLoader worker (pid'):
         return (
             f'{text.splitlines()[0]} The system killed a loader worker, mostly for memory: set num_workers or '
             'batch_size lower, or give /dev/shm more room'
         )
-    in_worker = re.match(r'Caught (\w+) in DataLoader worker process \d+\.\n', text)
-    if in_worker:  # PyTorch's text is the traceback of the worker
+    if re.match(r'Caught (\w+) in DataLoader worker process \d+\.\n', text):  # then the traceback of the worker
         last = next((line for line in reversed(text.splitlines()) if line.strip()), '')
         places = re.findall(r'File "([^"]+)", line (\d+), in (?!wrapper|__call__|fetch|<)(\w+)', text)
         where = '{}:{}, {}'.format(*places[-1]) if places else 'a worker'
         return f'loading data failed: {last} (at {where}, in a loader worker)'
     if any(name.startswith('torch.utils.data._utils.fetch') for name in modules):
-        path = _image_of(error)
+        infos = [each for each in _values(error, 'results', 'data_info') if isinstance(each, dict)]
+        path = next((f', image {each["img_path"]}' for each in infos if isinstance(each.get('img_path'), str)), '')
         return f'loading data failed: {described(error)} (in {raising_object(error)}{path})'
     if isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
         return f'{described(error).splitlines()[0]} Set a smaller batch_size, --amp, or with_cp=True of the backbone'
@@ -428,24 +286,13 @@ def world_error(error: BaseException) -> str:
     return f'a process of the run was lost: {described(error).splitlines()[0]}' if is_group else ''
 
 
-def _image_of(error: BaseException) -> str:
-    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
-        for known in (frame.f_locals.get('results'), frame.f_locals.get('data_info')):
-            if isinstance(known, dict) and isinstance(known.get('img_path'), str):
-                return f', image {known["img_path"]}'
-    return ''
-
-
 def _building_message(error: BaseException, building: list, runner: Any) -> str:
     """Describe an error of any type in the set-up of a run, with a remedy if one is known.
 
-    Args:
-        error (BaseException): The error.
-        building (list): Frames of MMEngine's builders in its traceback; the class under construction is named.
-        runner (ToolRunner, optional): Without ``building``, the object that raised in its run is named.
+    ``building`` are the frames of MMEngine's builders in its traceback: the class under construction is named. Without
+    them, the object that raised in the run of ``runner`` is.
     """
-    built = [frame.f_locals.get('obj_cls') for frame in building]
-    innermost = [kind for kind in built if kind is not None][-1:]
+    innermost = [kind for kind in (frame.f_locals.get('obj_cls') for frame in building) if kind is not None][-1:]
     text = ': '.join([*(getattr(kind, '__name__', str(kind)) for kind in innermost), described(error)])
     if runner is not None and not building:
         text += f' (in {raising_object(error)})'
@@ -454,25 +301,27 @@ def _building_message(error: BaseException, building: list, runner: Any) -> str:
     is_argument = isinstance(error, FileNotFoundError) or (
         raising.f_code.co_name == '__init__' and type(raising.f_locals.get('self')) in innermost
     )
-    file = '' if is_argument else _annotations(error)
+    # the annotation file or class folder that was being read
+    read = () if is_argument else _values(error, 'local_path', 'ann_file', 'data_prefix')
+    paths = (path.get('img_path') if isinstance(path, dict) else path for path in read)
+    file = next((path for path in paths if isinstance(path, str) and os.path.exists(path)), '')
     is_coco = file and innermost and hasattr(innermost[0], 'COCOAPI')  # MMDetection's data sets in COCO's layout
     content, problem = load_coco(file) if is_coco else ({}, '')
     if file:
         text += f'; {file} {problem}' if problem else f', in reading {file}'
     if 'need at least one array to concatenate' in text:  # MMEngine's serialisation
+        dataset = next((each for each in _values(error, 'self') if hasattr(each, 'data_prefix')), None)
+        values = [(key, getattr(dataset, key, None)) for key in _SELECTING]
+        choice = ', '.join(f'{key}={value!r:.150}' for key, value in values if value) or 'its settings'
         kind = f'{innermost[0].__name__}: ' if innermost else ''
         names = ', '.join(str(each.get('name')) for each in content.get('categories', ()))
-        text = f'{kind}the data set holds no image with {_choice(error)}'
+        text = f'{kind}the data set holds no image with {choice}'
         text += f'; the categories of {file} are {names:.300}' if names else ''
-    return text + _spelling(error, text, innermost)
+    near = _spelling(error, innermost)
+    return f'{text}. {near}' if near else text
 
 
-def _spelling(error: BaseException, text: str, kinds: list) -> str:
-    """Return the remedy of an unknown argument of the classes ``kinds``, or of an unknown registered name; or ''."""
-    if "unexpected keyword argument '_delete_'" in text:
-        return '. It goes into a dict that replaces one of the same key in _base_; take it out elsewhere'
-    near = _about_argument(text, kinds) or _near_type(error)
-    return f'. {near}' if near else ''
+_SELECTING = ('data_prefix', 'img_suffix', 'ann_file', 'filter_cfg', 'metainfo')  # settings that choose images
 
 
 def _setup_message(error: BaseException, config: str, whole: bool, work_dir: Optional[str], runner: Any) -> str:
@@ -481,16 +330,14 @@ def _setup_message(error: BaseException, config: str, whole: bool, work_dir: Opt
     if advice:
         return f'{config}: {described(error).splitlines()[-1]}. {advice}.'
     # MMEngine's builders: build_from_cfg, Runner.build_train_loop and so on
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    of_mmengine = [frame for frame in frames if 'mmengine' in frame.f_code.co_filename]
-    building = [frame for frame in of_mmengine if frame.f_code.co_name.startswith('build_')]
+    codes = [(frame, frame.f_code) for frame, _ in walk_tb(error.__traceback__)]
+    building = [each for each, code in codes if 'mmengine' in code.co_filename and code.co_name.startswith('build_')]
     if not (whole or building):
         world = world_error(error)
         if world:
-            last = _last_checkpoint(work_dir)
-            resume = f' The last checkpoint is {last!r}; the same command with --resume continues.' if last else ''
-            return f'{config}: {world}.{resume} (MMLINATTN_TRACEBACK=1 shows where)'
-        if isinstance(error, ValueError) and Path(frames[-1].f_code.co_filename).is_relative_to(PACKAGE):
+            text = '; '.join(filter(None, (world, _resuming(work_dir))))
+            return f'{config}: {text} (MMLINATTN_TRACEBACK=1 shows where)'
+        if isinstance(error, ValueError) and Path(codes[-1][1].co_filename).is_relative_to(PACKAGE):
             return f'{config}: {error}'
         if getattr(runner, 'has_stepped', True):
             return ''
@@ -500,10 +347,9 @@ def _setup_message(error: BaseException, config: str, whole: bool, work_dir: Opt
 
 @contextmanager
 def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None, runner: Any = None):
-    """Convert an error in the set-up of a run to a RunError of one line.
+    """Convert an error in the set-up of a run to a RunError of one line: the error, then a remedy if one is known.
 
-    MMEngine raises errors of any type while it builds a model, data set, optimizer or hook from wrong arguments. The
-    error comes first in the line, then a remedy if one is known.
+    MMEngine raises errors of any type while it builds a model, data set, optimizer or hook from wrong arguments.
 
     Args:
         config (str): The config file, for messages.
@@ -531,7 +377,7 @@ def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None
         message = _setup_message(error, config, whole, work_dir, runner)
         if message:
             raise RunError(message) from error
-        last = _last_checkpoint(work_dir)
+        last = _resuming(work_dir)
         if last:
-            notice(f'the last checkpoint is {last!r}; the same command with --resume continues.')
+            notice(last)
         raise

@@ -41,17 +41,17 @@ DOWNLOADED = ('CIFAR10', 'CIFAR100', 'MNIST', 'FashionMNIST')  # data sets of MM
 
 def load_config(args: argparse.Namespace) -> Config:
     """Read the config, apply the arguments of :func:`mmlinattn_console.add_common_arguments`, and make the work dir.
-
-    Raises:
-        RunError: The config is missing or not readable, the package of its ``default_scope`` is not installed, or the
-            work dir cannot be written.
-    """
+    Raise a RunError if one of these fails, or a setting is wrong."""
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     cfg = read_config(args.config)
     scope = cfg.get('default_scope')
     cfg.launcher = args.launcher
-    if scope == 'mmpretrain':
-        _set_mmpretrain_loader_defaults(cfg)
+    for loader in filter(None, map(cfg.get, LOADERS) if scope == 'mmpretrain' else ()):
+        # MMPretrain's own tools fill these in, and its configs rely on them
+        loader.setdefault('collate_fn', dict(type='default_collate'))
+        loader.setdefault('pin_memory', get_device() != 'cpu')
+        if loader.get('num_workers', 0) > 0:
+            loader.setdefault('persistent_workers', True)
     check_variables(cfg)
     add_checks(cfg)
     if args.data_root:
@@ -79,40 +79,29 @@ def load_config(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def index_hooks(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
-    """Replace hook names in option keys such as ``custom_hooks.StopHook.interval`` by list indices, which MMEngine
-    needs.
-
-    Hooks of this package that the config lacks are added to it.
-
-    Raises:
-        RunError: The hook is neither in the config nor in this package.
-    """
-    indexed = {}
-    for key, value in options.items():
-        head, *rest = key.split('.')
-        if head == 'custom_hooks' and len(rest) > 1:
-            hooks = cfg.get('custom_hooks') or []
-            names = [bare_name(hook.get('type')) for hook in hooks]
-            if rest[0] not in names and rest[0] in engine_hooks.__all__:
-                names.append(rest[0])
-                cfg.custom_hooks = [*hooks, dict(type=rest[0])]
-            if rest[0] not in names and not rest[0].isdecimal():
-                raise RunError(f'--cfg-options {key}: there is no such hook; custom_hooks has {", ".join(names)}.')
-            if rest[0] in names:
-                rest[0] = str(names.index(rest[0]))
-        indexed['.'.join([head, *rest])] = value
-    return indexed
-
-
 def merge_options(cfg: Config, given: dict[str, Any]) -> tuple[dict, dict[str, Any]]:
-    """Apply ``--cfg-options``. Return the content of the config before, and the options with list indices.
+    """Apply ``--cfg-options``, and return the content of the config before, and the options.
+
+    Names of hooks (``custom_hooks.StopHook.interval``) become MMEngine's list indices. Hooks of this package that the
+    config lacks are added to it.
 
     Raises:
-        RunError: An option does not fit the config.
+        RunError: An option does not fit the config, or its hook is neither in the config nor in this package.
     """
+    options = {}
     try:
-        options = index_hooks(cfg, given)
+        for key, value in given.items():
+            head, *rest = key.split('.')
+            if head == 'custom_hooks' and len(rest) > 1:
+                hooks = cfg.get('custom_hooks') or []
+                names = [bare_name(hook.get('type')) for hook in hooks]
+                if rest[0] not in names and rest[0] in engine_hooks.__all__:
+                    names.append(rest[0])
+                    cfg.custom_hooks = [*hooks, dict(type=rest[0])]
+                if rest[0] not in names and not rest[0].isdecimal():
+                    raise RunError(f'--cfg-options {key}: there is no such hook; custom_hooks has {", ".join(names)}.')
+                rest[0] = str(names.index(rest[0])) if rest[0] in names else rest[0]
+            options['.'.join([head, *rest])] = value
         content = cfg._cfg_dict.to_dict()
         cfg.merge_from_dict(options)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -124,7 +113,8 @@ def read_config(path: str) -> Config:
     """Read a config and check that its task can run in this environment.
 
     Raises:
-        RunError: The config is missing or not readable, or the package of its ``default_scope`` is not installed.
+        RunError: The config is missing or not readable, or the package of its ``default_scope`` is not installed or
+            fails. The message has the command to repair it.
     """
     if not osp.isfile(path):
         raise RunError(f'config {path!r}: no such file.')
@@ -145,33 +135,20 @@ def read_config(path: str) -> Config:
     if scope in PIP_NAMES:
         if find_spec(scope) is None:
             raise RunError(_how_to_install(path, scope))
-        check_scope(path, scope)
+        for module in ('mmcv.ops', f'{scope}.models') if scope == 'mmdet' else (f'{scope}.models',):
+            try:
+                use(module)
+            except Exception as error:
+                raise RunError(f'{path} needs {scope}: {describe_failure(module, error)}') from error
         cfg.default_scope = scope
     return cfg
 
 
 def read_with_options(args: argparse.Namespace) -> Config:
-    """Read the config of a tool that starts no run, and apply ``--cfg-options``.
-
-    Raises:
-        RunError: See :func:`read_config`; or an option does not fit the config.
-    """
+    """Read the config of a tool that starts no run, and apply ``--cfg-options``; errors as of :func:`read_config`."""
     cfg = read_config(args.config)
     merge_options(cfg, args.cfg_options or {})
     return cfg
-
-
-def check_scope(config: str, scope: str) -> None:
-    """Import the package of a config's ``default_scope``, and for MMDetection run operators of MMCV.
-
-    Raises:
-        RunError: The message has the module that fails, the reason, and the command to repair it.
-    """
-    for module in ('mmcv.ops', f'{scope}.models') if scope == 'mmdet' else (f'{scope}.models',):
-        try:
-            use(module)
-        except Exception as error:
-            raise RunError(f'{config} needs {scope}: {describe_failure(module, error)}') from error
 
 
 def _how_to_install(config: str, missing: str) -> str:
@@ -181,22 +158,9 @@ def _how_to_install(config: str, missing: str) -> str:
     return ''
 
 
-def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
-    """Set the loader defaults that MMPretrain's own tools fill in and its configs rely on."""
-    for loader in map(cfg.get, LOADERS):
-        if loader:
-            loader.setdefault('collate_fn', dict(type='default_collate'))
-            loader.setdefault('pin_memory', get_device() != 'cpu')
-            if loader.get('num_workers', 0) > 0:
-                loader.setdefault('persistent_workers', True)
-
-
 def adapt_inherited_classes(cfg: Config) -> None:
-    """Correct settings that a classifier config inherits from ImageNet and that do not match its own head and data.
-
-    ``data_preprocessor.num_classes`` is set to that of the head, and ImageNet's ``split`` is removed from
-    ``CustomDataset``. Each change prints a notice.
-    """
+    """Set ``data_preprocessor.num_classes`` to that of the head, and remove ``split`` from ``CustomDataset``, as
+    classifier configs inherit both from ImageNet. Each change prints a notice."""
     count = num_classes(cfg) if cfg.get('model') else 0
     inherited = (cfg.get('data_preprocessor') or {}).get('num_classes')
     if count and inherited and count != inherited:
@@ -213,11 +177,7 @@ def set_data_root(cfg: Config, root: str) -> None:
     """Change the root folder of all data sets of a config, and of the annotation files of its evaluators.
 
     Absolute paths below the old root are moved too. A file missing at its new path is replaced by a file of the same
-    name in the new root.
-
-    Args:
-        cfg (Config): The config to change.
-        root (str): New ``data_root``. If only some data sets have a ``data_root``, the others keep their paths.
+    name in the new root. If only some data sets have a ``data_root``, the others keep their paths.
     """
     datasets = [dataset for loader in LOADERS for _, dataset in dataset_configs(cfg, loader)]
     rooted = [dataset for dataset in datasets if 'data_root' in dataset]
@@ -256,11 +216,8 @@ def set_data_root(cfg: Config, root: str) -> None:
 
 
 def check_checkpoint(path: str, name: str) -> str:
-    """Return a checkpoint file, the last one of a work dir, or an address for which MMEngine has a loader.
-
-    Raises:
-        RunError: ``path`` is local, and neither a file nor a work dir with a checkpoint.
-    """
+    """Return a checkpoint file, the last one of a work dir, or an address for which MMEngine has a loader. Raise a
+    RunError for other local paths."""
     is_address = '://' in path and any(re.match(prefix, path) for prefix in filter(None, checkpoint_loaders()))
     local = osp.expanduser(path)
     if not is_address and osp.isdir(local):
@@ -286,11 +243,7 @@ def _checkpoints_in(folder: str) -> str:
 
 
 def require(cfg: Config, config: str, *keys: str) -> None:
-    """Check that a config has the settings that a tool needs, and valid batch sizes.
-
-    Raises:
-        RunError: A setting is missing, or a batch size is not a positive integer.
-    """
+    """Raise a RunError if a config lacks a setting that a tool needs, or a batch size is not a positive integer."""
     missing = [key for key in keys if cfg.get(key) is None]
     if missing:
         raise RunError(f'{config} has no {", no ".join(missing)}.')
@@ -301,23 +254,14 @@ def require(cfg: Config, config: str, *keys: str) -> None:
 
 
 def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
-    """Check that the folders of the data sets exist and class names are a list; ``DataCheckHook`` checks the rest.
-
-    Args:
-        cfg (Config): The whole config.
-        stages (Sequence[str]): Some of ``'train'``, ``'val'`` and ``'test'``.
-
-    Raises:
-        RunError: A folder is missing, or class names are no list.
-    """
+    """Raise a RunError if a folder of a data set of ``stages`` (``'train'``, ``'val'``, ``'test'``) is missing, or
+    class names are no list. ``DataCheckHook`` checks the rest."""
     for stage in stages:
         for key, dataset in dataset_configs(cfg, f'{stage}_dataloader'):
             root = str(dataset.get('data_root') or '.')
             is_local = '://' not in root and (dataset.get('backend_args') or {}).get('backend', 'local') == 'local'
             if is_local and not osp.isdir(root) and bare_name(dataset.get('type')) not in DOWNLOADED:
-                raise RunError(
-                    f'{key}.data_root = {root!r}: no such folder. Set the folder that ann_file and data_prefix are '
-                    'relative to.'
-                )
+                remedy = 'Set the folder that ann_file and data_prefix are relative to.'
+                raise RunError(f'{key}.data_root = {root!r}: no such folder. {remedy}')
             for finding in check_names(key, dataset.get('metainfo') or {}):
                 raise RunError(finding.text)

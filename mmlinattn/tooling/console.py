@@ -43,19 +43,16 @@ WARNINGS = (
 )
 
 
-def hides(record: logging.LogRecord) -> bool:
-    """Return True if a record of MMEngine's logger is written to the log file only."""
-    return record.levelno <= logging.WARNING and record.getMessage().startswith(HIDDEN)
+def _is_shown(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING or not record.getMessage().startswith(HIDDEN)
 
 
 def quiet_console(logger: MMLogger) -> None:
-    """Hide the first log lines of a run (environment, config) on the console, unless the log level is DEBUG.
-
-    The log file has all lines.
-    """
+    """Hide records that begin as :data:`HIDDEN` on the console, unless the log level is DEBUG; the log file has
+    them."""
     for handler in logger.handlers:
         if not isinstance(handler, logging.FileHandler) and handler.level > logging.DEBUG:
-            handler.addFilter(lambda record: not hides(record))
+            handler.addFilter(_is_shown)
 
 
 @contextmanager

@@ -68,22 +68,16 @@ def _pip(*names: str) -> str:
 # arguments of `pip install` by module
 PIP = {
     'torch': 'torch torchvision',
-    'torchvision': 'torchvision',
-    'einops': 'einops',
-    'filelock': 'filelock',
-    'numpy': 'numpy',
     'cv2': OPENCV[0],
     'pkg_resources': _pip('setuptools'),
     'transformers': _pip('transformers'),
     'mmengine': f'mmengine {_pip("setuptools")}',
     'mmcv': f'{_pip("mmcv-lite")} {_OPERATORS}',
     'mmcv._ext': _OPERATORS,
-    'ftfy': 'ftfy',
-    'regex': 'regex',
     'mmdet': _pip('mmdet'),
     'mmseg': f'{_pip("mmsegmentation")} ftfy regex',
     'mmpretrain': _pip('mmpretrain'),
-    'mmlinattn': f'--no-deps {ROOT}',
+    'mmlinattn': str(ROOT),
     'PIL': 'pillow',
     'yaml': 'pyyaml',
 }
@@ -134,8 +128,8 @@ class Problem(NamedTuple):
 
 def missing() -> str:
     """Return a message for the first module that is not installed, or ''. Nothing is imported."""
-    names = [name for name in BASE if find_spec(name) is None]
-    return f'{names[0]} is not installed in {sys.executable}: pip install {PIP[names[0]]}' if names else ''
+    name = next((name for name in BASE if find_spec(name) is None), '')
+    return f'{name} is not installed in {sys.executable}: pip install {PIP.get(name, name)}' if name else ''
 
 
 def refused() -> str:
@@ -158,14 +152,13 @@ def unusable() -> str:
 
 
 def describe_failure(module: str, error: Exception) -> str:
-    """Return one line for a module that fails on import or in use: the module, the reason, and the command to repair
-    it."""
+    """Return one line for a module that fails on import or in use, its reason, and the command to repair it."""
     return _problem(module, error).line
 
 
 def _problem(module: str, error: Exception) -> Problem:
     reason = ' '.join(str(error).split())[:300]
-    return Problem(module, reason, _diagnosed(module, error, reason) or _reinstalled(module.partition('.')[0]))
+    return Problem(module, reason, _diagnosed(module, error, reason) or _repaired(module.partition('.')[0]))
 
 
 def _diagnosed(module: str, error: Exception, reason: str) -> Optional[Repair]:
@@ -175,73 +168,46 @@ def _diagnosed(module: str, error: Exception, reason: str) -> Optional[Repair]:
     sources = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if package == 'pkg_resources' or any('pkg_resources' in source for source in sources):
         return Repair(install=(PIP['pkg_resources'],))
-    if is_missing and culprit in PIP:
-        return _installed(culprit)
-    if is_missing and find_spec(package) is None:
-        return _installed(package)
+    if is_missing and package and (culprit in (*PIP, package) or find_spec(package) is None):
+        return _repaired(culprit if culprit in PIP else package, is_missing=True)
     if module.endswith('.models') and _is_outside_range('transformers'):
         return Repair(install=(PIP['transformers'],))
     # the desktop wheel without X libraries, or one wheel written over another
-    if (
-        'cv2' in (module, package)
-        or reason.startswith("module 'cv2'")
-        or sources
-        and f'{os.sep}cv2{os.sep}' in sources[-1]
-    ):
-        return _reinstalled('cv2')
+    is_cv2 = 'cv2' in (module, package) or reason.startswith("module 'cv2'")
+    if is_cv2 or any(f'{os.sep}cv2{os.sep}' in source for source in sources[-1:]):
+        return _repaired('cv2')
     if 'torchvision::' in reason or module == 'torchvision':
-        return _torchvision()
+        return _repaired('torchvision')
     if 'find_loader' in reason:  # Python 3.14 removed it
         return Repair(install=(_OPERATORS,))
-    for name, part in (('MMCV', 'mmcv'), ('MMEngine', 'mmengine')):
-        if reason.startswith(f'{name}=='):
-            return _reinstalled(part)
-    return None
+    found = re.match('(MMCV|MMEngine)==', reason)
+    return _repaired(found[1].lower()) if found else None
 
 
-def _installed(module: str) -> Repair:
-    """Return the repair of a module that is not installed."""
-    if module in ('torch', 'torchvision'):
-        return _torch() if module == 'torch' else _torchvision()
-    if module == 'mmlinattn':
-        return Repair(alone=(str(ROOT),))
-    if module in ('mmengine', 'mmcv'):  # with their own requirements but OpenCV's desktop wheel
-        needed = 'addict matplotlib packaging pillow pyyaml rich termcolor yapf', PIP['pkg_resources']
-        return Repair(install=needed) + _reinstalled(module)
-    return Repair(install=(PIP.get(module, module),))
-
-
-def _reinstalled(module: str) -> Repair:
-    """Return the repair of a module: install its distribution again, and remove others that write the same files."""
-    family = FAMILIES.get(module)
-    if module == 'torch':
-        return _torch()
-    if module == 'mmlinattn' or not family:
-        return Repair(alone=(PIP.get(module, module).removeprefix('--no-deps '),))
+def _repaired(module: str, is_missing: bool = False) -> Repair:
+    """Return the repair of a module: install its distribution, and remove others that write the same files."""
+    family = FAMILIES.get(module, ())
     present = [name for name in family if _version(name)]
+    if module == 'torch' or module == 'torchvision' and not _version('torch'):
+        names = tuple(name for name in ('torch', 'torchvision') if _version(name))
+        # PyTorch requires setuptools; the newest lacks pkg_resources
+        return Repair(names, (f'pip install {PIP["torch"]} {PIP["pkg_resources"]}',))
+    if module == 'torchvision':  # the one of the installed PyTorch, from its index
+        torch, _, local = _version('torch').partition('+')
+        index = f'+{local} --index-url https://download.pytorch.org/whl/{local}' if local else ''
+        remove = ('torchvision',) if _version('torchvision') else ()
+        return Repair(remove, (f'pip install torchvision torch=={torch}{index}',))
     if module == 'cv2':
-        return Repair(tuple(present), install=(OPENCV[0],))
-    onedl = [name for name in family if name.startswith('onedl-')]
-    chosen = onedl[0] if _is_onedl() else family[0]
-    extra = (_OPERATORS,) if module == 'mmcv' else ()
-    return Repair(tuple(name for name in present if name != chosen), alone=(_pip(chosen), *extra))
-
-
-def _torch() -> Repair:
-    names = tuple(name for name in ('torch', 'torchvision') if _version(name))
-    # PyTorch requires setuptools; the newest lacks pkg_resources
-    return Repair(names, (f'pip install {PIP["torch"]} {PIP["pkg_resources"]}',))
-
-
-def _torchvision() -> Repair:
-    """Return the repair of a torchvision for another PyTorch: the one of the installed PyTorch, from its index."""
-    torch = _version('torch')
-    if not torch:
-        return _torch()
-    local = torch.partition('+')[2]
-    index = f' --index-url https://download.pytorch.org/whl/{local}' if local else ''
-    remove = ('torchvision',) if _version('torchvision') else ()
-    return Repair(remove, (f'pip install torchvision torch=={torch}{index}',))
+        return Repair(tuple(present), install=(PIP['cv2'],))
+    if is_missing and module not in ('mmengine', 'mmcv', 'mmlinattn'):
+        return Repair(install=(PIP.get(module, module),))
+    if not family:
+        return Repair(alone=(PIP.get(module, module),))
+    chosen = family[-1] if _is_onedl() else family[0]
+    # the requirements of MMEngine and MMCV but OpenCV's desktop wheel
+    needed = ('addict matplotlib packaging pillow pyyaml rich termcolor yapf', PIP['pkg_resources'])
+    alone = (_pip(chosen), _OPERATORS) if module == 'mmcv' else (_pip(chosen),)
+    return Repair(tuple(name for name in present if name != chosen), (), needed if is_missing else (), alone)
 
 
 def _is_onedl() -> bool:
@@ -277,12 +243,12 @@ def _of_versions() -> list:
     for package in dict.fromkeys(module.partition('.')[0] for module in WHOLE):
         family = [name for name in FAMILIES.get(package, ()) if _version(name)]
         if find_spec(package) is None:
-            problems.append(Problem(package, f'No module named {package!r}', _installed(package)))
+            problems.append(Problem(package, f'No module named {package!r}', _repaired(package, is_missing=True)))
         elif package != 'cv2' and len(family) > 1:
             reason = f'{" and ".join(family)} write the same files'
-            problems.append(Problem(package, reason, _reinstalled(package)))
+            problems.append(Problem(package, reason, _repaired(package)))
         elif lacking := next((name for name in family if _lacks_files(name)), ''):
-            problems.append(Problem(package, f'files of {lacking} are missing', _reinstalled(package)))
+            problems.append(Problem(package, f'files of {lacking} are missing', _repaired(package)))
     for name in (*ACCEPTED, 'mmcv'):
         needs = {'setuptools': 'mmengine', 'transformers': 'mmpretrain'}.get(name, name)  # not the onedl ones
         if _is_outside_range(name) and _version(needs):
@@ -290,17 +256,13 @@ def _of_versions() -> list:
             module = modules.get(name, name)
             repair = Repair(install=(_pip(name),))
             if name == 'torch' or module in FAMILIES and needs == name:
-                repair = _reinstalled(module)
+                repair = _repaired(module)
             problems.append(Problem(module, reason, repair))
     return problems
 
 
 def use(module: str) -> None:
-    """Import a module, and call functions of it that may fail although the import succeeds.
-
-    Raises:
-        Exception: An error of any type; :func:`describe_failure` converts it to a line.
-    """
+    """Import a module, and call functions of it that may fail although the import succeeds, with errors of any type."""
     imported = importlib.import_module(module)
     if module == 'torchvision':
         import torch
@@ -334,7 +296,7 @@ def lacking_on_gpu() -> str:
         run_operators('cuda')
     except Exception as error:
         reason = ' '.join(str(error).split())[:200]
-        command = _reinstalled('mmcv') if _version('mmcv') else _torchvision()  # compiled without CUDA
+        command = _repaired('mmcv' if _version('mmcv') else 'torchvision')  # compiled without CUDA
         return (
             f'NMS and RoIAlign do not run on the GPU ({reason}), so no detector trains there; mend it with: {command}'
         )

@@ -15,14 +15,14 @@ from mmengine.utils import to_2tuple
 
 from ..utils.errors import RunError, described
 from ..utils.registering import bare_name
-from .class_names import dataset_configs
+from .class_names import dataset_configs, first_test_data
 
 
 def image_channels(cfg: Config) -> int:
     """Return the number of image channels that the model of a config takes.
 
-    It is the first of these: ``in_channels`` of the backbone (also inside an adapter), the default of the backbone's
-    class, the number of means of the data preprocessor, 3.
+    It is ``in_channels`` of the backbone (also inside an adapter), else the default of its class. Else it is the number
+    of means of the data preprocessor, or 3.
     """
     backbone = (cfg.get('model') or {}).get('backbone') or {}
     while isinstance(backbone.get('module'), dict):
@@ -52,7 +52,7 @@ def test_pipeline(cfg: Config) -> list[dict]:
     return [step for step in steps if not bare_name(step['type']).endswith('Annotations')]
 
 
-def _split(cfg: Config) -> tuple[list[dict], list[dict]]:
+def split_pipeline(cfg: Config) -> tuple[list[dict], list[dict]]:
     """Return the transforms of the test pipeline that load the image, and those after them."""
     steps = test_pipeline(cfg)
     loads = [i for i, step in enumerate(steps) if bare_name(step['type']).startswith('Load')]
@@ -62,7 +62,7 @@ def _split(cfg: Config) -> tuple[list[dict], list[dict]]:
 
 def is_8_bit(cfg: Config) -> bool:
     """Return True if the test pipeline gives pixels from 0 to 255 for every file."""
-    loading, _ = _split(cfg)
+    loading, _ = split_pipeline(cfg)
     if not loading:
         return True
     is_plain = bare_name(loading[0]['type']) == 'LoadImageFromFile' and loading[0].get('imdecode_backend') != 'tifffile'
@@ -71,34 +71,17 @@ def is_8_bit(cfg: Config) -> bool:
 
 def image_dtype(cfg: Config) -> Optional[np.dtype]:
     """Return the type of the pixels in the first file of the test data; None if it cannot be read."""
-    _, given = next(dataset_configs(cfg, 'test_dataloader'), ('', {}))
     with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry, suppress(Exception):
-        dataset = registry.build(dict(given, pipeline=[]))  # data sets of any project
+        dataset = registry.build(dict(first_test_data(cfg), pipeline=[]))  # data sets of any project
         image: Any = cv2.imread(str(dataset.get_data_info(0)['img_path']), cv2.IMREAD_UNCHANGED)
         return image.dtype
     return None
 
 
-def transforms(cfg: Config) -> list[dict]:
-    """Return the transforms of the test pipeline after those that load the image.
-
-    Raises:
-        RunError: The config has no test pipeline.
-    """
-    if not test_pipeline(cfg):
-        raise RunError('the config has no test_dataloader.dataset.pipeline; give --shape H W.')
-    return _split(cfg)[1]
-
-
 def read_picture(path: str, cfg: Optional[Config] = None) -> np.ndarray:
-    """Read an image by the test pipeline of a config: (H, W, C), or (H, W) for one channel.
-
-    Without config, return (H, W, 3) uint8 BGR.
-
-    Raises:
-        RunError: The pipeline cannot read the file.
-    """
-    loading = _split(cfg)[0] if cfg is not None else []
+    """Read an image by the test pipeline of a config, or raise a RunError: (H, W, C), or (H, W) for one channel.
+    Without config, it is uint8 BGR."""
+    loading = split_pipeline(cfg)[0] if cfg is not None else []
     if not loading:
         image = cv2.imread(str(path))
         if image is None:
@@ -130,12 +113,8 @@ def test_size(cfg: Config) -> Optional[tuple[int, int]]:
 
 
 def resizing(cfg: Config) -> dict:
-    """Return the resizing of the test pipeline as a dict for JSON.
-
-    Returns:
-        dict: ``resize``, the arguments of the last step that resizes (``scale`` is width and height, or one side), and
-            ``crop``, height and width of a later crop; None for missing steps.
-    """
+    """Return the last ``resize`` of the test pipeline (``scale`` is width and height, or one side), and a later
+    ``crop`` (height and width), for JSON. Missing steps are None."""
     found: dict = dict(resize=None, crop=None)
     for step in test_pipeline(cfg):
         kind = bare_name(step['type'])
@@ -148,11 +127,8 @@ def resizing(cfg: Config) -> dict:
 
 
 def usual_size(cfg: Config) -> tuple[int, int]:
-    """Return height and width for an exported graph.
-
-    It is :func:`test_size`, or for a segmentor its crop. For other models it is a 3:2 photograph resized by the test
-    pipeline, rounded to multiples of 32.
-    """
+    """Return height and width for an exported graph: :func:`test_size`, or of a segmentor its crop. For others it is a
+    3:2 photograph resized by the test pipeline, rounded to multiples of 32."""
     exact, scope = test_size(cfg), cfg.get('default_scope')
     if exact or scope == 'mmpretrain':
         return exact or (224, 224)

@@ -26,7 +26,7 @@ from mmengine.registry import DATASETS
 from ..engine.data.coco import load_coco
 from ..engine.data.datasets import infos_of
 from ..utils.errors import RunError
-from .class_names import dataset_configs, num_classes
+from .class_names import dataset_configs, first_test_data, num_classes
 from .command_line import check_out_file, notice, writing
 
 DRAWN = ('.jpg', '.png')  # suffixes of drawings; .png is appended to others, such as .tif and .JPEG
@@ -39,11 +39,8 @@ FLAGS = {
 
 
 def check_prediction_arguments(args: argparse.Namespace, scope: str, config: str, *sources) -> None:
-    """Check the options of :func:`mmlinattn_console.add_prediction_arguments` and make their folders.
-
-    Raises:
-        RunError: An option is for another task, or its path cannot be written.
-    """
+    """Make the folders of the options of :func:`mmlinattn_console.add_prediction_arguments`. Raise a RunError if an
+    option is for another task, or its path cannot be written."""
     for flag, (task, kind) in FLAGS.items():
         path = getattr(args, flag[2:].replace('-', '_'))
         if not path:
@@ -64,24 +61,16 @@ def check_prediction_arguments(args: argparse.Namespace, scope: str, config: str
 
 
 class AnnotationIds(NamedTuple):
-    """Ids of a COCO annotation file.
+    """Ids of a COCO annotation file."""
 
-    Attributes:
-        categories (dict[int, int]): Category id of each label; None without such a file.
-        images (dict[str, int | str]): Image id of each file name without folders; empty without such a file.
-        file (str): Path of the file.
-    """
-
-    categories: Optional[dict[int, int]] = None
-    images: dict[str, Any] = {}
-    file: str = ''
+    categories: Optional[dict[int, int]] = None  # category id of each label; None without such a file
+    images: dict[str, Any] = {}  # image id of each file name without folders
+    file: str = ''  # its path
 
 
 def annotation_ids(cfg: Config, names: Optional[Sequence[str]]) -> AnnotationIds:
-    """Return the ids of the first COCO file of the test data that has all these class names.
-
-    File names that two images share, in different folders, are left out.
-    """
+    """Return the ids of the first COCO file of the test data that has all these class names, without file names that
+    two images share."""
     for _, dataset in dataset_configs(cfg, 'test_dataloader'):
         path = osp.join(dataset.get('data_root') or '', dataset.get('ann_file') or '')
         if names and path.endswith('.json') and osp.isfile(path):
@@ -97,10 +86,8 @@ def annotation_ids(cfg: Config, names: Optional[Sequence[str]]) -> AnnotationIds
 
 
 def label_values(cfg: Config, names: Optional[Sequence[str]]) -> list[int]:
-    """Return the value of each label in the annotation files of the test data.
-
-    It is the label itself unless ``reduce_zero_label`` or ``label_map`` of the data set changes labels on loading.
-    """
+    """Return the value of each label in the annotation files of the test data: the label itself, unless
+    ``reduce_zero_label`` or ``label_map`` of the data set changes labels on loading."""
     count = max(num_classes(cfg), len(names or ()), 2)
     for _, given in dataset_configs(cfg, 'test_dataloader'):
         with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry, suppress(Exception):
@@ -122,14 +109,8 @@ def _instances(sample, threshold: float = 0.0) -> Iterator[tuple[int, float, lis
 
 
 def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None, file_name: str = '') -> list[dict[str, Any]]:
-    """Return the detections of an image in COCO's result format.
-
-    Args:
-        sample (DetDataSample): Predictions.
-        image_id (int | str): Id of the image.
-        ids (dict[int, int], optional): Category id of each label; label + 1 by default.
-        file_name (str): Written to each entry, for images in several annotation files.
-    """
+    """Return the detections of an image in COCO's result format, with category ``ids`` of labels (label + 1 by
+    default). The file name is for images in several annotation files."""
     from pycocotools import mask as coco_mask
 
     entries = []
@@ -144,10 +125,9 @@ def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None, file_na
 
 
 def yolo_lines(sample, threshold: float, with_score: bool = False) -> list[str]:
-    """Return the detections of an image in YOLO's label format, with coordinates relative to the size of the image.
+    """Return the detections of an image in YOLO's label format, relative to the size of the image.
 
-    A box is ``class x_centre y_centre width height``; a mask is ``class x1 y1 x2 y2 ...``, the polygon of its largest
-    part.
+    A box is ``class x_centre y_centre width height``. A mask is ``class x1 y1 x2 y2 ...``, its largest polygon.
     """
     height, width = sample.ori_shape[:2]
     lines = []
@@ -166,61 +146,77 @@ def yolo_lines(sample, threshold: float, with_score: bool = False) -> list[str]:
     return lines
 
 
-def write_yolo(path, sample, threshold: float, with_score: bool = False) -> None:
-    """Write the detections of an image as YOLO text. Without detections the file is empty."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(''.join(f'{line}\n' for line in yolo_lines(sample, threshold, with_score)))
+def draw(visualizer, image: np.ndarray, sample, threshold: float, name: str = '', **options) -> None:
+    """Draw predictions on an RGB image by the visualizer of any project; ``threshold`` is for detections."""
+    if hasattr(visualizer, 'visualize_cls'):
+        visualizer.visualize_cls(image, data_sample=sample, name=name, **options)
+    else:
+        more = dict(pred_score_thr=threshold) if 'pred_instances' in sample else {}
+        visualizer.add_datasample(name, image, data_sample=sample, **more, **options)
 
 
-def write_mask(path, sample, values: Sequence[int]) -> None:
-    """Write the segmentation mask of an image as a grey PNG of 8 bits, or of 16 bits for values above 255.
+class PredictionWriter:
+    """Write predictions as the options of :func:`mmlinattn_console.add_prediction_arguments` say.
 
-    Args:
-        values (Sequence[int]): Value of each label, see :func:`label_values`.
+    ``cfg`` has the test data, ``names`` are those of the classes, ``threshold`` is the lowest score of ``--save-txt``.
     """
-    labels = sample.pred_sem_seg.data.squeeze(0).cpu().numpy().astype(int)  # floats of a model with one channel
-    table = np.array(values, np.uint8 if max(values) < 256 else np.uint16)
-    mmcv.imwrite(table[labels], str(path))
+
+    def __init__(self, args: argparse.Namespace, cfg: Config, names: Optional[Sequence[str]], threshold: float) -> None:
+        self.args, self.threshold = args, threshold
+        self.ids = annotation_ids(cfg, names) if args.save_json else AnnotationIds()
+        self.entries: list[list[dict]] = []  # COCO results of each image
+        if args.save_labels:
+            values = label_values(cfg, names)
+            self.values = np.array(values, np.uint8 if max(values) < 256 else np.uint16)
+            named = [f'{value} {name}' for value, name in itertools.zip_longest(values, names or (), fillvalue='')]
+            listed = named if len(named) <= 12 else [*named[:10], '...', named[-1]]
+            if is_main_process():
+                notice(f'--save-labels: values {", ".join(listed)}'.rstrip())
+
+    def write(self, sample, stem: str, image_id, file_name: str) -> None:
+        """Write YOLO text (empty without detections), or a grey PNG in the values of :func:`label_values`, of an image,
+        and keep its :func:`coco_results`. ``stem`` is the name of the files without suffix."""
+        args = self.args
+        if args.save_txt:
+            path = Path(args.save_txt, f'{stem}.txt')
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(''.join(f'{line}\n' for line in yolo_lines(sample, self.threshold, args.save_conf)))
+        if args.save_labels:
+            labels = sample.pred_sem_seg.data.squeeze(0).cpu().numpy().astype(int)  # floats of models of one channel
+            mmcv.imwrite(self.values[labels], osp.join(args.save_labels, f'{stem}.png'))
+        if args.save_json:
+            self.entries.append(coco_results(sample, image_id, self.ids.categories, file_name))
+
+    def finish(self, entries: Iterable[list[dict]]) -> None:
+        """Write the COCO results of all images, with a notice if no annotation file gives the category ids."""
+        with writing(self.args.save_json, '--save-json'), open(self.args.save_json, 'w') as file:
+            json.dump(list(itertools.chain.from_iterable(entries)), file)
+        if self.ids.categories is None:
+            notice('--save-json: category_id is the label + 1, as no COCO file of the test data names the classes.')
 
 
-def notice_values(values: Sequence[int], names: Optional[Sequence[str]]) -> None:
-    """Print the values of the segmentation masks with the names of their classes."""
-    named = [f'{value} {name}' for value, name in itertools.zip_longest(values, names or (), fillvalue='')]
-    listed = named if len(named) <= 12 else [*named[:10], '...', named[-1]]
-    notice(f'--save-labels: values {", ".join(listed)}'.rstrip())
-
-
-def write_coco(path: str, entries: Iterable[dict], ids: AnnotationIds) -> None:
-    """Write COCO results, with a notice if no annotation file gives the category ids."""
-    with writing(path, '--save-json'), open(path, 'w') as file:
-        json.dump(list(entries), file)
-    if ids.categories is None:
-        notice('--save-json: category_id is the label + 1, as no COCO file of the test data names the classes.')
-
-
-def names_below(paths: Sequence[str], suffix: str = '') -> list[str]:
-    """Return a unique file name, relative to an output folder, for each image.
-
-    Images keep their names. If images in several folders have the same name, names include the folders below the common
-    one.
-
-    Args:
-        paths (Sequence[str]): Image files.
-        suffix (str): Replaces the suffix of each image; it is appended if names would repeat.
-    """
+def _names(paths: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return image files by their whole paths, and by their names; these include the folders below the common one if
+    images in several folders have the same name."""
     full = [osp.abspath(path) if '://' not in path else path for path in paths]
     names = [osp.basename(path) for path in full]
     if len(set(names)) < len(set(full)):
         root = osp.commonpath([osp.dirname(path) for path in full])
         names = [osp.relpath(path, root) for path in full]
-    if not suffix:
-        return [name if name.endswith(DRAWN) else f'{name}.png' for name in names]
+    return full, names
+
+
+def names_below(paths: Sequence[str]) -> list[str]:
+    """Return a unique name of a drawing, relative to an output folder, for each image file."""
+    return [name if name.endswith(DRAWN) else f'{name}.png' for name in _names(paths)[1]]
+
+
+def stems_below(paths: Sequence[str]) -> list[str]:
+    """Return a unique name, relative to an output folder, for each image file, with its suffix if it would repeat."""
+    full, names = _names(paths)
     stems = [osp.splitext(name)[0] for name in names]
-    counts = {stem: 0 for stem in stems}
-    for stem, _ in dict.fromkeys(zip(stems, full)):
-        counts[stem] += 1
-    return [(stem if counts[stem] == 1 else name) + suffix for stem, name in zip(stems, names)]
+    counts = Counter(stem for stem, _ in {*zip(stems, full)})
+    return [stem if counts[stem] == 1 else name for stem, name in zip(stems, names)]
 
 
 @contextmanager
@@ -235,45 +231,29 @@ def drawing_in_every_process() -> Iterator[None]:
 
 
 class PredictionFilesHook(Hook):
-    """Write the predictions of each image in a test, as the options of ``tools/test.py`` say.
-
-    Drawings are written for any ``vis_backends`` of the config's visualizer.
-
-    Args:
-        args (argparse.Namespace): ``show``, ``show_dir``, ``interval``, ``wait_time``, ``score_thr`` and the options of
-            :func:`mmlinattn_console.add_prediction_arguments`.
-        cfg (Config): The config.
-    """
+    """Write the predictions of each image in a test, as the options of ``tools/test.py`` say; drawings for any
+    ``vis_backends`` of the config's visualizer."""
 
     priority = 'LOWEST'
 
     def __init__(self, args: argparse.Namespace, cfg: Config) -> None:
         self.args, self.cfg = args, cfg
         hook = (cfg.get('default_hooks') or {}).get('visualization') or {}
-        default = hook.get('score_thr', 0.3)
-        self.threshold = default if args.score_thr is None else args.score_thr
+        self.threshold = hook.get('score_thr', 0.3) if args.score_thr is None else args.score_thr
         self.seen = 0
-        self.entries: list[list[dict]] = []
-        self.names: dict[str, dict[str, str]] = {}  # file names by suffix and image; drawings have the suffix ''
-        self.ids = AnnotationIds()
-        self.values: list[int] = []
+        self.stems: dict[str, str] = {}  # names of files by image, without suffix
+        self.drawings: dict[str, str] = {}
 
     def before_test_epoch(self, runner) -> None:
         dataset, args = runner.test_dataloader.dataset, self.args
         names = (getattr(dataset, 'metainfo', None) or {}).get('classes')
-        if args.save_json:
-            self.ids = annotation_ids(self.cfg, names)
-        if args.save_labels:
-            self.values = label_values(self.cfg, names)
-            if is_main_process():
-                notice_values(self.values, names)
+        self.writer = PredictionWriter(args, self.cfg, names, self.threshold)
         with drawing_in_every_process():
             if getattr(runner.visualizer, 'dataset_meta', {}) is None:  # set in the first process only
                 runner.visualizer.dataset_meta = getattr(dataset, 'metainfo', None)
-        if not (args.show_dir or args.save_txt or args.save_labels):
-            return
-        paths = [str(info['img_path']) for info in infos_of(dataset) if info.get('img_path')]
-        self.names = {suffix: dict(zip(paths, names_below(paths, suffix))) for suffix in ('', '.txt', '.png')}
+        if args.show_dir or args.save_txt or args.save_labels:
+            paths = [str(info['img_path']) for info in infos_of(dataset) if info.get('img_path')]
+            self.stems, self.drawings = (dict(zip(paths, find(paths))) for find in (stems_below, names_below))
 
     def after_test_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
         args = self.args
@@ -283,35 +263,25 @@ class PredictionFilesHook(Hook):
             if (args.show or args.show_dir) and index % args.interval == 0:
                 # some data sets of MMPretrain have images in memory only
                 image = self._read(path) if path else data_batch['inputs'][i].permute(1, 2, 0).byte().cpu().numpy()
-                self._draw(runner, sample, image, self.names.get('', {}).get(path, f'{index}.png'), index)
-            if args.save_txt:
-                write_yolo(Path(args.save_txt, self.names['.txt'][path]), sample, self.threshold, args.save_conf)
-            if args.save_labels:
-                write_mask(Path(args.save_labels, self.names['.png'][path]), sample, self.values)
-            if args.save_json:
-                number, name = sample.get('img_id', osp.basename(path)), osp.basename(path)
-                self.entries.append(coco_results(sample, number, self.ids.categories, name))
+                self._draw(runner.visualizer, sample, image, self.drawings.get(path, f'{index}.png'), index)
+            name = osp.basename(path)
+            self.writer.write(sample, self.stems.get(path, ''), sample.get('img_id', name), name)
 
     def after_test_epoch(self, runner, metrics=None) -> None:
         if self.args.save_json:
-            size = len(runner.test_dataloader.dataset)
-            entries = collect_results(self.entries, size, device='cpu')
+            entries = collect_results(self.writer.entries, len(runner.test_dataloader.dataset), device='cpu')
             if is_main_process():
-                write_coco(self.args.save_json, itertools.chain.from_iterable(entries or ()), self.ids)
+                self.writer.finish(entries or ())
 
     def _read(self, path: str) -> np.ndarray:
-        _, data = next(dataset_configs(self.cfg, 'test_dataloader'), ('', {}))
-        return mmcv.imfrombytes(read_bytes(path, backend_args=data.get('backend_args')), channel_order='rgb')
+        backend = first_test_data(self.cfg).get('backend_args')
+        return mmcv.imfrombytes(read_bytes(path, backend_args=backend), channel_order='rgb')
 
-    def _draw(self, runner, sample, image: np.ndarray, name: str, step: int) -> None:
-        args, visualizer = self.args, runner.visualizer
+    def _draw(self, visualizer, sample, image: np.ndarray, name: str, step: int) -> None:
+        args = self.args
         out_file = osp.join(args.show_dir, name) if args.show_dir else None
-        common = dict(data_sample=sample, show=args.show, wait_time=args.wait_time, out_file=out_file, step=step)
+        options = dict(show=args.show, wait_time=args.wait_time, out_file=out_file, step=step)
         with drawing_in_every_process():
-            if hasattr(visualizer, 'visualize_cls'):
-                visualizer.visualize_cls(image, name=name, **common)
-            else:
-                more = dict(pred_score_thr=self.threshold) if 'pred_instances' in sample else {}
-                visualizer.add_datasample(name, image, **common, **more)
+            draw(visualizer, image, sample, self.threshold, name, **options)
         if out_file and not osp.isfile(out_file):
             raise RunError(f'--show-dir: visualizer.type={type(visualizer).__name__!r} of the config draws no file.')

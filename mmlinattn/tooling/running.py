@@ -17,21 +17,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 from mmengine.runner.base_loop import BaseLoop
 
-from ..engine import (
-    CheckpointMatchHook,
-    CompileHook,
-    DataCheckHook,
-    ExactResumeHook,
-    FiniteLossHook,
-    ProgressHook,
-    RehearsalHook,
-    ResultsHook,
-    SafeRunner,
-    ScheduleCheckHook,
-    StopHook,
-    UnusedParametersHook,
-    prepare_distributed,
-)
+from ..engine import SafeRunner, prepare_distributed
 from ..engine.optimizers.saved_groups import named_wrappers
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
@@ -41,30 +27,23 @@ from .environment import lacking_on_gpu
 
 # hooks that the tools add to any config, in the order of docs/configs.md
 TOOL_HOOKS = (
-    DataCheckHook,  # classes, labels and annotation files that do not fit: before training
-    FiniteLossHook,  # NaN or infinity: stop, naming the images
-    ExactResumeHook,  # --resume continues the same loss curve
-    CheckpointMatchHook,  # a checkpoint of other classes: name the weights left out
-    StopHook,  # SIGTERM: save a checkpoint, then end
-    UnusedParametersHook,  # maps that nothing reads: named after the first iteration
-    RehearsalHook,  # a validation of two images
-    ScheduleCheckHook,
-    ProgressHook,
-    ResultsHook,
+    'DataCheckHook',  # classes, labels and annotation files that do not fit: before training
+    'FiniteLossHook',  # NaN or infinity: stop, naming the images
+    'ExactResumeHook',  # --resume continues the same loss curve
+    'CheckpointMatchHook',  # a checkpoint of other classes: name the weights left out
+    'StopHook',  # SIGTERM: save a checkpoint, then end
+    'UnusedParametersHook',  # maps that nothing reads: named after the first iteration
+    'RehearsalHook',  # a validation of two images
+    'ScheduleCheckHook',
+    'ProgressHook',
+    'ResultsHook',
 )
 
 
 class ToolRunner(SafeRunner):
-    """SafeRunner for a command line: a quiet console, and learning rates scaled by the batch of an update.
+    """SafeRunner for a command line: a quiet console, and learning rates scaled by the batch of an update."""
 
-    Attributes:
-        has_stepped (bool): An iteration of the training or test is done.
-
-    Raises:
-        RunError: An epoch has no iteration, or ``auto_scale_lr`` has no batch size.
-    """
-
-    has_stepped = False
+    has_stepped = False  # an iteration of the training or test is done
 
     def call_hook(self, fn_name: str, **kwargs) -> None:
         super().call_hook(fn_name, **kwargs)
@@ -83,18 +62,12 @@ class ToolRunner(SafeRunner):
         built = super().build_train_loop(loop)
         loader = built.dataloader
         if getattr(loader, 'drop_last', False) and len(loader) == 0:
-            raise RunError(
-                f'train_dataloader.batch_size={loader.batch_size} exceeds the {len(loader.dataset)} images of the data '
-                'set, and drop_last=True leaves no batch. Set a smaller batch_size.'
-            )
+            size = f'train_dataloader.batch_size={loader.batch_size} exceeds the {len(loader.dataset)} images of the'
+            raise RunError(f'{size} data set, and drop_last=True leaves no batch. Set a smaller batch_size.')
         return built
 
     def train(self) -> torch.nn.Module:
-        """Train, with a lock on the work dir.
-
-        Raises:
-            RunError: Another run trains in this work dir.
-        """
+        """Train, with a lock on the work dir. Raise a RunError if another run trains in it."""
         if self.rank != 0:
             return super().train()
         path = osp.join(self.work_dir, '.locks', 'train.lock')
@@ -127,30 +100,25 @@ class ToolRunner(SafeRunner):
                 super().scale_lr(wrapper, dict(settings, base_batch_size=base / steps))
                 notice(f'learning rate x {batch / base:g}: {batch} images an update ({parts}), base_batch_size {base}.')
             elif base and base != batch:
-                notice(
-                    f'the learning rate is for {base} images an update (auto_scale_lr.base_batch_size), and this run '
-                    f'has {batch} ({parts}). --auto-scale-lr scales it.'
-                )
+                made_for = f'the learning rate is for {base} images an update (auto_scale_lr.base_batch_size)'
+                notice(f'{made_for}, and this run has {batch} ({parts}). --auto-scale-lr scales it.')
 
 
 def add_checks(cfg: Config) -> None:
     """Add the hooks that compare data, weights and schedule with the config, and show the course of a run."""
     given = cfg.get('custom_hooks') or []
     names = [bare_name(hook.get('type')) for hook in given]
-    cfg.custom_hooks = [*given, *(dict(type=kind.__name__) for kind in TOOL_HOOKS if kind.__name__ not in names)]
+    cfg.custom_hooks = [*given, *(dict(type=name) for name in TOOL_HOOKS if name not in names)]
     for hook in cfg.custom_hooks if cfg.get('rehearsal') is False else ():
-        if bare_name(hook.get('type')) == RehearsalHook.__name__:
+        if bare_name(hook.get('type')) == 'RehearsalHook':
             hook['enabled'] = False
 
 
 def set_precision(cfg: Config, is_requested: bool) -> None:
-    """Set up mixed precision: bfloat16 without loss scaling if the GPU has units for it, else float16 with it.
+    """Set up mixed precision in ``optim_wrapper``, if ``is_requested`` (``--amp``) or it is an AmpOptimWrapper.
 
-    Without an accelerator, mixed precision is off. One line names the precision.
-
-    Args:
-        cfg (Config): The config; ``optim_wrapper`` is changed. An AmpOptimWrapper in it is kept.
-        is_requested (bool): True with ``--amp``.
+    It is bfloat16 without loss scaling if the GPU has units for it, else float16 with it, and off without an
+    accelerator. One line names the precision.
 
     Raises:
         RunError: ``--amp`` beside an optimizer wrapper that is neither OptimWrapper nor AmpOptimWrapper.
@@ -199,18 +167,11 @@ def has_bfloat16(device: str) -> bool:
 
 
 LENGTHS = dict(max_epochs=True, max_iters=False)  # by_epoch of schedules by key of train_cfg
-_IN_STEPS = ('begin', 'end', 'step_size')
-_PERIODS = ('T_max', 'total_steps')  # from begin on
 
 
 def fit_schedule(cfg: Config, before: dict, options: dict) -> None:
-    """Stretch the learning rate schedule to the length of the training given on the command line.
-
-    Args:
-        cfg (Config): The config after ``--cfg-options``; ``param_scheduler`` is changed.
-        before (dict): ``train_cfg`` of the file.
-        options (dict): ``--cfg-options``. With one for ``param_scheduler`` the schedule stays.
-    """
+    """Stretch the learning rate schedule to the length of the training given by ``options`` (``--cfg-options``), unless
+    one is for ``param_scheduler``. ``before`` is ``train_cfg`` of the file."""
     schedules = cfg.get('param_scheduler')
     if not schedules or any(key.split('.')[0] == 'param_scheduler' for key in options):
         return
@@ -238,7 +199,7 @@ def stretch(schedule: dict, ratio: float, length: int) -> bool:
         return min(max(1, round(step * ratio)), length) if 0 < step < INF else step
 
     old = dict(schedule)
-    for key in _IN_STEPS:
+    for key in ('begin', 'end', 'step_size'):
         if isinstance(schedule.get(key), (int, float)):
             schedule[key] = scaled(schedule[key])
     if schedule.get('milestones'):
@@ -246,29 +207,25 @@ def stretch(schedule: dict, ratio: float, length: int) -> bool:
         schedule['milestones'] = sorted(step for step in milestones if step + schedule.get('begin', 0) < length)
     if schedule.get('begin', 0) >= length:  # rounded up, as a warm-up shorter than a step
         schedule['begin'] = length - 1
-    for key in _PERIODS:
+    for key in ('T_max', 'total_steps'):  # from begin on
         if isinstance(schedule.get(key), (int, float)):
             schedule[key] = scaled(old.get('begin', 0) + schedule[key]) - schedule.get('begin', 0)
     return old != dict(schedule)
 
 
 def build_runner(cfg: Config, compiles: bool = False) -> Runner:
-    """Join the processes of a distributed run, and build a ToolRunner (or another ``runner_type``).
-
-    Args:
-        cfg (Config): The config as it will run.
-        compiles (bool): Compile the blocks of the backbone.
+    """Join the processes of a distributed run, and build a ToolRunner (or another ``runner_type``). With ``compiles``,
+    the blocks of the backbone are compiled.
 
     Raises:
-        RunError: :func:`~mmlinattn.engine.prepare_distributed` fails, or MMCV's operators of a detector do not run on
-            the GPU.
+        RunError: The processes do not join, or MMCV's operators of a detector do not run on the GPU.
     """
     prepare_distributed(cfg)
     lacking = lacking_on_gpu() if cfg.get('default_scope') == 'mmdet' and get_device() == 'cuda' else ''
     if lacking:
         raise RunError(lacking)
     hooks = cfg.get('custom_hooks') or []
-    if compiles and not any(bare_name(hook.get('type')) == CompileHook.__name__ for hook in hooks):
-        cfg.custom_hooks = [*hooks, dict(type=CompileHook.__name__)]
+    if compiles and not any(bare_name(hook.get('type')) == 'CompileHook' for hook in hooks):
+        cfg.custom_hooks = [*hooks, dict(type='CompileHook')]
     is_own = bare_name(cfg.get('runner_type', SafeRunner)) == SafeRunner.__name__
     return ToolRunner.from_cfg(cfg) if is_own else RUNNERS.build(cfg)

@@ -5,7 +5,7 @@ import ast
 import inspect
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any, Optional
@@ -103,37 +103,21 @@ def accepted(kind: Any) -> tuple[set[str], bool]:
     return names, is_open
 
 
-def _registries() -> list[Registry]:
-    """Return MMEngine's root registries."""
-    found = map(mmengine.registry.__dict__.get, mmengine.registry.__all__)
-    return [each for each in found if isinstance(each, Registry)]
+ROOTS: list[Registry] = [each for each in vars(mmengine.registry).values() if isinstance(each, Registry)]
 
 
 def takers(name: str, kind: Any) -> list[str]:
     """Return up to four classes with an argument ``name``: of the registries of a class, else of MMEngine's own."""
-    roots = _registries()
-    beside = [
-        classes
-        for root in roots
-        for registry in (root, *root.children.values())
-        if kind in (classes := {*registry.module_dict.values()})
-    ]
-    for group in (beside, [root.module_dict.values() for root in roots]):
+    registries = [registry for root in ROOTS for registry in (root, *root.children.values())]
+    beside = [each for each in registries if kind in {*each.module_dict.values()}]
+    for group in (beside, ROOTS):
         found = set()
-        for each in set().union(*group):
+        for each in {kind for registry in group for kind in registry.module_dict.values() if isinstance(kind, type)}:
             with suppress(ValueError, TypeError):  # of C, without a signature
-                found |= {each.__name__} if isinstance(each, type) and name in accepted(each)[0] else set()
+                found |= {each.__name__} if name in accepted(each)[0] else set()
         if found:
             return sorted(found) if len(found) <= 4 else []
     return []
-
-
-def _kinds(name: Any, scope: Optional[str]) -> list:
-    """Return the classes registered under a name: in any of MMEngine's registries, for the task of the config."""
-    if not isinstance(name, str):
-        return [name]
-    found = [root.children.get(scope, root).get(name) for root in _registries()]
-    return [kind for kind in found if kind is not None]
 
 
 def _expected(path: list[str], node: dict, scope: Optional[str]) -> tuple[set[str], bool]:
@@ -142,28 +126,21 @@ def _expected(path: list[str], node: dict, scope: Optional[str]) -> tuple[set[st
         return READ, False
     own = [_parameters(each)[0] if callable(each) else {each} for each in _UNTYPED.get(path[0], ())]
     known: set[str] = set().union(*own) if len(path) == 1 else set()
-    kinds = _kinds(node['type'], scope) if 'type' in node else []
-    if not kinds:
-        return known, 'type' in node or not known
-    each = [accepted(kind) for kind in kinds]
-    return known.union(*(names for names, _ in each)), any(is_open for _, is_open in each)
+    if 'type' not in node:
+        return known, not known
+    name = node['type']  # of any of MMEngine's registries, for the task of the config
+    found = [root.children.get(scope, root).get(name) for root in ROOTS] if isinstance(name, str) else [name]
+    each = [accepted(kind) for kind in found if kind is not None]
+    return known.union(*(names for names, _ in each)), not each or any(is_open for _, is_open in each)
 
 
-def _leaves(node: Any, path: str = '') -> Iterator[tuple[str, Any]]:
+def leaves(node: Any, path: str = '') -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each node below a config node."""
-    children: Iterable[tuple[Any, Any]] = ()
-    if isinstance(node, dict):
-        children = dict.items(node)
-    elif isinstance(node, (list, tuple)):
-        children = enumerate(node)
-    for key, child in children:
+    node = dict(enumerate(node)) if isinstance(node, (list, tuple)) else node
+    for key, child in dict.items(node) if isinstance(node, dict) else ():
         below = f'{path}.{key}' if path else str(key)
         yield below, child
-        yield from _leaves(child, below)
-
-
-def _readers(cfg: dict) -> list[tuple[str, Any]]:
-    return [leaf for key in cfg if key in READ for leaf in _leaves({key: cfg[key]})]
+        yield from leaves(child, below)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -175,25 +152,18 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _places(cfg: dict, name: str, value: Any) -> list[str]:
     """Return paths of settings with the name of a variable, or else with its value, unless that is a number."""
-    leaves = _readers(cfg)
-    named = [path for path, _ in leaves if path.rpartition('.')[2] == name]
+    read = [*leaves({key: cfg[key] for key in cfg if key in READ})]
+    named = [path for path, _ in read if path.rpartition('.')[2] == name]
     is_telling = isinstance(value, (str, list, tuple, dict)) and len(value) > 0
-    return (named or [path for path, other in leaves if is_telling and _equal(other, value)])[:3]
+    return (named or [path for path, other in read if is_telling and _equal(other, value)])[:3]
 
 
 def check_options(content: dict, cfg: Config, options: dict) -> None:
-    """Check that something reads each setting of ``--cfg-options``.
+    """Raise a RunError if nothing reads a setting of ``--cfg-options``. It has similar names, or the settings that a
+    variable went into.
 
-    A setting is read if it is in the config, below a key that a Runner reads, or is an argument of the object that the
-    dict around it configures.
-
-    Args:
-        content (dict): The config without the options.
-        cfg (Config): The config with them, as types may be among them.
-        options (dict): Values by dotted path.
-
-    Raises:
-        RunError: Nothing reads a setting. The message has similar names, or the settings that a variable went into.
+    A setting is read if it is in the config, below a key that a Runner reads. Or it is an argument of the object that
+    the dict around it configures. ``content`` is the config without the options, as types may be among these.
     """
     scope, merged = scope_of(cfg), cfg._cfg_dict.to_dict()
     for option in options:
@@ -204,9 +174,8 @@ def check_options(content: dict, cfg: Config, options: dict) -> None:
         if is_inner or (top in content and top not in READ):
             places = _places(content, (rest or [top])[-1], None if rest else content[top])
             where = f'model.{option}' if is_inner else ', '.join(places) or 'the setting that it went into'
-            raise RunError(
-                f'--cfg-options {option}: {top} is a variable of the file, which is used already. Set {where}.'
-            )
+            used = f'{top} is a variable of the file, which is used already'
+            raise RunError(f'--cfg-options {option}: {used}. Set {where}.')
         _check_path(option, content, merged, scope)
 
 
@@ -233,20 +202,13 @@ def _check_path(option: str, node: Any, merged: Any, scope: Optional[str]) -> No
         path.append(key)
     is_number = isinstance(node, (int, float)) and not isinstance(node, bool)
     if path[0] in _OF_NUMBERS - {'model'} and is_number and isinstance(merged, (list, tuple)):
-        raise RunError(
-            f'--cfg-options {option}={merged!r}: expected one number, as {node!r} before. A comma makes a list: write '
-            'decimals with a point.'
-        )
+        remedy = 'A comma makes a list: write decimals with a point.'
+        raise RunError(f'--cfg-options {option}={merged!r}: expected one number, as {node!r} before. {remedy}')
 
 
 def check_variables(cfg: Config) -> None:
-    """Check that something reads each name that a Python config sets at its top. Files of upstream are not checked.
-
-    A name is read if a Runner reads it, or if the file uses it as a variable.
-
-    Raises:
-        RunError: A setting of OpenMMLab 1.x, a misspelt setting, or a variable that an inherited file has used already.
-    """
+    """Raise a RunError if nothing reads a name that a Python config sets at its top: neither a Runner, nor the file as
+    a variable. Files of upstream are not checked."""
     if not (cfg.filename or '').endswith('.py') or f'{os.sep}.mim{os.sep}' in cfg.filename:
         return
     with open(cfg.filename, encoding='utf-8') as file:
@@ -258,22 +220,19 @@ def check_variables(cfg: Config) -> None:
     unread = [key for key in dict.fromkeys(own) if not (key in READ or key in used or content.get(key) is None)]
     inherited = _inherited(cfg.filename, tree) if unread else {}
     for key in unread:
-        value = content[key]
+        value, place = content[key], f'{cfg.filename}: {key}'
         if key in SUCCESSORS:
-            raise RunError(
-                f'{cfg.filename}: {key}: nothing reads this setting of OpenMMLab 1.x. Set {SUCCESSORS[key]}.'
-            )
+            raise RunError(f'{place}: nothing reads this setting of OpenMMLab 1.x. Set {SUCCESSORS[key]}.')
         near = get_close_matches(key, READ, 1, 0.9)
         if near:
-            raise RunError(f'{cfg.filename}: {key}: nothing reads this setting. Did you mean {near[0]}?')
+            raise RunError(f'{place}: nothing reads this setting. Did you mean {near[0]}?')
         if key not in inherited or _equal(inherited[key], value):
             continue
-        places, values = _places(content, key, inherited[key]), dict(_readers(content))
-        if places and not any(_equal(values[place], value) for place in places):
-            raise RunError(
-                f'{cfg.filename}: {key}={value!r:.60} is a variable that an inherited file has used already. Set '
-                f'{" and ".join(places)}.'
-            )
+        places = _places(content, key, inherited[key])
+        values = (other for path, other in leaves(content) if path in places)
+        if places and not any(_equal(other, value) for other in values):
+            taken = f'{value!r:.60} is a variable that an inherited file has used already'
+            raise RunError(f'{place}={taken}. Set {" and ".join(places)}.')
 
 
 def _inherited(path: str, tree: ast.Module) -> dict:
@@ -290,47 +249,32 @@ def _inherited(path: str, tree: ast.Module) -> dict:
 
 
 def check_numbers(cfg: Config) -> None:
-    """Check that numbers are numbers, and lengths positive. YAML reads ``1e-4``, without a dot, as a text.
-
-    Raises:
-        RunError: A text is a number with an exponent, or begins with a digit in the optimizer or a scheduler; or a
-            length is not positive.
-    """
+    """Raise a RunError if a length is not positive, or a text is a number with an exponent, as YAML reads ``1e-4``. In
+    the optimizer or a scheduler, a text may not begin with a digit."""
     for key in ('max_epochs', 'max_iters'):
         length = (cfg.get('train_cfg') or {}).get(key, 1)
         if not isinstance(length, (int, float)) or length < 1:
             raise RunError(f'train_cfg.{key}={length!r}: expected a positive integer.')
-    for path, value in _leaves({key: cfg.get(key) for key in _OF_NUMBERS if cfg.get(key)}):
+    for path, value in leaves({key: cfg.get(key) for key in _OF_NUMBERS if cfg.get(key)}):
         found = _EXPONENT.fullmatch(value) if isinstance(value, str) else None
         if found:
             whole, rest, letter, exponent = found.groups()
-            number = float(value)
-            written = f'{whole}{rest or ".0"}{letter}{exponent}' if number < 1 else f'{number:.15g}'
-            raise RunError(
-                f'{path}={value!r}: expected a number, not a text. YAML needs a dot before the exponent: set {written}.'
-            )
+            written = f'{whole}{rest or ".0"}{letter}{exponent}' if float(value) < 1 else f'{float(value):.15g}'
+            remedy = f'YAML needs a dot before the exponent: set {written}.'
+            raise RunError(f'{path}={value!r}: expected a number, not a text. {remedy}')
         is_of_numbers = path.startswith(('optim_wrapper.', 'param_scheduler.'))
         if is_of_numbers and isinstance(value, str) and re.match(r'[-+.]?\d', value):
             raise RunError(f'{path}={value!r}: expected a number, not a text.')
 
 
 def check_single(cfg: Config) -> None:
-    """Check that a loader has one data set, and a data set one root folder and one annotation file.
-
-    Raises:
-        RunError: There is a list.
-    """
+    """Raise a RunError for a list of data sets in a loader, or of root folders or annotation files in a data set."""
     for loader in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
         node = cfg.get(loader) or {}
         if isinstance(node, (list, tuple)) or isinstance(node.get('dataset'), (list, tuple)):
-            raise RunError(
-                f"{loader}.dataset is a list: expected one data set. Set dataset=dict(type='ConcatDataset', "
-                'datasets=[...]).'
-            )
-        for path, value in _leaves(dict(dataset=node.get('dataset') or {}), loader):
-            kind = path.rpartition('.')[2]
-            if kind in ('data_root', 'ann_file') and isinstance(value, (list, tuple)):
-                raise RunError(
-                    f"{path}={value!r:.80}: expected one path. Set type='ConcatDataset' with a data set for each, in "
-                    'its datasets.'
-                )
+            remedy = "Set dataset=dict(type='ConcatDataset', datasets=[...])."
+            raise RunError(f'{loader}.dataset is a list: expected one data set. {remedy}')
+        for path, value in leaves(dict(dataset=node.get('dataset') or {}), loader):
+            if path.endswith(('.data_root', '.ann_file')) and isinstance(value, (list, tuple)):
+                remedy = "Set type='ConcatDataset' with a data set for each, in its datasets."
+                raise RunError(f'{path}={value!r:.80}: expected one path. {remedy}')

@@ -52,7 +52,7 @@ def test_coco_reads_its_results(tmp_path, with_masks):
         images=[dict(id=7, height=50, width=100)], annotations=annotations, categories=[dict(id=20), dict(id=30)]
     )
     truth.createIndex()
-    predictions.write_coco(str(tmp_path / 'a.json'), entries, predictions.AnnotationIds({}))
+    writer_of(save_json=str(tmp_path / 'a.json')).finish([entries])
     results = truth.loadRes(str(tmp_path / 'a.json'))
     for kind in ('bbox', 'segm')[: 1 + with_masks]:
         evaluator = COCOeval(truth, results, kind)
@@ -64,10 +64,16 @@ def test_coco_reads_its_results(tmp_path, with_masks):
         np.testing.assert_array_equal(mask_api.decode(entries[1]['segmentation']), sample.pred_instances.masks[1])
 
 
+def writer_of(cfg=None, names=None, **options):
+    absent = dict.fromkeys(['save_json', 'save_txt', 'save_labels', 'save_conf'])
+    return predictions.PredictionWriter(argparse.Namespace(**{**absent, **options}), Config(cfg), names, 0.3)
+
+
 def test_ids_without_an_annotation_file(tmp_path, capsys):
-    entries = predictions.coco_results(detections(False), 'a')
-    assert [entry['category_id'] for entry in entries] == [2, 1, 2]
-    predictions.write_coco(str(tmp_path / 'a.json'), entries, predictions.AnnotationIds())
+    writer = writer_of(save_json=str(tmp_path / 'a.json'))
+    writer.write(detections(False), '', 'a', 'a.jpg')
+    assert [entry['category_id'] for entry in writer.entries[0]] == [2, 1, 2]
+    writer.finish(writer.entries)
     assert 'category_id is the label + 1' in capsys.readouterr().err
 
 
@@ -113,31 +119,30 @@ def test_yolo_lines():
 
 
 @pytest.mark.parametrize(('largest', 'kind'), [(200, np.uint8), (300, np.uint16)])
-def test_segmentation_masks(tmp_path, largest, kind, capsys):
+def test_segmentation_masks(tmp_path, monkeypatch, largest, kind, capsys):
     labels = torch.arange(12).reshape(1, 3, 4)
     # floats of a model with one channel
     sample, values = BaseDataElement(pred_sem_seg=PixelData(data=labels.float())), [largest, *range(2, 13)]
-    predictions.write_mask(tmp_path / 'new' / 'a.png', sample, values)
+    monkeypatch.setattr(predictions, 'label_values', lambda cfg, names: values)
+    writer_of({}, ('sky', 'tree'), save_labels=str(tmp_path / 'new')).write(sample, 'a', 0, 'a.jpg')
     image = mmcv.imread(str(tmp_path / 'new' / 'a.png'), 'unchanged')
     assert image.dtype == kind
     np.testing.assert_array_equal(image, np.array(values)[labels[0]])
-    predictions.notice_values([1, 2], ('sky', 'tree'))
-    assert 'values 1 sky, 2 tree' in capsys.readouterr().err
+    assert f'values {largest} sky, 2 tree' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ('paths', 'suffix', 'names'),
+    ('paths', 'drawings', 'stems'),
     [
-        (['v/a/1.jpg', 'v/b/1.jpg', 'v/1.jpg'], '', ['a/1.jpg', 'b/1.jpg', '1.jpg']),
-        (['v/a/1.jpg', 'v/b/2.tif', 'v/3.JPEG'], '', ['1.jpg', '2.tif.png', '3.JPEG.png']),
-        (['v/a/1.jpg', 'v/b/1.jpg'], '.txt', ['a/1.txt', 'b/1.txt']),
-        (['v/1.jpg', 'v/1.png', 'v/2.png'], '.txt', ['1.jpg.txt', '1.png.txt', '2.txt']),
-        (['v/1.jpg', 'v/1.jpg'], '.txt', ['1.txt', '1.txt']),  # the same image twice
-        ([], '.txt', []),
+        (['v/a/1.jpg', 'v/b/1.jpg', 'v/1.jpg'], ['a/1.jpg', 'b/1.jpg', '1.jpg'], ['a/1', 'b/1', '1']),
+        (['v/a/1.jpg', 'v/b/2.tif', 'v/3.JPEG'], ['1.jpg', '2.tif.png', '3.JPEG.png'], ['1', '2', '3']),
+        (['v/1.jpg', 'v/1.png', 'v/2.png'], ['1.jpg', '1.png', '2.png'], ['1.jpg', '1.png', '2']),
+        (['v/1.jpg', 'v/1.jpg'], ['1.jpg', '1.jpg'], ['1', '1']),  # the same image twice
+        ([], [], []),
     ],
 )
-def test_names_of_files_of_images(paths, suffix, names):
-    assert predictions.names_below(paths, suffix) == names
+def test_names_of_files_of_images(paths, drawings, stems):
+    assert predictions.names_below(paths) == drawings and predictions.stems_below(paths) == stems
 
 
 class Visualizer:

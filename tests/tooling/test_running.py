@@ -78,7 +78,7 @@ def test_hooks_of_the_tools_are_added_once(hooks):
     for _ in range(2):
         running.add_checks(cfg)
         names = [hook.type.rpartition('.')[2] for hook in cfg.custom_hooks]
-        own = [kind.__name__ for kind in running.TOOL_HOOKS]
+        own = [*running.TOOL_HOOKS]
         assert sorted(names) == sorted(['A'] * (hooks == [dict(type='A')]) + own)
 
 

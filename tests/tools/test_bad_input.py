@@ -80,10 +80,7 @@ ROWS = [
     bad('train.py no_such.py', "config 'no_such.py': no such file"),
     bad('train.py unclosed.py', "config 'unclosed.py' cannot be read", 'SyntaxError'),
     bad('train.py comment.py', 'comment.py has no model, no train_dataloader, no train_cfg, no optim_wrapper.'),
-    bad(
-        'demo.py photo.png no_task.py empty.pth --out o.jpg',
-        "default_scope='mmaction': expected one of",
-    ),
+    bad('demo.py photo.png no_task.py empty.pth --out o.jpg', "default_scope='mmaction': expected one of"),
     bad('train.py {mmdet} --cfg-options optim_wrapper=SGD', 'quickstart.py cannot be run: ', 'Error: '),
     bad('train.py {mmdet} --cfg-options custom_hooks.x=3', "--cfg-options {'custom_hooks.x': 3} does not fit"),
     bad('train.py {mmdet} --auto-scale-lr', '--auto-scale-lr: ', 'auto_scale_lr.base_batch_size'),

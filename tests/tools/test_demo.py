@@ -1,11 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""tools/demo.py: drawings of small models of the three tasks, by upstream's inferencers."""
+"""tools/demo.py: drawings of small models of the three tasks."""
 
 import json
 import os
 import re
 from contextlib import nullcontext
-from pkgutil import resolve_name
 from unittest import mock
 
 import cv2
@@ -15,20 +14,16 @@ import pytest
 import torch
 from helpers.config_helpers import load
 from helpers.tool_runs import QUICK, in_this_process
-from mmengine.registry import MODELS, DefaultScope, init_default_scope
+from mmengine.registry import MODELS, VISUALIZERS, DefaultScope, init_default_scope
 
-INFERENCERS = dict(
-    mmdet='mmdet.apis:DetInferencer',
-    mmseg='mmseg.apis:MMSegInferencer',
-    mmpretrain='mmpretrain:ImageClassificationInferencer',
-)
+TASKS = ('mmdet', 'mmseg', 'mmpretrain')
 NAMES = {task: [f'name_{i}' for i in range(number)] for task, number in dict(mmdet=6, mmseg=10, mmpretrain=12).items()}
 
 
 @pytest.fixture
 def run(tmp_path):
     """Return a function that runs the tool on an untrained model's checkpoint with ``meta``, and returns the
-    inferencer."""
+    visualizer."""
 
     def start(task, image, out, *args, of_config=None, channels=3, **meta):
         pytest.importorskip(task)
@@ -38,12 +33,9 @@ def run(tmp_path):
         model.backbone.in_channels = channels
         state = MODELS.build(model).state_dict()
         torch.save(dict(state_dict=state, meta=meta), tmp_path / 'model.pth')
-        kind, made = resolve_name(INFERENCERS[task]), []
-        keep = mock.patch.object(
-            kind, '__init__', lambda self, *a, init=kind.__init__, **k: made.append(self) or init(self, *a, **k)
-        )
-        words = [*(['--out', out] if out else []), *args]
-        with keep:
+        words, made = [*(['--out', out] if out else []), *args], []
+        build = VISUALIZERS.build
+        with mock.patch.object(VISUALIZERS, 'build', lambda cfg: made.append(build(cfg)) or made[0]):
             in_this_process('demo.py', of_config or QUICK[task], tmp_path / 'model.pth', image, *words)
         assert DefaultScope.get_current_instance().scope_name == task
         return made[0]
@@ -64,14 +56,14 @@ def pictures(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize('task', INFERENCERS)
+@pytest.mark.parametrize('task', TASKS)
 def test_a_folder_of_pictures(run, pictures, tmp_path, capsys, task):
     out, masks = tmp_path / 'deep' / 'folder', tmp_path / 'labels'
     options = dict(mmdet=['--score-thr', 0], mmseg=['--save-labels', masks], mmpretrain=[])[task]
     if task != 'mmpretrain':  # its drawings alone would have one name
         for name in ('2024.01.02.jpg', 'b.png', 'b.png.bmp'):
             (pictures / name).unlink()
-    inferencer = run(task, pictures, out, '--classes', *NAMES[task], *options)
+    visualizer = run(task, pictures, out, '--classes', *NAMES[task], *options)
     drawn = sorted(path.name for path in out.iterdir())
     said = capsys.readouterr()
     assert f'{len(drawn)} image(s) in {out}\n' in said.out
@@ -83,7 +75,7 @@ def test_a_folder_of_pictures(run, pictures, tmp_path, capsys, task):
         assert {label for _, label in labels} <= set(NAMES[task])
     else:
         assert len(drawn) == 3
-        assert inferencer.visualizer.dataset_meta['classes'] == tuple(NAMES[task])
+        assert visualizer.dataset_meta['classes'] == NAMES[task]
         (path,) = out.glob('c.*')
         drawing, given = mmcv.imread(str(path)), mmcv.imread(str(pictures / 'c.TIFF'))
         assert drawing.shape == given.shape and (drawing != given).mean() > 0.01
@@ -94,11 +86,10 @@ def test_a_folder_of_pictures(run, pictures, tmp_path, capsys, task):
         assert 1 <= labels.min() <= labels.max() <= 10  # reduce_zero_label
 
 
-@pytest.mark.parametrize('task', INFERENCERS)
+@pytest.mark.parametrize('task', TASKS)
 @pytest.mark.parametrize('named', ['checkpoint', 'config', 'nobody'])
 def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, capsys, task, named):
-    """Draw nothing below the threshold. Class names are from the checkpoint or the config, never an inferencer's
-    defaults."""
+    """Draw nothing below the threshold. Class names are from the checkpoint or the config, or numbers."""
     of_config = [f'of_config_{i}' for i in range(len(NAMES[task]))]
     names = {'checkpoint': NAMES[task], 'config': of_config, 'nobody': None}[named]
     data = dict(metainfo=dict(classes=None if named == 'nobody' else of_config))
@@ -108,16 +99,17 @@ def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, ca
     meta = dict(dataset_meta=dict(classes=NAMES[task], palette=palette)) if named == 'checkpoint' else {}
     plain = np.full((70, 101, 3), 100, np.uint8)  # Matplotlib before 3.11 draws pictures a part of a pixel off
     mmcv.imwrite(plain, str(pictures / 'b.png'))
-    inferencer = run(task, pictures / 'b.png', out, '--device', 'cpu', '--score-thr', 0.999, of_config=path, **meta)
+    visualizer = run(task, pictures / 'b.png', out, '--device', 'cpu', '--score-thr', 0.999, of_config=path, **meta)
     assert out.read_bytes()[:2] == b'BM' and [path.name for path in out.parent.iterdir()] == ['found.bmp']
     assert capsys.readouterr().out.endswith(f'1 image(s) in {out}\n')
-    assert next(inferencer.model.parameters()).device.type == 'cpu'
     drawing = mmcv.imread(str(out))
     assert drawing.shape == plain.shape and (task == 'mmdet') == np.array_equal(drawing, plain)
     if task == 'mmpretrain':
-        assert inferencer.classes == names  # numbers without names
-    elif names:
-        assert list(inferencer.visualizer.dataset_meta['classes']) == names
+        assert visualizer.dataset_meta == dict(classes=names)  # numbers without names
+    else:
+        unnamed = [f'class {i}' for i in range(len(NAMES[task]))]
+        assert visualizer.dataset_meta['classes'] == (names or unnamed)
+        assert len(visualizer.dataset_meta['palette']) >= len(NAMES[task])
 
 
 @pytest.mark.parametrize('task', ['mmseg', 'mmpretrain'])

@@ -233,4 +233,4 @@ def test_arguments_repeat_lists_of_the_package():
     assert f'(--format {BOX_FORMATS})' in parser.description and f'{SMALLEST}x{SMALLEST}' in export['dynamic'].help
     _, inspect = options('analysis_tools/inspect_attention.py')
     assert inspect['what'].choices == (*inspecting.MEASURES, 'maps')
-    assert inspect['num_queries'].default == inspecting.NUM_QUERIES
+    assert inspect['num_queries'].default == inspecting.measure_block.__defaults__[1]

@@ -31,8 +31,7 @@ if __name__ == '__main__':
 
 from mmengine.logging import MMLogger
 
-from mmlinattn.tooling.analysis.counting import KINDS
-from mmlinattn.tooling.analysis.flops import Cost, count_model
+from mmlinattn.tooling.analysis.flops import KINDS, Cost, count_model
 from mmlinattn.tooling.command_line import clean_end, one_line_errors, setup_errors
 from mmlinattn.tooling.configs import read_with_options
 

@@ -27,19 +27,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('images', nargs='+', metavar='IMAGE', help='images; numbers are means over them')
     parser.add_argument('--out', type=Path, required=True, help='folder for summary.json and the plots')
     parser.add_argument('--what', nargs='+', choices=WHAT, default=list(WHAT), help='what to measure [all]')
+    parser.add_argument('--query', nargs=2, type=float, metavar=('X', 'Y'), help='pixel of the query token [middle]')
     parser.add_argument(
-        '--query',
-        nargs=2,
-        type=float,
-        metavar=('X', 'Y'),
-        help='pixel of the query token [middle]',
-    )
-    parser.add_argument(
-        '--shape',
-        nargs=2,
-        type=int,
-        metavar=('H', 'W'),
-        help='resize to this size, in place of the test pipeline',
+        '--shape', nargs=2, type=int, metavar=('H', 'W'), help='resize to this size, in place of the test pipeline'
     )
     parser.add_argument(
         '--num-queries',
@@ -63,8 +53,7 @@ from rich.progress import Progress
 from mmlinattn import __version__
 from mmlinattn.tooling.analysis import loading, pictures
 from mmlinattn.tooling.analysis.capture import arrangements, watched
-from mmlinattn.tooling.analysis.inspecting import averaged, full_map, measure_block
-from mmlinattn.tooling.analysis.measures import CONFUSION_DISTANCE
+from mmlinattn.tooling.analysis.inspecting import CONFUSION_DISTANCE, averaged, full_map, measure_block
 from mmlinattn.tooling.command_line import check_device, one_line_errors, writing
 from mmlinattn.tooling.configs import PIP_NAMES, check_checkpoint, read_with_options
 from mmlinattn.tooling.images import read_picture
@@ -93,18 +82,9 @@ def checked(args: argparse.Namespace) -> Config:
 
 
 def inspect_picture(model, picture, args, progress, query, pixel) -> list:
-    """Measure each block on an image, and draw the attention maps of a query token.
+    """Measure each block on an image, draw the attention maps of a query token, and return the entries of the blocks.
 
-    Args:
-        model: Model with a backbone.
-        picture: Preprocessed image.
-        args: Options of the command line.
-        progress: Function called after each block.
-        query: Column and row of the token in the preprocessed image.
-        pixel: The same pixel (x, y) in the original image.
-
-    Returns:
-        list[dict]: Entries of the blocks.
+    ``query`` is column and row of the token in the preprocessed image, ``pixel`` the same (x, y) in the original one.
     """
     entries, maps, full = [], [], []
     generator = torch.Generator().manual_seed(0)
@@ -120,11 +100,11 @@ def inspect_picture(model, picture, args, progress, query, pixel) -> list:
 
     with watched(model, measure):
         model.backbone(picture.inputs.to(args.device))
-    if 'maps' in args.what:
-        folder = args.out / 'maps'
-        if maps:
-            path = folder / f'{picture.name}_query_{pixel[0]:g}_{pixel[1]:g}.png'
-            pictures.plot_query(maps, picture, query, pixel, path)
+    folder = args.out / 'maps'
+    if maps:
+        path = folder / f'{picture.name}_query_{pixel[0]:g}_{pixel[1]:g}.png'
+        pictures.plot_query(maps, picture, query, pixel, path)
+    if full:
         pictures.plot_full(full, picture.name, folder / f'{picture.name}_full.png')
     return entries
 

@@ -31,8 +31,7 @@ class Window(NamedTuple):
     keys: Tensor  # positions of the keys in the feature map of the keys, (M,)
 
     @property
-    def values(self) -> Tensor:
-        """Values split by head, (heads, M, e), in float32 or better."""
+    def values(self) -> Tensor:  # (heads, M, e), in float32 or better
         v = self.inputs['v']
         return split_heads(v.to(accumulation_dtype(v)), self.mixer.num_heads)[0]
 
@@ -44,44 +43,35 @@ class Window(NamedTuple):
         inputs = {name: value for name, value in self.inputs.items() if name not in ('v', 'context')}
         weights = mixer_weights(self.mixer, **inputs, rows=rows)[0]
         if has_unit_output(self.mixer):
-            norm = (weights @ self.values).norm(dim=-1, keepdim=True)
-            weights = weights / norm.clamp(min=1e-12)
+            weights = weights / (weights @ self.values).norm(dim=-1, keepdim=True).clamp(min=1e-12)
         for convolve in self.convolutions() if local else ():
             weights = weights + local_weights(convolve, self.inputs['v'], len(weights), rows)[0].to(weights.dtype)
         return weights
 
-    def convolutions(self) -> list[Callable[[Tensor], Tensor]]:
+    def convolutions(self, of_mixer: bool = False) -> list[Callable[[Tensor], Tensor]]:
         """Return the existing convolutions of the values as functions: the mixer's own, then :attr:`local`."""
-        mixer, grid, context, v = self.mixer, self.inputs['key_grid'], self.inputs['context'], self.inputs['v']
-        found: list[Callable[[Tensor], Tensor]] = []
+        mixer: Any = self.mixer
+        grid, context, v = self.inputs['key_grid'], self.inputs['context'], self.inputs['v']
+        found: list[Any] = []
         if isinstance(mixer, LocalMixer) and mixer.convolve(v, grid, context) is not None:
-
-            def convolve(v: Tensor) -> Tensor:
-                # a tensor of inference mode cannot be saved for a backward pass
-                return mixer.convolve(v, grid, None if context is None else context.clone())  # type: ignore
-
-            found.append(convolve)
-        if self.local is not None:
+            # a tensor of inference mode cannot be saved for a backward pass
+            found.append(lambda v: mixer.convolve(v, grid, None if context is None else context.clone()))
+        if self.local is not None and not of_mixer:
             found.append(lambda v: on_grid(self.local, v, grid))
         return found
 
     def state(self) -> Optional[Tensor]:
         """Return ``keys^T @ values``, (heads, d, e), or None for an attention without state."""
-        inputs = {name: value for name, value in self.inputs.items() if name != 'context'}
-        state = mixer_state(self.mixer, **inputs)
+        state = mixer_state(self.mixer, **{name: value for name, value in self.inputs.items() if name != 'context'})
         return None if state is None else state[0]
 
     def error(self, rows: Tensor, weights: Tensor) -> float:
-        """Return the relative difference of the mixer's output from ``weights @ v`` plus its convolution.
-
-        ``weights`` are those of the queries ``rows`` of the window, (heads, len(rows), M).
-        """
+        """Return the relative difference of the mixer's output from ``weights @ v`` plus its convolution. The queries
+        ``rows`` of the window have ``weights`` (heads, len(rows), M)."""
         out = self.out[rows].to(weights.dtype)
         rest = out - rearrange(weights @ self.values, 'heads n e -> n (heads e)')
-        if isinstance(self.mixer, LocalMixer):
-            local = self.mixer.convolve(self.inputs['v'], self.inputs['key_grid'], self.inputs['context'])
-            if local is not None:
-                rest = rest - local[0, rows].detach().to(weights.dtype)
+        for convolve in self.convolutions(of_mixer=True):
+            rest = rest - convolve(self.inputs['v'])[0, rows].detach().to(weights.dtype)
         return float(rest.norm() / out.norm().clamp(min=1e-30))
 
 
@@ -106,11 +96,8 @@ class BlockCall(NamedTuple):
         return next((name for name, known in TOKEN_MIXERS.module_dict.items() if known is kind), kind.__name__)
 
     def features(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the output of the mixer and the input of the output projection for each branch.
-
-        Returns:
-            list[tuple[Tensor, Tensor]]: Pairs of (heads, tokens, d), tokens in the order of the feature map.
-        """
+        """Return the output of the mixer and the input of the output projection for each branch. Both are (heads,
+        tokens, d) with tokens in the order of the feature map."""
         pairs = []
         for branch, whole in zip(self.branches, self.projected.chunk(len(self.branches), dim=-1)):
             positions = torch.cat([window.queries for window in branch])
@@ -140,10 +127,6 @@ def arrangements(model: nn.Module) -> dict[str, nn.Module]:
 @contextmanager
 def watched(model: nn.Module, on_block: Callable[[BlockCall], None]) -> Iterator[None]:
     """Context that calls ``on_block`` after each block's attention, in a forward pass on one image.
-
-    Args:
-        model (nn.Module): A backbone, or any model that has one.
-        on_block (Callable): Function that takes a :class:`BlockCall`.
 
     Raises:
         ValueError: The model has no attention of this project, or the batch has several images.
@@ -220,44 +203,35 @@ def _by_window(inputs: dict, number: int) -> Iterator[dict]:
         yield one
 
 
-def _token_layout(attention: nn.Module, x: Tensor, calls: list[dict]) -> tuple[tuple, tuple, list]:
-    """Find the positions of the tokens in each mixer call, as in :class:`Window`.
+def _token_layout(attention: Any, x: Tensor, calls: list[dict]) -> tuple[tuple, tuple, list]:
+    """Find height and width of the feature maps of queries and keys, and the positions of both in each mixer call, as
+    in :class:`Window`.
 
-    Args:
-        attention: The attention module.
-        x: Its input, (1, H, W, C), or (1, N, C) with class tokens.
-        calls: Arguments of the mixer calls.
-
-    Returns:
-        tuple: Height and width of the feature map of the queries, the same of the keys, and positions of queries and
-        keys for each call.
+    ``x`` is the input of the attention, (1, H, W, C), or (1, N, C) with class tokens; ``calls`` are the arguments of
+    its mixers.
     """
     grid, key_grid = calls[0]['grid'], calls[0]['key_grid']
     size = (x.shape[1], x.shape[2]) if x.dim() == 4 else (grid[0], grid[1])
     index = torch.arange(size[0] * size[1], device=x.device).view(1, *size, 1) - PADDING  # partitions pad with 0
 
-    def windowed(windows: Any) -> tuple[Tensor, Tensor]:
-        positions = windows.partition(index)[..., 0] + PADDING
-        return positions, positions
+    def positions(grid: Grid) -> Tensor:  # of all tokens, class tokens first
+        patches = torch.arange(grid.height * grid.width, device=x.device)
+        return torch.cat((patches.new_full((grid.prefix,), CLASS_TOKEN), patches))[None]
 
-    candidates = []  # key size and layout
-    keeps_order = type(attention).forward in (WindowAttention.forward, StripeAttention.forward)  # others may permute
-    if isinstance(attention, StripeAttention) and keeps_order:
-        stripes = ((None, attention.stripe), (attention.stripe, None))
-        candidates.append((size, [windowed(Windows.fit(size[0], size[1], window)) for window in stripes]))
-    elif isinstance(attention, WindowAttention) and keeps_order:
-        windows: Any = Windows.fit(size[0], size[1], attention.window, attention.shift)
-        candidates.append((size, [windowed(windows)]))
+    candidates: list[Any] = []  # key size and layout
+    windows: list[Any] = []
+    if type(attention).forward is StripeAttention.forward:  # others may permute
+        windows = [
+            Windows.fit(size[0], size[1], window) for window in ((None, attention.stripe), (attention.stripe, None))
+        ]
+    elif type(attention).forward is WindowAttention.forward:
+        windows = [Windows.fit(size[0], size[1], attention.window, attention.shift)]
+    if windows:
+        candidates.append((size, [(each.partition(index)[..., 0] + PADDING,) * 2 for each in windows]))
     if tuple(grid[:2]) == size:
-        candidates.append((tuple(key_grid[:2]), [(_all_positions(grid, x.device), _all_positions(key_grid, x.device))]))
+        candidates.append((tuple(key_grid[:2]), [(positions(grid), positions(key_grid))]))
     for key_size, layout in candidates:
         shapes = [(queries.shape, keys.shape) for queries, keys in layout]
         if shapes == [(call['q'].shape[:2], call['k'].shape[:2]) for call in calls]:
             return size, key_size, layout
     raise NotImplementedError(f'{type(attention).__name__} arranges its tokens in an order unknown to the analysis')
-
-
-def _all_positions(grid: Grid, device) -> Tensor:
-    """Return the positions of all tokens of a feature map, class tokens first, (1, N)."""
-    patches = torch.arange(grid.height * grid.width, device=device)
-    return torch.cat((patches.new_full((grid.prefix,), CLASS_TOKEN), patches))[None]

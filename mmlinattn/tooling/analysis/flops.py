@@ -1,20 +1,32 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Count parameters, multiply-adds and activation memory of a config's model on meta tensors."""
 
+import contextlib
 import re
+import weakref
 from collections import Counter
 from typing import Any, NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 from mmengine.config import Config
 from mmengine.model import revert_sync_batchnorm
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
+from ...ops import dynamic_depthwise_conv2d, hallucinated_attention
 from ...utils.building import build_model
 from ...utils.errors import RunError, described
 from ..images import image_channels, test_size
-from .counting import CONV, KINDS, LINEAR, OpCounter
 
+CONV, LINEAR, PRODUCT = KINDS = ('convolution', 'linear', 'attention product')
+_aten = torch.ops.aten
+# Batched matmuls belong to attentions, except in F.linear (see _Functions): PyTorch uses them for non-contiguous rows.
+_KIND_OF = {_aten.convolution: CONV, _aten._convolution: CONV, _aten.mm: LINEAR, _aten.addmm: LINEAR}
 SHAPES = {'mmdet': (800, 1280), 'mmseg': (512, 2048), 'mmpretrain': (224, 224)}
 MASK_ROIS = 100  # of MMDetection 2.x's get_flops, used by the papers; 3.x agrees except for cascades
 
@@ -24,7 +36,7 @@ class Cost(NamedTuple):
 
     shape: tuple  # height and width of the image
     params: dict  # number of parameters by part, in the order of the forward pass
-    macs: Counter  # multiply-adds by (part, kind); for kinds see mmlinattn.tooling.analysis.counting.KINDS
+    macs: Counter  # multiply-adds by (part, kind); for kinds see KINDS
     peak_bytes: int  # estimated peak of the activations in float32
     notes: list  # conventions of the count, one line each
 
@@ -51,27 +63,17 @@ def part_of(name: str) -> str:
     return head[0] if head else name.partition('.')[0] or 'model'
 
 
-def image_shape(cfg: Config) -> tuple:
-    """Return the usual (height, width) for counting.
-
-    It is 800x1280 for detectors, 512x2048 for segmentors, and the test size for classifiers.
-    """
-    scope = cfg.get('default_scope', 'mmpretrain')
-    return (test_size(cfg) if scope == 'mmpretrain' else None) or SHAPES.get(scope, SHAPES['mmpretrain'])
-
-
 def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
     """Count parameters, multiply-adds and activation memory of the model of a config.
 
-    Args:
-        cfg (Config): Config of a detector, segmentor or classifier.
-        shape (tuple[int, int], optional): (height, width) of the image, both >= 32; :func:`image_shape` by default.
+    The default ``shape`` (height, width) is that of :data:`SHAPES`, or the test size of a classifier.
 
     Raises:
-        RunError: The shape is below 32x32, or the forward pass depends on values, as meta tensors have none. Two-stage
-            detectors with an RPN are counted part by part instead.
+        RunError: The shape is below 32x32, or the forward pass depends on values, as meta tensors have none.
     """
-    shape = tuple(shape or image_shape(cfg))
+    scope = cfg.get('default_scope', 'mmpretrain')
+    tested = test_size(cfg) if scope == 'mmpretrain' else None
+    shape = tuple(shape or tested or SHAPES.get(scope, SHAPES['mmpretrain']))
     if min(shape) < 32:
         raise RunError(f'--shape {shape[0]} {shape[1]}: expected at least 32 pixels per side.')
     try:
@@ -90,20 +92,18 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
             else:
                 model(image, mode='tensor')
     except Exception as error:  # the forward pass takes data samples, or reads values
-        raise RunError(
-            f'{type(model).__name__} cannot be counted: it does not run on an image without values ({described(error)})'
-        ) from error
+        reason = f'it does not run on an image without values ({described(error)})'
+        raise RunError(f'{type(model).__name__} cannot be counted: {reason}') from error
     params: Counter = Counter()
     for name, parameter in model.named_parameters():
         params[part_of(name)] += parameter.numel()
     macs: Counter = Counter()
     for (name, kind), number in count.macs.items():
         macs[part_of(name), kind] += number
-    counted = {name for name, _ in macs}
     for part in params:
         if part == 'auxiliary_head':
             notes.append('the auxiliary head has parameters but does not run at test time')
-        elif part not in counted and part.endswith('head'):
+        elif part.endswith('head') and part not in {name for name, _ in macs}:
             notes.append(f'{part} did not run; its operations are missing')
     return Cost(shape, dict(params), macs, count.peak_bytes, notes)
 
@@ -127,3 +127,112 @@ def run_two_stage(model: Any, image: torch.Tensor) -> list:
         for head, extractor in stages:
             head(features[0].new_empty(rois, extractor.out_channels, *extractor.roi_layers[0].output_size))
     return notes
+
+
+# --- counting ---------------------------------------------------------------------------------------------------------
+
+
+class OpCounter(TorchDispatchMode):
+    """Context that counts multiply-adds by module name of ``model``, with the formulas of ``torch.utils.flop_counter``.
+
+    Unlike in ``FlopCounterMode``, some functions count as a whole (:class:`_Functions`), memory is measured, and names
+    do not depend on the first module that is called.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.macs: Counter = Counter()  # by (module name, one of KINDS), without those of submodules
+        self.peak_bytes = 0  # of the activations, without workspaces inside operations
+        self.kind_of_product = PRODUCT
+        self._live_bytes = 0
+        self._seen: set[int] = set()
+        self._names = ['']
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self):
+        names = {module: name for name, module in self.model.named_modules()}
+
+        def enter(module, args):
+            self._names.append(names.get(module, self._names[-1]))
+
+        def leave(module, args, out):
+            self._names.pop()
+
+        self._stack.callback(register_module_forward_pre_hook(enter).remove)
+        self._stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+        self._seen |= {t.untyped_storage()._cdata for t in (*self.model.parameters(), *self.model.buffers())}
+        self._stack.enter_context(_Functions(self))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        return self._stack.__exit__(*error)
+
+    def add(self, kind: str, macs: int) -> None:
+        self.macs[self._names[-1], kind] += macs
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            operations = flop_registry[packet](*args, **kwargs, out_val=out)  # two a multiply-add
+            self.add(_KIND_OF.get(packet, self.kind_of_product), operations // 2)
+        elif str(packet) == 'torchvision.deform_conv2d':
+            self.add(CONV, out.numel() * args[1][0].numel())
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._track(tensor)
+        return out
+
+    def _track(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._seen:
+            self._seen.add(key)
+            self._live_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+            weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self._live_bytes -= size
+
+
+class _Functions(TorchFunctionMode):
+    """Function mode for functions that the counter cannot classify or should not count as executed.
+
+    - Every matmul inside ``linear`` counts as a linear layer.
+    - ``scaled_dot_product_attention`` counts as the fused kernel: two matmuls, and no N x N attention map in memory.
+      PyTorch would build it on meta tensors.
+    - Hallucinated attention counts as in its paper, which builds the attention maps: two matmuls, a 3x3 convolution of
+      half of them (intra-head), and a mixture of all (cross-head).
+    - A convolution with predicted kernels counts as an ordinary convolution.
+    """
+
+    def __init__(self, count: OpCounter) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.linear:
+            self.count.kind_of_product = LINEAR
+            out = func(*args, **kwargs)
+            self.count.kind_of_product = PRODUCT
+            return out
+        if func is dynamic_depthwise_conv2d:
+            x, kernels = args
+            self.count.add(CONV, x.numel() * kernels.shape[-1] ** 2)
+            return x.new_empty(x.shape)
+        if func not in (F.scaled_dot_product_attention, hallucinated_attention):
+            return func(*args, **kwargs)
+        q, k, v = (*args, *map(kwargs.get, ('query', 'key', 'value')[len(args) :]))[:3]
+        each = q.shape[-1] + v.shape[-1]  # multiply-adds of a query and a key
+        if func is hallucinated_attention:
+            half = args[3] // 2
+            each += 9 * half if kwargs['intra'] is not None else 0
+            each += half**2 if kwargs['cross'] is not None else 0
+        self.count.add(PRODUCT, q.shape[:-1].numel() * k.shape[-2] * each)
+        return q.new_empty((*q.shape[:-1], v.shape[-1]))

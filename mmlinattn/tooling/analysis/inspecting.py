@@ -2,24 +2,23 @@
 """Measure the attention of one block on an image."""
 
 import math
-from typing import Callable, Optional
+from typing import Optional
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...ops.dispatch import accumulation_dtype
-from . import measures
 from .capture import CLASS_TOKEN, PADDING, BlockCall, Window
 
 MEASURES = ('rank', 'confusion', 'locality', 'sharpness', 'ccs')
-NUM_QUERIES = 196  # tokens of a DeiT at 224, as in the papers
 MAX_WINDOWS = 8
+CONFUSION_DISTANCE = 1e-3  # InLine Sec. 4.1
 NUMEL = 2**25  # attention weights computed at a time: 128 MiB
 
 
 def measure_block(
-    block: BlockCall, names=MEASURES, num_queries: int = NUM_QUERIES, generator: Optional[torch.Generator] = None
+    block: BlockCall, names=MEASURES, num_queries: int = 196, generator: Optional[torch.Generator] = None
 ) -> dict:
     """Measure the attention of a block, head by head.
 
@@ -27,12 +26,12 @@ def measure_block(
         block (BlockCall): See :func:`~mmlinattn.tooling.analysis.capture.watched`.
         names (Sequence[str]): Measures to compute, from :data:`MEASURES`.
         num_queries (int): Number of sampled queries, at least 2: the most rows of a head's attention map in memory.
-            Windowed attention samples two or more queries in each of at most :data:`MAX_WINDOWS` windows.
+            The default is the tokens of a DeiT at 224, as in the papers. Windowed attention samples two or more
+            queries in each of at most :data:`MAX_WINDOWS` windows.
         generator (torch.Generator, optional): Random generator of the sample.
 
     Returns:
-        dict: Entry of the block in ``summary.json``. Lists have one number per head. In cross-shaped windows, the heads
-            of vertical stripes come first.
+        dict: Entry of the block in ``summary.json``. Lists have one number per head, those of vertical stripes first.
     """
     samples = [_sample(branch, num_queries, generator) for branch in block.branches]
     heads = sum(branch[0].mixer.num_heads for branch in block.branches)
@@ -54,9 +53,13 @@ def measure_block(
     entry.update(_joined(by_branch))
     if 'rank' in names:
         for name, features in zip(('output', 'projected'), zip(*block.features())):
-            entry['rank'][name] = _joined([measures.ranks(t) for t in features])
-    if 'ccs' in names:
-        entry['ccs'] = measures.cross_head_similarity(_some_rows(block, heads, num_queries)) if heads > 1 else None
+            entry['rank'][name] = _joined([ranks(t) for t in features])
+    if 'ccs' in names:  # of a sample of queries that is the same for all heads and in every call
+        keys = torch.arange(CLASS_TOKEN, math.prod(block.key_size), device=block.projected.device)
+        limit = max(1, min(num_queries, NUMEL // (heads * len(keys))))
+        queries = _some(torch.arange(math.prod(block.size)), limit, torch.Generator().manual_seed(0))
+        maps = maps_of(block, queries.to(keys.device), keys).nan_to_num() if heads > 1 else None
+        entry['ccs'] = None if maps is None else cross_head_similarity(maps)
     return entry
 
 
@@ -67,11 +70,11 @@ def _measure_window(block: BlockCall, window: Window, rows: Tensor, names) -> di
     entry: dict = dict(forward_error=window.error(rows, weights))
     if 'rank' in names:
         matrices = dict(weights=weights, weights_with_local=both, state=window.state())
-        entry['rank'] = {name: measures.ranks(matrix) for name, matrix in matrices.items() if matrix is not None}
+        entry['rank'] = {name: ranks(matrix) for name, matrix in matrices.items() if matrix is not None}
     if 'confusion' in names and len(rows) > 1:
-        distances = measures.pair_distances(weights)
+        distances = pair_distances(weights)
         entry['confusion'] = dict(
-            share=(distances < measures.CONFUSION_DISTANCE).double().mean(dim=-1).tolist(),
+            share=(distances < CONFUSION_DISTANCE).double().mean(dim=-1).tolist(),
             median_distance=distances.median(dim=-1).values.tolist(),
             mean_norm=weights.norm(dim=-1).mean(dim=-1).tolist(),
         )
@@ -81,28 +84,31 @@ def _measure_window(block: BlockCall, window: Window, rows: Tensor, names) -> di
         uniform = float(near.sum(dim=-1).double().mean()) / num_keys  # fewer than 9 neighbours at the border
         entry['locality'] = dict(chance=9 / num_keys, if_uniform=uniform)
         for name, map_ in (('', weights), ('_with_local', both)):
-            if map_ is not None:
-                total, fraction = measures.neighbourhood_weight(map_, near)
-                entry['locality'].update({f'sum{name}': total.tolist(), f'share{name}': fraction.tolist()})
+            if map_ is not None:  # the sum is that of InLine Fig. 3; both are equal for positive rows that sum to one
+                parts = {f'sum{name}': map_ * near, f'share{name}': magnitudes(map_) * near}
+                entry['locality'].update({key: _mean_sum(part) for key, part in parts.items()})
     if 'sharpness' in names:
-        negative = (measures.magnitudes(weights) * (weights < 0)).sum(dim=-1)
+        shares = magnitudes(weights)
+        strongest = shares.sort(dim=-1, descending=True).values
         entry['sharpness'] = dict(
-            entropy=measures.entropy(weights).tolist(),
+            entropy=_mean_sum(torch.special.entr(shares)),  # in nats
             entropy_if_uniform=math.log(num_keys),
-            negative=negative.mean(dim=-1).tolist(),
-            **{f'top_{n}': measures.top_mass(weights, n).tolist() for n in (1, 9, 25)},
+            negative=_mean_sum(shares * (weights < 0)),
+            **{f'top_{n}': _mean_sum(strongest[..., :n]) for n in (1, 9, 25)},
         )
     return entry
 
 
+def _mean_sum(parts: Tensor) -> list[float]:
+    """Sum over the keys and average over the queries: (heads, n, M) -> (heads,)."""
+    return parts.sum(dim=-1).mean(dim=-1).tolist()
+
+
 def _near(block: BlockCall, window: Window, rows: Tensor) -> Tensor:
     """Return (n, M) bool: True for keys within the 3x3 neighbourhood of the query on the grid of the keys."""
-
-    def coordinates(tokens: Tensor, width: int) -> Tensor:
-        return torch.stack((tokens // width, tokens % width), dim=-1)
-
-    queries = coordinates(window.queries[rows], block.size[1]) // block.ratio  # its cell in the grid of the keys
-    distances = (queries[:, None] - coordinates(window.keys, block.key_size[1])).abs()
+    tokens = ((window.queries[rows], block.size[1]), (window.keys, block.key_size[1]))
+    queries, keys = (torch.stack((position // width, position % width), dim=-1) for position, width in tokens)
+    distances = ((queries // block.ratio)[:, None] - keys).abs()  # of the query's cell in the grid of the keys
     return (distances <= 1).all(dim=-1) & (window.keys >= 0)
 
 
@@ -179,43 +185,85 @@ def full_map(block: BlockCall, side: int = 128) -> Tensor:
     return maps_of(block, queries, keys)
 
 
-def _some_rows(block: BlockCall, heads: int, num_queries: int) -> Tensor:
-    """Return attention weights (heads, n, M) of a sample of queries, the same for all heads and in every call."""
-    keys = torch.arange(CLASS_TOKEN, math.prod(block.key_size), device=block.projected.device)
-    limit = max(1, min(num_queries, NUMEL // (heads * len(keys))))
-    queries = _some(torch.arange(math.prod(block.size)), limit, torch.Generator().manual_seed(0))
-    return maps_of(block, queries.to(keys.device), keys).nan_to_num()
+# --- measures of attention weights (heads, n, M) of n queries and all M keys, as defined in the papers ----------------
+# Linear attentions may have negative weights; fractions and entropies are then computed from their magnitudes.
+
+
+def ranks(matrix: Tensor) -> dict[str, list[float]]:
+    """Return three measures of the rank of each matrix of a batch (heads, N, d), one number per head.
+
+    - ``rank``: number of singular values above the usual tolerance (NumPy's ``matrix_rank``) for float32.
+    - ``above_1_percent``: number of singular values above 1 % of the largest.
+    - ``effective``: exponential of the entropy of the normalised singular values (Roy & Vetterli 2007), from 1 to
+      ``at_most``; 0 for a zero matrix.
+    - ``at_most``: the smaller side of the matrix.
+    """
+    matrix = matrix.double()
+    matrix = matrix if matrix.shape[-1] <= matrix.shape[-2] else matrix.mT
+    values = torch.linalg.eigvalsh(matrix.mT @ matrix).clamp(min=0).sqrt()
+    largest = values.amax(dim=-1, keepdim=True)
+    rounding = matrix.shape[-2] * torch.finfo(torch.float32).eps
+    effective = torch.special.entr(magnitudes(values)).sum(dim=-1).exp() * (largest[..., 0] > 0)
+    return dict(
+        rank=(values > largest * rounding).sum(dim=-1).tolist(),
+        above_1_percent=(values > largest * 0.01).sum(dim=-1).tolist(),
+        effective=effective.tolist(),
+        at_most=matrix.shape[-1],
+    )
+
+
+def pair_distances(weights: Tensor) -> Tensor:
+    """Return Euclidean distances of the weights of all pairs of queries: (heads, n, M) -> (heads, n (n - 1) / 2).
+
+    Two queries closer than :data:`CONFUSION_DISTANCE` are confused (InLine Def. 1, Fig. 2).
+    """
+    distance = torch.cdist(weights.double(), weights.double())
+    first, second = torch.triu_indices(weights.shape[-2], weights.shape[-2], offset=1, device=weights.device)
+    return distance[..., first, second]
+
+
+def magnitudes(weights: Tensor) -> Tensor:
+    """Return ``|w| / sum |w|`` over the keys of each query: (..., M) -> (..., M), float64."""
+    size = weights.double().abs()
+    return size / size.sum(dim=-1, keepdim=True).clamp(min=1e-300)
+
+
+def cross_head_similarity(weights: Tensor) -> float:
+    """Return the cross-head cosine similarity ("CCS") of attention maps (heads, n, M), two or more heads, in [-1, 1].
+
+    It is the mean over all pairs of heads. This follows our reading of hMHSA Eq. 9-11 and Tab. 4, as no code was
+    released.
+    """
+    heads = weights.shape[0]
+    flat = torch.nn.functional.normalize(weights.double().flatten(1), dim=-1)
+    return float(((flat @ flat.T).sum() - flat.square().sum()) / (heads * (heads - 1)))
 
 
 # --- numbers in nested dicts ------------------------------------------------------------------------------------------
 
 
-def averaged(entries: list[tuple[dict, float]]) -> dict:
+def averaged(entries: list[tuple[dict, float]], joins_lists: bool = False) -> dict:
     """Return the weighted average of dicts, given as (dict, weight) pairs, over their common keys.
 
-    Values are numbers, lists of equal length, or dicts of these.
+    Values are numbers, lists of equal length (concatenated with ``joins_lists``), or dicts of these.
     """
+    found: dict = {}
     weights = [weight for _, weight in entries]
-    return _merged([entry for entry, _ in entries], lambda values: _mean(values, weights))
+    for key in entries[0][0]:
+        values = [entry[key] for entry, _ in entries if key in entry]
+        if len(values) < len(entries):
+            continue
+        if isinstance(values[0], dict):
+            found[key] = averaged([*zip(values, weights)], joins_lists)
+        elif isinstance(values[0], list) and joins_lists:
+            found[key] = sum(values, [])
+        elif all(value == values[0] for value in values):  # names, and counts that stay whole
+            found[key] = values[0]
+        else:
+            found[key] = np.average(values, axis=0, weights=weights).tolist()
+    return found
 
 
 def _joined(branches: list[dict]) -> dict:
-    """Join the measures of vertical and horizontal stripes: lists over heads are concatenated, other numbers
-    averaged."""
-    return _merged(branches, lambda values: sum(values, []) if isinstance(values[0], list) else _mean(values))
-
-
-def _mean(values: list, weights: Optional[list] = None):
-    if all(value == values[0] for value in values):  # names, and counts that stay whole
-        return values[0]
-    return np.average(values, axis=0, weights=weights).tolist()
-
-
-def _merged(entries: list[dict], merge: Callable) -> dict:
-    """Merge nested dicts over their common keys; ``merge`` gets the list of the values of a key."""
-    found = {}
-    for key in entries[0]:
-        if all(key in entry for entry in entries):
-            values = [entry[key] for entry in entries]
-            found[key] = _merged(values, merge) if isinstance(values[0], dict) else merge(values)
-    return found
+    """Join the measures of vertical and horizontal stripes."""
+    return averaged([(branch, 1.0) for branch in branches], joins_lists=True)

@@ -15,7 +15,7 @@ from ...checkpoints.loading import trained_model
 from ...utils.building import build_model
 from ...utils.errors import RunError
 from ..class_names import class_names
-from ..images import image_channels, transforms
+from ..images import image_channels, split_pipeline, test_pipeline
 
 
 class Picture(NamedTuple):
@@ -29,13 +29,8 @@ class Picture(NamedTuple):
     size: tuple[int, int]  # width and height of the original image
 
     def to_shown(self, x: float, y: float) -> tuple[int, int]:
-        """Return (column, row) in :attr:`shown` of the pixel (x, y) of the original image.
-
-        The test pipeline transforms an image with a bright spot at the pixel.
-
-        Raises:
-            RunError: The pixel is outside the image, or cropped away by the pipeline.
-        """
+        """Return (column, row) in :attr:`shown` of the pixel (x, y) of the original image: the test pipeline transforms
+        an image with a bright spot there. Raise a RunError if the pixel is outside the image or cropped away."""
         width, height = self.size
         if not (0 <= x < width and 0 <= y < height):
             raise RunError(f'query {x:g} {y:g} is outside of {self.name} ({width} x {height} pixels).')
@@ -53,38 +48,21 @@ class Picture(NamedTuple):
 
 
 def pixels_a_token(length: int, tokens: int) -> float:
-    """Return the size in pixels of a token along one side of the image.
-
-    It is the power of two that divides ``length`` pixels into ``tokens`` tokens, the last one possibly cropped at the
-    border; otherwise ``length / tokens``.
-    """
+    """Return the size in pixels of a token along one side of the image: the power of two that divides ``length`` pixels
+    into ``tokens`` tokens, the last one possibly cropped, else ``length / tokens``."""
     return next((float(2**i) for i in range(8) if -(-length // 2**i) == tokens), length / tokens)
 
 
 def token_at(column: int, row: int, inputs: Tensor, size: tuple[int, int]) -> tuple[int, int]:
-    """Return (row, column) of the token that contains a pixel of the backbone's input (1, channels, H, W).
-
-    ``size`` is the height and width of the feature map in tokens.
-    """
+    """Return (row, column) in a feature map of ``size`` of the token that contains a pixel of the backbone's input."""
     sides = zip((row, column), inputs.shape[-2:], size)
     at = [min(int(pixel / pixels_a_token(length, tokens)), tokens - 1) for pixel, length, tokens in sides]
     return at[0], at[1]
 
 
 def load_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
-    """Build the model of a config in eval mode, with the weights of a checkpoint.
-
-    Args:
-        cfg (Config): Config of a detector, segmentor or classifier.
-        checkpoint (str): A file, URL or ``mmlinattn://NAME``; ``'none'`` initialises the weights at random.
-        device (str): Device of the model.
-
-    Returns:
-        nn.Module: The model. ``dataset_meta['classes']`` is set, to None if no class names are known.
-
-    Raises:
-        RunError: The model cannot be built, or the checkpoint lacks weights of its backbone.
-    """
+    """Build the model of a config in eval mode, with the weights of a checkpoint (``'none'``: random ones). Raise a
+    RunError if it has no backbone, or the checkpoint lacks weights of it. ``dataset_meta['classes']`` is set."""
     if 'backbone' not in (cfg.get('model') or {}):
         raise RunError('the config has no model.backbone to look into.')
     model: Any
@@ -103,21 +81,13 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
 
 
 def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Optional[tuple[int, int]] = None) -> Picture:
-    """Preprocess an image by the test pipeline, or resize it to ``shape``.
-
-    Args:
-        cfg (Config): Config of the model.
-        model (nn.Module): Model with a data preprocessor, for padding and normalisation.
-        image (ndarray): Result of :func:`~mmlinattn.tooling.images.read_picture`.
-        name (str): Name of the image.
-        shape (tuple[int, int], optional): Height and width, in place of the pipeline.
-
-    Raises:
-        RunError: The pipeline makes several images of one, the image is too small, or the model takes other channels.
-    """
+    """Preprocess an image by the test pipeline, or resize it to ``shape`` (height, width), then by the model's own
+    preprocessor. Raise a RunError if it does not fit the model or the pipeline."""
     height, width = image.shape[:2]
     init_default_scope(cfg.get('default_scope') or 'mmengine')
-    steps = transforms(cfg) if shape is None else _resizing(cfg.default_scope, *shape)
+    if shape is None and not test_pipeline(cfg):
+        raise RunError('the config has no test_dataloader.dataset.pipeline; give --shape H W.')
+    steps = split_pipeline(cfg)[1] if shape is None else _resizing(cfg.default_scope, *shape)
     run = Compose([dict(step) for step in steps])
 
     def transform(pixels):
@@ -137,10 +107,9 @@ def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Option
         return transform(levels)['inputs'][0].double().numpy()
 
     packed, channels = transform(image), image_channels(cfg)
-    if len(packed['inputs']) != channels:
-        raise RunError(
-            f'{name} has {len(packed["inputs"])} channels after the test pipeline, the model takes {channels}.'
-        )
+    found = len(packed['inputs'])
+    if found != channels:
+        raise RunError(f'{name} has {found} channels after the test pipeline, the model takes {channels}.')
     shown = _as_rgb(packed['inputs'].permute(1, 2, 0).double().numpy())
     data = model.data_preprocessor({key: [packed[key]] for key in ('inputs', 'data_samples')}, False)
     inputs = data['inputs']
@@ -150,10 +119,7 @@ def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Option
 
 
 def _as_rgb(pixels: np.ndarray) -> np.ndarray:
-    """Return an image (h, w, 3) in uint8 RGB for display.
-
-    The first three channels are taken as BGR; with fewer channels, the first is taken as grey.
-    """
+    """Return the first three channels, taken as BGR, or the first one as grey, in uint8 RGB (h, w, 3) for display."""
     if pixels.max() > 255 or pixels.min() < 0 or 0 < pixels.max() <= 1:  # 16 bits, or normalised
         pixels = (pixels - pixels.min()) * (255 / max(np.ptp(pixels), 1e-9))
     pixels = pixels[..., 2::-1] if pixels.shape[2] > 2 else pixels[..., :1].repeat(3, axis=2)
@@ -161,9 +127,6 @@ def _as_rgb(pixels: np.ndarray) -> np.ndarray:
 
 
 def _resizing(scope: str, height: int, width: int) -> list:
-    pack, more = dict(
-        mmdet=('PackDetInputs', dict(keep_ratio=False)),
-        mmseg=('PackSegInputs', dict(keep_ratio=False)),
-        mmpretrain=('PackInputs', {}),
-    )[scope]
+    pack = dict(mmdet='PackDetInputs', mmseg='PackSegInputs', mmpretrain='PackInputs')[scope]
+    more = {} if scope == 'mmpretrain' else dict(keep_ratio=False)
     return [dict(type='Resize', scale=(width, height), **more), dict(type=pack)]

@@ -39,22 +39,15 @@ def collect_query(block: BlockCall, picture: Picture, x: int, y: int, local: boo
     return QueryMaps(block.name, block.mixer_name, maps.cpu().numpy(), block.size)
 
 
-def _over_image(map_: np.ndarray, picture: Picture) -> np.ndarray:
-    """Resize an attention map (h, w) to the pixels of the preprocessed image without padding."""
-    for axis, (length, shown) in enumerate(zip(picture.inputs.shape[-2:], picture.shown.shape)):
-        tokens = map_.shape[axis]
-        at = np.arange(shown) / pixels_a_token(length, tokens)
-        map_ = map_.take(np.minimum(at.astype(int), tokens - 1), axis)
-    return map_
-
-
 def overlay(map_: np.ndarray, picture: Picture) -> tuple[np.ndarray, float]:
     """Draw attention weights over a grey image: positive weights red, negative blue, pixels outside the window dark.
 
-    Returns:
-        tuple[np.ndarray, float]: Image (h, w, 3) RGB in [0, 1], and the largest magnitude, drawn in full colour.
+    Return the image (h, w, 3) RGB in [0, 1], and the largest magnitude, drawn in full colour.
     """
-    weights = _over_image(map_, picture)
+    weights = map_
+    for axis, (length, shown) in enumerate(zip(picture.inputs.shape[-2:], picture.shown.shape)):
+        at = np.arange(shown) / pixels_a_token(length, map_.shape[axis])
+        weights = weights.take(np.minimum(at.astype(int), map_.shape[axis] - 1), axis)
     peak = float(np.nanmax(np.abs(weights))) if np.isfinite(weights).any() else 0.0
     grey = picture.shown.mean(axis=-1, keepdims=True).repeat(3, axis=-1) / 255 * 0.6 + 0.35
     level = np.nan_to_num(weights / (peak or 1.0))
@@ -73,12 +66,8 @@ def evenly_spaced(number: int, limit: int) -> list[int]:
 def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path, cross: tuple = ()) -> None:
     """Plot a grid with one row per block, at most :data:`SHOWN_BLOCKS` evenly spaced ones.
 
-    Args:
-        rows: For each block its label, and panels (title, image, options of imshow).
-        size: Width and height of a panel in inches.
-        title: Title of the figure.
-        path: File to write.
-        cross: Column and row of a cross drawn in each panel; empty for none.
+    ``rows`` have the label of a block, and panels (title, image, options of imshow), each ``size`` (width, height) in
+    inches. ``cross`` is the column and row of a cross in each panel.
     """
     rows = [rows[i] for i in evenly_spaced(len(rows), SHOWN_BLOCKS)]
     columns = max(len(panels) for _, panels in rows)
@@ -148,50 +137,28 @@ def _save(figure: Figure, path: Path) -> Path:
 # --- measures by block ------------------------------------------------------------------------------------------------
 
 
-class Line(NamedTuple):
-    """Line of a plot: a number of a block's entry in ``summary.json``, or its ratio to a number of the same dict."""
-
-    keys: tuple[str, ...]
-    divisor: str = ''
-
-    @property
-    def label(self) -> str:
-        return '.'.join(self.keys) + (f' / {self.divisor}' if self.divisor else '')
-
-    def values(self, entry: dict) -> np.ndarray:
-        """Return one value per head, (heads,) or (1,); NaN if the number is missing or divided by 0."""
-        *parents, name = self.keys
-        for parent in parents:
-            entry = entry.get(parent) or {}
-        value, divisor = entry.get(name), entry.get(self.divisor) if self.divisor else 1.0
-        return np.atleast_1d(np.nan if value is None or not divisor else np.asarray(value, float) / divisor)
-
-
-def _lines(measure: str, *names: str) -> list[Line]:
-    return [Line((measure, name)) for name in names]
-
-
 _MATRICES = ('state', 'output', 'projected', 'weights', 'weights_with_local')
+_SHARPNESS = ('entropy / entropy_if_uniform', 'top_1', 'top_9', 'top_25', 'negative')
+_LOCALITY = ('sum', 'share', 'share_with_local', 'if_uniform')
+# title and lines of the plot of each measure
 PLOTS = dict(
-    rank=(
-        'effective rank / largest possible',
-        [Line(('rank', matrix, 'effective'), 'at_most') for matrix in _MATRICES],
-    ),
-    confusion=('pairs of queries with weights closer than 1e-3 in L2', _lines('confusion', 'share')),
-    locality=(
-        'weight inside the 3x3 around the query',
-        _lines('locality', 'sum', 'share', 'share_with_local', 'if_uniform'),
-    ),
-    sharpness=(
-        'how sharp the weights of a query are',
-        [
-            Line(('sharpness', 'entropy'), 'entropy_if_uniform'),
-            *_lines('sharpness', 'top_1', 'top_9', 'top_25', 'negative'),
-        ],
-    ),
-    ccs=('cosine similarity of the attention maps of two heads', [Line(('ccs',))]),
+    rank=('effective rank / largest possible', [f'rank.{name}.effective / at_most' for name in _MATRICES]),
+    confusion=('pairs of queries with weights closer than 1e-3 in L2', ['confusion.share']),
+    locality=('weight inside the 3x3 around the query', [f'locality.{name}' for name in _LOCALITY]),
+    sharpness=('how sharp the weights of a query are', [f'sharpness.{name}' for name in _SHARPNESS]),
+    ccs=('cosine similarity of the attention maps of two heads', ['ccs']),
 )
-"""Title and lines of the plot of each measure."""
+
+
+def values_of(line: str, entry: dict) -> np.ndarray:
+    """Return the number at a path such as ``rank.state.effective`` in a block's entry of ``summary.json``, (heads,) or
+    (1,). A name after ``/`` divides it by a number beside it. It is NaN if missing or divided by 0."""
+    path, _, divisor = line.partition(' / ')
+    *parents, name = path.split('.')
+    for parent in parents:
+        entry = entry.get(parent) or {}
+    value, by = entry.get(name), entry.get(divisor) if divisor else 1.0
+    return np.atleast_1d(np.nan if value is None or not by else np.asarray(value, float) / by)
 
 
 def plot_measures(entries: list[dict], names, out: Path, title: str) -> list[Path]:
@@ -206,9 +173,9 @@ def plot_measures(entries: list[dict], names, out: Path, title: str) -> list[Pat
         figure = Figure(figsize=(width, 5.2), layout='constrained')
         axis = figure.subplots()
         for each in lines:
-            values = [each.values(entry) for entry in entries]
+            values = [values_of(each, entry) for entry in entries]
             if np.isfinite(np.concatenate(values)).any():
-                (line,) = axis.plot([value.mean() for value in values], marker='.', label=each.label)
+                (line,) = axis.plot([value.mean() for value in values], marker='.', label=each)
                 bands = [value.min() for value in values], [value.max() for value in values]
                 axis.fill_between(range(len(entries)), *bands, alpha=0.15, color=line.get_color())
         if not axis.lines:

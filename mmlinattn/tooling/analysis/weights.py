@@ -31,8 +31,7 @@ def mixer_weights(
     """Return the attention map that is equivalent to a mixer, with normalisation and signs, in O(N M) memory.
 
     ``weights @ v`` of each head is the output of the mixer without its convolution of the values (``convolve`` of a
-    ``LocalMixer``). The attention map is the derivative of the output with respect to the values. One backward pass
-    gives the rows of as many queries as a head has channels.
+    ``LocalMixer``).
 
     Args:
         mixer (TokenMixer): The attention.
@@ -43,7 +42,6 @@ def mixer_weights(
         Tensor: (B, heads, N or len(rows), M), in float32 or better; zero at masked keys.
 
     Raises:
-        ValueError: ``rows`` are not indices of queries.
         NotImplementedError: The output of a head is not a matrix times the values.
     """
     refusal = f'{type(mixer).__name__} has no weights: its output is not one matrix per head times the values'
@@ -61,14 +59,9 @@ def mixer_weights(
 def mixer_state(mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, *args, **terms) -> Optional[Tensor]:
     """Return the state of a linear attention: the d x e matrix ``keys^T @ values``, the right factor of its queries.
 
-    It is the first matmul of matrices (d, M) and (M, e) in the reference implementation of the op.
-
-    Args:
-        mixer (TokenMixer): The attention.
-        q, k, v, args, terms: See :meth:`mmlinattn.attention.TokenMixer.forward`, without ``context``.
-
-    Returns:
-        Tensor | None: (B, heads, d, e), up to one factor for each head; None for an attention without state (softmax).
+    It is the first matmul of matrices (d, M) and (M, e) in the reference implementation of the op. The arguments are
+    those of :meth:`mmlinattn.attention.TokenMixer.forward`, without ``context``. The result (B, heads, d, e) is known
+    up to one factor for each head; None for an attention without state (softmax).
     """
     if mixer.quadratic:
         return None
@@ -76,10 +69,9 @@ def mixer_state(mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, *args, **ter
     products = _Products((key_dim, number), (number, value_dim))
     with torch.no_grad(), products:
         out = _of_values(mixer, q, k, *args, **terms)(v.to(accumulation_dtype(v)))
-    found = products.found  # with five axes, as in the reference implementations of the ops
-    if found is None and key_dim == value_dim == 1:  # Hydra attention multiplies its queries by a number
-        found = out[:, :1]
-    return None if found is None else found.reshape(len(q), mixer.num_heads, key_dim, value_dim)
+    if products.found is None and key_dim == value_dim == 1:  # Hydra attention multiplies its queries by a number
+        products.found = out[:, :1]
+    return None if products.found is None else products.found.reshape(len(q), mixer.num_heads, key_dim, value_dim)
 
 
 class _Products(TorchFunctionMode):
@@ -99,10 +91,8 @@ class _Products(TorchFunctionMode):
 
 
 def _of_values(mixer, q, k, grid, key_grid, mask=None, rotary=None, bias=None) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps values to the output of the mixer, in float32 or better.
-
-    Queries and keys are fixed; the convolution of the values and the output norm are left out.
-    """
+    """Return a function from values to the output of the mixer without its convolution and output norm, in float32 or
+    better."""
     wide = accumulation_dtype(q)
     if any(p.dtype != wide for p in mixer.parameters()):
         mixer = copy.deepcopy(mixer).to(wide)
@@ -130,19 +120,13 @@ def has_unit_output(mixer: TokenMixer) -> bool:
 def local_weights(convolve: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows: Rows = None) -> Tensor:
     """Return the matrix of a depth-wise convolution of the values, averaged over the channels of each head.
 
-    Args:
-        convolve (Callable): Affine depth-wise function of values, (B, M, E) -> (B, N, E).
-        v (Tensor): Tensor with the shape (B, M, E) and dtype of the values; its numbers have no influence.
-        heads (int): Number of heads.
-        rows (Sequence[int] | Tensor, optional): Indices of outputs; all outputs by default.
-
-    Returns:
-        Tensor: (B, heads, N or len(rows), M).
+    ``convolve`` is an affine function of values ``v``, (B, M, E) -> (B, N, E); their numbers have no influence. The
+    matrix is (B, heads, N or len(rows), M), of the outputs ``rows``, by default of all.
     """
     with torch.inference_mode(False), torch.enable_grad():
         values = v.detach().clone().requires_grad_()
         out = convolve(values)
-        index = _checked_rows(rows, out.shape[1])
+        index = _index(rows, out.shape[1])
         matrix = v.new_zeros(len(v), heads, len(index), v.shape[1])
         for i, row in enumerate(index.tolist()):
             (gradient,) = torch.autograd.grad(out[:, row].sum(), values, retain_graph=True)
@@ -151,25 +135,16 @@ def local_weights(convolve: Callable[[Tensor], Tensor], v: Tensor, heads: int, r
 
 
 def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows: Rows) -> tuple[Tensor, float]:
-    """Return the matrix of a function that is linear in the values of each head, computed as its derivative at ``v``.
+    """Return the matrix of a function (B, M, E) -> (B, N, E) that is linear in the values of each head, and its error.
 
-    This holds if the channels of a head share one matrix, and each output channel depends on the same channel of the
-    values. Each channel gives another row, so that one backward pass gives as many rows as a head has channels.
-
-    Args:
-        function (Callable): Function of values, (B, M, E) -> (B, N, E).
-        v (Tensor): Values, (B, M, E).
-        heads (int): Number of heads.
-        rows (Sequence[int] | Tensor, optional): Indices of outputs; all outputs by default.
-
-    Returns:
-        tuple[Tensor, float]: The matrix (B, heads, N or len(rows), M), and its error: the deviation of ``matrix @ v``
-        from the function, relative to the summed magnitudes.
+    The matrix (B, heads, N or len(rows), M) is the derivative at ``v``. Channels of a head share it, so that one
+    backward pass gives as many rows as a head has channels. The error is the deviation of ``matrix @ v`` from the
+    function, relative to the summed magnitudes.
     """
     with torch.inference_mode(False), torch.enable_grad():
         v = v.clone().requires_grad_()
         out = function(v).unflatten(-1, (heads, -1))  # (B, N, heads, e)
-        index = _checked_rows(rows, out.shape[1]).to(v.device)
+        index = _index(rows, out.shape[1]).to(v.device)
         parts = []
         channels = torch.arange(out.shape[-1], device=v.device)
         for chunk in index.split(len(channels)):
@@ -185,11 +160,5 @@ def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows:
     return matrix, float(error.norm() / size)
 
 
-def _checked_rows(rows: Rows, num_tokens: int) -> Tensor:
-    """Return ``rows`` as a tensor of indices, after a check."""
-    index = torch.arange(num_tokens) if rows is None else torch.as_tensor(rows)
-    if index.numel():
-        is_integer = index.dim() == 1 and not index.is_floating_point() and index.dtype != torch.bool
-        if not is_integer or index.min() < 0 or index.max() >= num_tokens:
-            raise ValueError(f'rows={rows!r}: expected a sequence of indices of queries in [0, {num_tokens - 1}]')
-    return index.long()
+def _index(rows: Rows, num_tokens: int) -> Tensor:
+    return torch.arange(num_tokens) if rows is None else torch.as_tensor(rows, dtype=torch.long)

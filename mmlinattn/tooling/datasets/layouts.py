@@ -9,9 +9,7 @@ import cv2
 import mmcv
 import numpy as np
 
-from .polygons import mask_to_polygons
-from .shapes import ADE20K_NAMES, ADE_CLASSES, COCO_CLASSES, IMAGENET_CLASSES, SHAPES, UNLABELLED_SHAPE, draw_scene
-from .textures import BACKGROUNDS, FILLS
+from .shapes import ADE_CLASSES, COCO_CLASSES, FILLS, IMAGENET_CLASSES, SHAPES, UNLABELLED_SHAPE, draw_scene
 
 WNIDS = tuple(f'n9{label:07d}' for label in range(len(IMAGENET_CLASSES)))  # sort as the labels do
 
@@ -22,8 +20,32 @@ def shapes_of(number: int) -> int | None:
 
 
 def save_picture(path: Path, image: np.ndarray) -> None:
-    """Write ``(H, W, 3)`` uint8 RGB as OpenCV's JPEG of quality 95."""
     mmcv.imwrite(image[..., ::-1], str(path), [cv2.IMWRITE_JPEG_QUALITY, 95])
+
+
+def mask_to_polygons(mask: np.ndarray) -> list[list[int]]:
+    """Trace the regions of a mask (H, W) as polygons ``[x0, y0, x1, y1, ...]`` along the edges of its pixels.
+
+    Pixel ``(r, c)`` covers ``[c, c + 1] x [r, r + 1]``, as in pycocotools, which converts masks to run lengths only.
+    OpenCV's contours run through the centres of pixels, and lose half a pixel on every side. COCO's polygons have no
+    holes, so the polygon of a region runs to each of its holes and back on the same line.
+    """
+    # in the enlarged mask, contours have a pixel on each side of an edge; (x + 1) // 2 is its coordinate
+    doubled = np.asarray(mask, np.uint8).repeat(2, axis=0).repeat(2, axis=1)
+    contours, hierarchy = cv2.findContours(doubled, cv2.RETR_CCOMP, cv2.CHAIN_APPROX_SIMPLE)
+    polygons: dict[int, np.ndarray] = {}
+    holes = []
+    for i, contour in enumerate(contours):
+        points, parent = (contour[:, 0] + 1) // 2, hierarchy[0][i][3]
+        if parent < 0:
+            polygons[i] = points
+        else:
+            holes.append((parent, points))
+    for parent, points in holes:
+        start = polygons[parent][:1]
+        polygons[parent] = np.concatenate((polygons[parent], start, points, points[:1]))
+    # without repeated points
+    return [p[(p != np.roll(p, 1, axis=0)).any(axis=1)].ravel().tolist() for p in polygons.values()]
 
 
 class Coco:
@@ -40,17 +62,11 @@ class Coco:
         name = f'{number:012d}.jpg'
         save_picture(root / f'{split}2017' / name, scene.image)
         image = dict(id=number, file_name=name, width=size[0], height=size[1], license=1)
-        instances = [
-            dict(
-                image_id=number,
-                category_id=int(label) + 1,
-                segmentation=mask_to_polygons(mask),
-                area=int(np.count_nonzero(mask)),
-                bbox=list(cv2.boundingRect(mask.astype(np.uint8))),
-                iscrowd=0,
-            )
-            for mask, label in zip(scene.masks, scene.labels)
-        ]
+        instances = []
+        for mask, label in zip(scene.masks, scene.labels):
+            box, area = cv2.boundingRect(mask.astype(np.uint8)), int(np.count_nonzero(mask))
+            known = dict(image_id=number, category_id=int(label) + 1, segmentation=mask_to_polygons(mask))
+            instances.append(dict(known, area=area, bbox=list(box), iscrowd=0))
         return dict(image=image, instances=instances)
 
     @staticmethod
@@ -70,7 +86,7 @@ class Coco:
 
 
 class Ade:
-    """Layout of ADEChallengeData2016: images, segmentation masks, and two lists.
+    """Layout of ADEChallengeData2016: images and segmentation masks.
 
     Pixels of a mask are the label plus one, or 0 without class. Only the first ``len(ADE_CLASSES)`` of ADE20K's 150
     labels occur, so that models with 150 classes can train on this data, too.
@@ -80,7 +96,7 @@ class Ade:
     folders = tuple(f'{kind}/{split}' for kind in ('images', 'annotations') for split in ('training', 'validation'))
 
     @classmethod
-    def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
+    def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> None:
         scene = draw_scene(rng, size, num_shapes=shapes_of(number), kinds=(*SHAPES, UNLABELLED_SHAPE))
         values = [ADE_CLASSES.index(kind) + 1 for kind in SHAPES] + [0]
         segmentation = np.full(scene.image.shape[:2], ADE_CLASSES.index(scene.background) + 1, np.uint8)
@@ -89,22 +105,10 @@ class Ade:
         name = f'ADE_{split}_{number:08d}'
         save_picture(root / 'images' / cls.splits[split] / f'{name}.jpg', scene.image)
         mmcv.imwrite(segmentation, str(root / 'annotations' / cls.splits[split] / f'{name}.png'))
-        pixels = np.bincount(segmentation.ravel(), minlength=len(ADE_CLASSES) + 1)
-        return dict(name=name, scene=scene.background, pixels=pixels)
 
     @staticmethod
-    def write_index(root: Path, records: dict[str, list[dict]]) -> None:
-        """Write ``objectInfo150.txt`` of the occurring classes, and ``sceneCategories.txt``."""
-        pixels = {split: np.stack([record['pixels'] for record in part]) for split, part in records.items()}
-        ratios = pixels['train'].sum(axis=0) / pixels['train'].sum()
-        images = {split: np.count_nonzero(part, axis=0) for split, part in pixels.items()}
-        lines = ['Idx\tRatio\tTrain\tVal\tStuff\tName']
-        for value, (ours, theirs) in enumerate(zip(ADE_CLASSES, ADE20K_NAMES), start=1):
-            seen = f'{images["train"][value]}\t{images["val"][value]}'
-            lines.append(f'{value}\t{ratios[value]:.4f}\t{seen}\t{int(ours in BACKGROUNDS)}\t{theirs.strip()}, {ours}')
-        (root / 'objectInfo150.txt').write_text('\n'.join(lines) + '\n')
-        scenes = [f'{record["name"]} {record["scene"]}' for part in records.values() for record in part]
-        (root / 'sceneCategories.txt').write_text('\n'.join(scenes) + '\n')
+    def write_index(root: Path, records: dict[str, list]) -> None:
+        """Write nothing: MMSegmentation lists the folders."""
 
 
 class ImageNet:
@@ -120,15 +124,9 @@ class ImageNet:
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> str:
         label = (number - 1) % len(IMAGENET_CLASSES)
         shape, fill = divmod(label, len(FILLS))
-        scene = draw_scene(
-            rng,
-            size,
-            num_shapes=1,
-            kinds=(SHAPES[shape],),
-            fill=FILLS[fill],
-            diameters=(0.45, 0.9),
-            backgrounds=('gradient', 'clouds'),  # the others look like striped shapes
-        )
+        plain = ('gradient', 'clouds')  # the others look like striped shapes
+        drawn: dict[str, Any] = dict(kinds=(SHAPES[shape],), fill=FILLS[fill], diameters=(0.45, 0.9), backgrounds=plain)
+        scene = draw_scene(rng, size, num_shapes=1, **drawn)
         wnid = WNIDS[label]
         path = f'{wnid}/{wnid}_{number}.JPEG' if split == 'train' else f'{wnid}/ILSVRC2012_val_{number:08d}.JPEG'
         save_picture(root / split / path, scene.image)

@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Callable
@@ -19,11 +20,7 @@ GENERATOR_VERSION = 7  # raise it if the same arguments give other images or ann
 
 
 class SettingError(ValueError):
-    """Raised for a setting out of range, with its name, its value and the allowed values."""
-
-    def __init__(self, name: str, value: Any, allowed: str) -> None:
-        super().__init__(f'{name}={value!r}: expected {allowed}')
-        self.name, self.value, self.allowed = name, value, allowed
+    """Raised for a setting out of range."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +29,7 @@ class DatasetSpec:
 
     Args:
         format: ``'coco'``, ``'ade'`` or ``'imagenet'``.
-        num_train: Images for training, at least 1.
-        num_val: Images for validation, at least 1.
+        num_train, num_val: Images for training and validation, at least 1.
         seed: At least 0. An image depends on the seed, its split and its number only.
         size: Width and height in pixels, each in ``[MIN_SIDE, MAX_SIDE]``.
         size_jitter: Largest fraction, in [0, 0.5], by which a random image is narrower or lower than ``size``.
@@ -50,27 +46,24 @@ class DatasetSpec:
     size_jitter: float = 0.0
 
     def __post_init__(self):
-        if self.format not in LAYOUTS:
-            raise SettingError('format', self.format, f'one of {tuple(LAYOUTS)}')
-        for name, least in (('num_train', 1), ('num_val', 1), ('seed', 0)):
-            if getattr(self, name) < least:
-                raise SettingError(name, getattr(self, name), f'at least {least}')
-        if len(self.size) != 2 or not all(MIN_SIDE <= side <= MAX_SIDE for side in self.size):
-            raise SettingError('size', self.size, f'a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels')
-        if not 0 <= self.size_jitter <= 0.5:
-            raise SettingError('size_jitter', self.size_jitter, 'a number from 0 to 0.5')
+        sides = f'a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels'
+        for name, fits, allowed in (
+            ('format', self.format in LAYOUTS, f'one of {tuple(LAYOUTS)}'),
+            ('num_train', self.num_train >= 1, 'at least 1'),
+            ('num_val', self.num_val >= 1, 'at least 1'),
+            ('seed', self.seed >= 0, 'at least 0'),
+            ('size', len(self.size) == 2 and all(MIN_SIDE <= side <= MAX_SIDE for side in self.size), sides),
+            ('size_jitter', 0 <= self.size_jitter <= 0.5, 'a number from 0 to 0.5'),
+        ):
+            if not fits:
+                raise SettingError(f'{name}={getattr(self, name)!r}: expected {allowed}.')
 
 
 def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any] = lambda: None) -> bool:
-    """Write a synthetic data set.
+    """Write a synthetic data set; call ``on_image`` after each image.
 
     Files are written to a hidden folder inside ``out`` and moved to ``out`` at the end; the file with the settings
     ``spec`` is moved last. Other files are never changed or removed.
-
-    Args:
-        out: The folder to write.
-        spec: Settings of the data set.
-        on_image: Called after each image.
 
     Returns:
         False if ``out`` already holds this data set, True if it was written.
@@ -81,8 +74,9 @@ def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any
     """
     out, staging, layout = Path(out), Path(out, STAGING), LAYOUTS[spec.format]
     content = {'made_by': 'mmlinattn', 'generator': GENERATOR_VERSION, **asdict(spec), 'size': list(spec.size)}
-    if _noted(out) == content:
-        return False
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
+        if json.loads((out / NOTE).read_text())['content'] == content:
+            return False
     is_new = not out.exists()
     held = [] if is_new else sorted(path.name for path in out.iterdir() if path.name != STAGING)
     if held:
@@ -107,14 +101,6 @@ def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any
         if is_new and out.is_dir() and not any(out.iterdir()):
             out.rmdir()
     return True
-
-
-def _noted(out: Path) -> Any:
-    """Return the settings of a data set in ``out``, or None."""
-    try:
-        return json.loads((out / NOTE).read_text())['content']
-    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
-        return None
 
 
 def _size(spec: DatasetSpec, rng: np.random.Generator) -> tuple[int, int]:

@@ -13,21 +13,15 @@ from torch import Tensor, nn
 
 from ...ops.sizes import as_tensor, round_up, unflatten
 from ...utils.errors import RunError
-from .nms import nms_mask
+from .onnx_nodes import nms_mask
 
 INSTEAD = 'MMDeploy may have a writer for it; --neck writes the backbone and neck alone'
 
 
 class DetectorGraph(nn.Module):
-    """Detector that maps normalised images to boxes, without shapes that depend on data.
+    """Detector of MMDetection, in eval mode, that maps normalised images to boxes, without shapes that depend on data.
 
-    Args:
-        model (nn.Module): Detector of MMDetection, in eval mode.
-        divisor (int): Height and width are padded to multiples of this number, as by the data preprocessor.
-        pad_value (float): Value of the padding.
-
-    Attributes:
-        outputs (list[str]): Names of the outputs.
+    Height and width are padded to multiples of ``divisor``. ``test_cfg`` has the score threshold.
 
     Shape: (B, C, H, W) -> boxes (B, N, 4), corners x1, y1, x2, y2 in pixels of the image; scores (B, N), best first;
     labels (B, N), int64; of detectors with masks, masks (B, N, h, w): probabilities in a grid over each box. N is
@@ -37,16 +31,14 @@ class DetectorGraph(nn.Module):
         RunError: A module of the detector is not supported.
     """
 
-    def __init__(self, model: Any, divisor: int = 1, pad_value: float = 0.0) -> None:
+    score_thr: Tensor
+
+    def __init__(self, model: Any, test_cfg: Any, divisor: int = 1, pad_value: float = 0.0) -> None:
         super().__init__()
         self.model, self.divisor, self.pad_value = model, divisor, pad_value
         self.outputs = ['boxes', 'scores', 'labels']
-        self.score_thr: Tensor
-
-    def set_threshold(self, test_cfg: Any) -> None:
-        """Store the score threshold as a buffer, so that exported files keep it by name and their check can lower
-        it."""
-        self.register_buffer('score_thr', torch.tensor(float(test_cfg.get('score_thr', 0))))
+        # a buffer: exported files keep it by name, and their check can lower it
+        self.register_buffer('score_thr', torch.tensor(float((test_cfg or {}).get('score_thr', 0))))
 
     def metadata(self) -> dict:
         """Return the score threshold of the graph, and the mask threshold for the application."""
@@ -70,16 +62,15 @@ class SingleStage(DetectorGraph):
     """Detectors that select boxes as :class:`mmdet.models.BaseDenseHead` does: RetinaNet, FCOS, ATSS, RTMDet."""
 
     def __init__(self, model: Any, **options) -> None:
-        super().__init__(model, **options)
-        head = model.bbox_head
         from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
         from mmdet.models.detectors import SingleStageDetector
 
+        head = model.bbox_head
+        super().__init__(model, head.test_cfg, **options)
         _check_methods(model, SingleStageDetector, 'predict')
         _check_methods(head, BaseDenseHead, *SELECTION)
         self.candidates = Candidates(head, head.test_cfg)
         self.selection = Selection(head, head.test_cfg)
-        self.set_threshold(head.test_cfg)
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         boxes, scores, labels, _ = self.candidates(self.features(image), image.shape[2:], self.score_thr)
@@ -90,7 +81,7 @@ class TwoStage(DetectorGraph):
     """Faster, Mask and Cascade (Mask) R-CNN."""
 
     def __init__(self, model: Any, **options) -> None:
-        super().__init__(model, **options)
+        super().__init__(model, model.roi_head.test_cfg, **options)
         from mmdet.models.dense_heads import RPNHead
         from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
         from mmdet.models.detectors import TwoStageDetector
@@ -119,9 +110,10 @@ class TwoStage(DetectorGraph):
         for head in self.mask_heads:
             _check_methods(head, FCNMaskHead, 'predict_by_feat', '_predict_by_feat_single')
         for extractor in self.box_extractors + self.mask_extractors:
-            _check_extractor(extractor)
+            layers = getattr(extractor, 'roi_layers', ())
+            is_known = all(type(layer).__name__ == 'RoIAlign' and layer.pool_mode == 'avg' for layer in layers)
+            _check(type(extractor).__name__ == 'SingleRoIExtractor' and is_known, extractor)
         self.selection = Selection(roi, roi.test_cfg)
-        self.set_threshold(roi.test_cfg)
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         feats, size = self.features(image), image.shape[2:]
@@ -150,7 +142,7 @@ class TwoStage(DetectorGraph):
                 best = scores[..., :-1].argmax(-1)
                 index = _as_index(best * int(not head.reg_class_agnostic), 4)
                 rois = boxes.gather(2, index[:, :, None])[:, :, 0]
-        return boxes, _mean(logits).softmax(-1)[..., :-1]
+        return boxes, torch.stack(logits).mean(0).softmax(-1)[..., :-1]
 
     def masks(self, feats: tuple[Tensor, ...], boxes: Tensor, labels: Tensor) -> Tensor:
         """Return mask probabilities (B, N, h, w) in a grid over each box, averaged over the stages of a cascade."""
@@ -159,16 +151,12 @@ class TwoStage(DetectorGraph):
             masks = head(pool(extractor, feats, boxes)).sigmoid()  # (B N, classes, h, w)
             channel = labels.flatten().clamp(min=0) * int(not head.class_agnostic)
             found.append(masks.gather(1, channel[:, None, None, None].expand(-1, 1, *masks.shape[2:]))[:, 0])
-        masks = unflatten(_mean(found), 0, labels.shape)
+        masks = unflatten(torch.stack(found).mean(0), 0, labels.shape)
         return masks.masked_fill(labels[..., None, None] < 0, 0)
 
 
 def detector_graph(model: Any, divisor: int = 1, pad_value: float = 0.0) -> DetectorGraph:
-    """Return the :class:`DetectorGraph` of a detector, single-stage or two-stage.
-
-    Raises:
-        RunError: A module of the detector is not supported.
-    """
+    """Return the :class:`DetectorGraph` of a detector, or raise a RunError if a module of it is not supported."""
     kind = TwoStage if hasattr(model, 'roi_head') and hasattr(model, 'rpn_head') else SingleStage
     if kind is SingleStage:
         _check(hasattr(model, 'bbox_head'), getattr(model, 'panoptic_head', getattr(model, 'mask_head', model)))
@@ -190,17 +178,7 @@ def _check_methods(part: Any, base: type, *names: str) -> None:
 
 
 def _check_coder(coder: Any) -> None:
-    from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder, DistancePointBBoxCoder
-
-    _check(type(coder) in (DeltaXYWHBBoxCoder, DistancePointBBoxCoder), coder)
-
-
-def _check_extractor(extractor: Any) -> None:
-    from mmdet.models.roi_heads import SingleRoIExtractor
-
-    layers = getattr(extractor, 'roi_layers', ())
-    is_known = all(type(layer).__name__ == 'RoIAlign' and layer.pool_mode == 'avg' for layer in layers)
-    _check(type(extractor) is SingleRoIExtractor and is_known, extractor)
+    _check(type(coder).__name__ in ('DeltaXYWHBBoxCoder', 'DistancePointBBoxCoder'), coder)
 
 
 class Candidates(nn.Module):
@@ -285,8 +263,7 @@ def best(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 
 def decode(coder: Any, priors: Tensor, deltas: Tensor, size) -> Tensor:
-    """Decode deltas (B, N, 4 or 4 classes) at points (B, N, 2) or anchors (B, N, 4) to boxes (B, N, 1 or classes,
-    4)."""
+    """Decode deltas (B, N, 4 or 4 classes) at points (B, N, 2) or anchors (B, N, 4) to (B, N, 1 or classes, 4)."""
     from mmdet.models.task_modules.coders.delta_xywh_bbox_coder import delta2bbox
     from mmdet.structures.bbox import distance2bbox
 
@@ -322,11 +299,6 @@ def pool(extractor: Any, feats: tuple[Tensor, ...], rois: Tensor) -> Tensor:
     # PyTorch takes no sample of a region without height or width, OpenVINO takes one
     has_area = (rois[:, 3:] > rois[:, 1:3]).all(dim=1)
     return torch.where(has_area[:, None, None, None], pooled, 0)
-
-
-def _mean(stages: list[Tensor]) -> Tensor:
-    total: Any = sum(stages)
-    return total / len(stages)
 
 
 def _rows(level: Tensor, width: int) -> Tensor:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ...utils.errors import RunError
 from ..command_line import quiet
-from .nms import register_onnx_symbolic
-from .products import split_products
+from .onnx_nodes import register_onnx_symbolic, split_products
 
 METADATA = 'metadata.json'  # name of the metadata inside the files of PyTorch
 OPSET = 17  # of traced ONNX graphs
@@ -35,13 +34,8 @@ class Format:
         raise NotImplementedError
 
     def load(self, path: Path, score_thr: Optional[float] = None, precision: str = 'f32') -> Callable:
-        """Load a file, and return a function from an image to the outputs of its graph.
-
-        Args:
-            path (Path): The file.
-            score_thr (float, optional): Replaces the score threshold of a graph with boxes.
-            precision (str): ``f32``, ``bf16`` or ``f16``.
-        """
+        """Load a file in a precision (``f32``, ``bf16`` or ``f16``), and return a function from an image to the outputs
+        of its graph. ``score_thr`` replaces the score threshold of a graph with boxes."""
         raise NotImplementedError
 
     def default_precision(self, path: Path) -> str:
@@ -49,24 +43,19 @@ class Format:
         return 'f32'
 
     def check_installed(self) -> None:
-        """Check that the packages of the format are installed.
-
-        Raises:
-            RunError: A required package is missing.
-        """
+        """Raise a RunError if a package of the format is not installed."""
         for name in self.needs:
             if find_spec(name) is None:
-                raise RunError(
-                    f'this format needs the package {name}, which is not installed: pip install {" ".join(self.needs)}'
-                )
+                command = f'pip install {" ".join(self.needs)}'
+                raise RunError(f'this format needs the package {name}, which is not installed: {command}')
 
 
 def _dynamic_shapes(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:
-    """Return the example and its ``dynamic_shapes``; None for these if ``smallest`` is None (fixed size). With dynamic
-    shapes, the batch is at least two, as exporters specialise a batch of one."""
+    """Return the example and its ``dynamic_shapes``, None for a fixed size (``smallest`` None)."""
     if smallest is None:
         return example, None
     Dim = torch.export.Dim
+    # exporters specialise a batch of one
     example = example if len(example) > 1 else example.expand(2, -1, -1, -1).contiguous()
     return example, ({0: Dim('batch', min=1), 2: Dim('height', min=smallest), 3: Dim('width', min=smallest)},)
 
@@ -95,17 +84,14 @@ class Checked(nn.Module):
 
     def __init__(self, graph: torch.jit.ScriptModule, shape: list[int], smallest: Optional[int]) -> None:
         super().__init__()
-        self.graph = graph
-        self.shape = shape
-        self.smallest = smallest or 0
+        self.graph, self.shape, self.smallest = graph, shape, smallest or 0
 
     def forward(self, image: Tensor):
         shape = list(image.shape)
         if self.smallest > 0:
             if shape[1] != self.shape[1] or min(shape[2], shape[3]) < self.smallest:
-                raise ValueError(
-                    f'image has the shape {shape}; allowed is (B, {self.shape[1]}, H, W), H and W >= {self.smallest}'
-                )
+                allowed = f'(B, {self.shape[1]}, H, W), H and W >= {self.smallest}'
+                raise ValueError(f'image has the shape {shape}; allowed is {allowed}')
         elif shape != self.shape:
             raise ValueError(f'image has the shape {shape}; the graph was traced for {self.shape} alone')
         return self.graph(image)

@@ -41,24 +41,14 @@ class Sizes(NamedTuple):
         return self.batch, self.channels, self.height, self.width
 
     def others(self) -> list[tuple[int, int, int, int]]:
-        """Return two more input shapes for checking a dynamic graph: a larger image in batch 1, and a smaller one.
-
-        A graph of fixed size has none (empty list).
-        """
+        """Return two more shapes for checking a dynamic graph: a larger image in batch 1, and a smaller one."""
         if not self.dynamic:
             return []
         height, width = (max(self.smallest + 1, side * 5 // 8 + 1) for side in (self.height, self.width))
-        return [
-            (1, self.channels, self.height + 37, self.width + 18),
-            (self.batch + 1, self.channels, height, width),
-        ]
+        return [(1, self.channels, self.height + 37, self.width + 18), (self.batch + 1, self.channels, height, width)]
 
     def check(self) -> None:
-        """Check the batch size and the sides.
-
-        Raises:
-            RunError: The batch is empty, or a side is too small.
-        """
+        """Raise a RunError if the batch is empty, or a side is too small."""
         if self.batch < 1:
             raise RunError(f'--batch={self.batch}: expected at least 1.')
         if min(self.height, self.width) < self.smallest:
@@ -66,10 +56,8 @@ class Sizes(NamedTuple):
 
     def describe(self) -> str:
         """Return the shapes that the graph accepts, in words."""
-        if self.dynamic:
-            size = f'(batch, {self.channels}, height, width)'
-            return f'image {size}, batch >= 1, height and width >= {self.smallest}'
-        return f'image {self.shape}, no other size'
+        of_any = f'(batch, {self.channels}, height, width), batch >= 1, height and width >= {self.smallest}'
+        return f'image {of_any}' if self.dynamic else f'image {self.shape}, no other size'
 
 
 class ExportableModel(nn.Module):
@@ -78,22 +66,18 @@ class ExportableModel(nn.Module):
     Args:
         model (nn.Module): Model of MMPretrain, MMSegmentation or MMDetection with a backbone. It is changed in place:
             set to eval mode, with adaptive pools replaced.
-        boxes (bool): Let detectors return boxes, see :func:`~mmlinattn.tooling.export.detectors.detector_graph`. By
-            default they return the feature maps of the neck.
-
-    Attributes:
-        task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
-        outputs (list[str]): Names of the outputs; None for the feature maps of a neck.
+        boxes (bool): Let detectors return boxes, see :func:`~mmlinattn.tooling.export.detectors.detector_graph`.
 
     Shape: (B, channels, H, W) -> scores (B, classes) of a classifier; labels (B, H, W) of a segmentor, and logits (B,
-    classes, H, W) if it is tested in windows; feature maps of a detector's neck, or of its backbone if it has no neck;
-    or boxes.
+    classes, H, W) if it is tested in windows; feature maps of a detector's neck, else of its backbone; or boxes.
 
     Raises:
         RunError: The model is not a classifier, segmentor or detector with a backbone.
     """
 
     model: Any
+    boxes: Optional[DetectorGraph]
+    outputs: Optional[list[str]]  # names; None for the feature maps of a neck
 
     def __init__(self, model: Any, boxes: bool = False) -> None:
         super().__init__()
@@ -108,9 +92,7 @@ class ExportableModel(nn.Module):
         model.eval()  # returns None in MMDetection's distillation
         model.requires_grad_(False)
         replace_modules(model)
-        self.model = model
-        self.boxes: Optional[DetectorGraph] = None
-        self.outputs: Optional[list[str]] = None
+        self.model, self.boxes, self.outputs = model, None, None
         if self.task == 'classifier':
             self.outputs = ['scores']
             self.activation = decision(self.head)['activation']
@@ -142,14 +124,11 @@ class ExportableModel(nn.Module):
             if isinstance(logits, tuple) and type(self.head).__name__ in FIRST_PREDICTS:
                 logits = logits[0]
             if not isinstance(logits, Tensor):
-                raise RunError(
-                    f'{type(self.head).__name__} gives a {type(logits).__name__}; a graph needs a head with one tensor '
-                    'of logits.'
-                )
+                given = f'{type(self.head).__name__} gives a {type(logits).__name__}'
+                raise RunError(f'{given}; a graph needs a head with one tensor of logits.')
             if self.task == 'classifier':
                 return logits.sigmoid() if self.activation == 'sigmoid' else logits.softmax(1)
-            align = self.model.align_corners
-            logits = F.interpolate(logits, image.shape[2:], mode='bilinear', align_corners=align)
+            logits = F.interpolate(logits, image.shape[2:], mode='bilinear', align_corners=self.model.align_corners)
             if logits.shape[1] > 1:
                 labels = logits.argmax(1)
             else:
@@ -173,10 +152,10 @@ class ExportableModel(nn.Module):
 
 
 def decision(head: Any) -> dict:
-    """Return the activation of a head's logits, and the rule that turns scores into labels.
+    """Return the activation of a head's logits, and how scores decide.
 
     With softmax, the label is the largest score. With sigmoid, labels are all classes above ``threshold``, or the
-    ``topk`` largest. In a segmentor with one output channel, pixels above the threshold belong to the second class.
+    ``topk`` largest. Above it, one output channel means the second class.
     """
     if getattr(head, 'out_channels', None) == 1 and hasattr(head, 'threshold'):
         return dict(activation='sigmoid', threshold=head.threshold)
@@ -198,12 +177,8 @@ TURNS = ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')  # each swaps the channels of MMC
 
 
 def normalisation(cfg: Config) -> dict:
-    """Return the settings of the data preprocessor, including mean and std of MMCV's ``Normalize`` in the test
-    pipeline.
-
-    Raises:
-        RunError: The test pipeline normalises by another transform, or pipeline and data preprocessor both normalise.
-    """
+    """Return the settings of the data preprocessor with mean and std of MMCV's ``Normalize`` in the test pipeline.
+    Raise a RunError if both normalise, or the pipeline by another transform."""
     given, steps = preprocessor(cfg), [step for step in test_pipeline(cfg) if 'Normalize' in str(step['type'])]
     if not steps:
         return given
@@ -221,14 +196,8 @@ def normalisation(cfg: Config) -> dict:
 def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
     """Return metadata that applications need to run the graph, as a dict that JSON can store.
 
-    Returns:
-        dict: ``mmlinattn`` (version), ``task``, ``serves`` (accepted shapes), ``outputs`` and the following:
-
-        - ``input_range`` of pixels before normalisation, None if it depends on the image file;
-        - ``channel_order`` of three channels, None for other numbers of channels;
-        - ``mean``, ``std``, ``resize``, ``crop``, ``pad_size_divisor`` and ``pad_value``;
-        - ``windows``: ``crop_size`` and ``stride`` of a segmentor that is tested in windows, None for other models;
-        - ``classes``, None if neither checkpoint nor data set names them.
+    These may be None: ``input_range`` of pixels if it depends on the image file, ``channel_order`` unless there are
+    three, ``classes`` without names. ``windows`` (``crop_size``, ``stride``) are those that a segmentor is tested in.
     """
     from ... import __version__
 
@@ -254,10 +223,10 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
 
 
 def deviation(outputs, expected) -> float:
-    """Return the largest deviation of outputs from expected outputs, in standard deviations of the expected output.
+    """Return the largest deviation of outputs from expected outputs, in standard deviations of these.
 
-    For integers (labels) it is the fraction of different elements. For constant expected outputs it is relative to
-    their magnitude. It is infinite if shapes differ or values are not finite.
+    Of constant outputs it is relative to their magnitude, of integers (labels) the fraction of different elements. It
+    is infinite if shapes differ or values are not finite.
     """
     outputs, expected = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, expected))
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
@@ -300,23 +269,14 @@ def detection_deviation(outputs, expected) -> float:
 
 
 class Export(NamedTuple):
-    """Result of an export.
-
-    Attributes:
-        files (list[Path]): Files.
-        metadata (dict): See :func:`metadata`.
-        errors (dict): Deviation from the model at each checked shape, in float32.
-        unit (str): Unit of the deviations.
-        precision (str): Default precision of the runtime on this machine.
-        default_errors (dict): Deviations in that precision; empty if it is float32.
-    """
+    """Result of an export."""
 
     files: list[Path]
-    metadata: dict
-    errors: dict[tuple, float]
-    unit: str
-    precision: str
-    default_errors: dict[tuple, float]
+    metadata: dict  # see :func:`metadata`
+    errors: dict[tuple, float]  # deviation from the model at each checked shape, in float32
+    unit: str  # of the deviations
+    precision: str  # default of the runtime on this machine
+    default_errors: dict[tuple, float]  # deviations in that precision; empty if it is float32
 
 
 @torch.no_grad()
@@ -329,18 +289,11 @@ def export_model(
     checkpoint_meta: Optional[dict] = None,
     neck: bool = False,
 ) -> Export:
-    """Export a model as a graph, and compare the file with the model.
+    """Export a model of a config in a format of ``FORMATS``, and compare the file with the model.
 
     ``target`` is written atomically, and only if no deviation exceeds :data:`TOLERANCE`. Detections are compared by
     :func:`detection_deviation` with a score threshold of 0, because scores on random images seldom reach the threshold.
-
-    Args:
-        model, cfg: Model, see :class:`ExportableModel`, and its config.
-        target (Path): File to write.
-        form (str): Format, a key of :data:`~mmlinattn.tooling.export.formats.FORMATS`.
-        sizes (Sizes): Shape of the example, and range of other accepted shapes.
-        checkpoint_meta (dict, optional): ``meta`` of the checkpoint, for the class names.
-        neck (bool): Export a detector up to its neck, even in formats that support boxes.
+    With ``neck``, a detector is exported up to its neck, even in formats that support boxes.
 
     Raises:
         RunError: The model cannot be exported, or the file deviates from it.
@@ -385,9 +338,7 @@ def export_model(
         del run
         if max(errors.values()) > TOLERANCE:
             listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in errors.items())
-            raise RunError(
-                f'the {form} graph deviates from the model by more than {TOLERANCE} {unit} ({listed}); '
-                f'{target} was not written.'
-            )
+            text = f'the {form} graph deviates from the model by more than {TOLERANCE} {unit} ({listed})'
+            raise RunError(f'{text}; {target} was not written.')
         files = [path.replace(target.parent / path.name) for path in sorted(Path(folder).iterdir())]
     return Export(files, meta, errors, unit, precision, default_errors)

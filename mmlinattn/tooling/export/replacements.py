@@ -28,15 +28,10 @@ class StridedPools(TorchFunctionMode):
 
 
 class BinMeans(nn.Module):
-    """``nn.AdaptiveAvgPool2d`` as two matmuls.
+    """``nn.AdaptiveAvgPool2d`` as two matmuls: (B, C, H, W) -> (B, C, *bins).
 
     Exporters support adaptive pools only for one size of the feature map, or not at all. As in PyTorch, bin i of n
     covers rows ``floor(i H / n)`` up to, excluding, ``ceil((i + 1) H / n)``.
-
-    Args:
-        bins (tuple[int, int]): Rows and columns of the result.
-
-    Shape: (B, C, H, W) -> (B, C, *bins).
     """
 
     def __init__(self, bins: tuple[int, int]) -> None:
@@ -89,8 +84,7 @@ def as_convolutions(module: Any) -> Optional[nn.Module]:
     """Return a feed-forward network with a depth-wise convolution, or a conditional position encoding, as convolutions
     alone; None for other modules and for altered layers.
 
-    ONNX Runtime keeps a chain of convolutions in its blocked layout. Between linear layers it transposes the
-    hidden feature map, its largest, twice.
+    ONNX Runtime keeps a chain of convolutions in its blocked layout; linear layers would transpose the largest map.
     """
     kind = type(module)
     if kind not in (ConvFFN, DWConvFFN, ResidualDWConv) or any(is_altered(each) for each in module.modules()):
@@ -108,8 +102,7 @@ def as_convolutions(module: Any) -> Optional[nn.Module]:
 
 
 def replacement(module: Any) -> Optional[nn.Module]:
-    """Return an exportable module equivalent to an adaptive pool or to MMSegmentation's ``Upsample``; None for other
-    modules."""
+    """Return an exportable module in place of an adaptive pool or MMSegmentation's ``Upsample``; None for others."""
     if type(module) is nn.AdaptiveAvgPool2d:
         bins = tuple(to_2tuple(module.output_size))
         return None if bins == (1, 1) or None in bins else BinMeans(bins)
@@ -121,10 +114,7 @@ def replacement(module: Any) -> Optional[nn.Module]:
 
 
 def replace_modules(model: nn.Module, new: Callable[[Any], Optional[nn.Module]] = replacement) -> None:
-    """Replace modules by the results of ``new``, in place, unless these are None.
-
-    By default, adaptive pools and MMSegmentation's ``Upsample`` are replaced.
-    """
+    """Replace modules by the results of ``new``, in place, unless these are None."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             other = new(child)

@@ -28,10 +28,8 @@ class Candidate(NamedTuple):
 
 
 def candidates(network: dict, measured: Measured, new: ZooBackbone, task: str) -> list[Candidate]:
-    """Return the configs to try, in order, with necks and heads adapted to the new backbone's feature maps.
-
-    The list is empty if upstream's feature maps have no stride. ``network`` has ``backbone``, ``neck`` and heads.
-    """
+    """Return the configs to try, in order, with necks and heads adapted to the new backbone's feature maps; none if
+    upstream's feature maps have no stride."""
     old = measured.maps
     if task == 'mmpretrain':
         return _for_classifiers(network, measured, new)
@@ -79,12 +77,8 @@ def _without_pyramid_neck(network: dict, measured: Measured, new: ZooBackbone) -
 
 
 def _for_plain(network: dict, measured: Measured, new: ZooBackbone) -> Candidate:
-    """Return the candidate for a plain backbone, with all blocks at stride 16.
-
-    - Network for feature maps of stride 16: as many outputs of blocks.
-    - FPN from stride 4: ``SimpleFeaturePyramid``.
-    - Others: ``MapAdapter`` resizes the last output.
-    """
+    """Return the candidate for a plain backbone, with all blocks at stride 16: for feature maps of stride 16 as many
+    outputs of blocks, for FPN from stride 4 ``SimpleFeaturePyramid``, for others ``MapAdapter``."""
     old, (single,), neck = measured.maps, new.stages, network.get('neck')
     if all(out.stride == single.stride for out in old):
         several = new._replace(stages=new.stages * len(old))
@@ -114,27 +108,23 @@ def _wired(network: dict, old: list[FeatureMap], size: tuple[int, int], new: Zoo
 def _behind(
     necks: list, old: list[FeatureMap], made: list, new: list[FeatureMap], size: tuple[int, int]
 ) -> Optional[Wiring]:
-    """Return the wiring of the heads: outputs of ``necks`` for ``old``, and of the rewritten ``made`` for ``new``.
-
-    It is None if the necks fail on noise.
-    """
+    """Return the wiring of the heads: outputs of ``necks`` for ``old``, and of the rewritten ``made`` for ``new``; None
+    if the necks fail on noise."""
     before, after = run_necks(necks, old, size), run_necks(made, new, size)
     return Wiring(before, after) if before and after and len(before) == len(after) else None
 
 
 def _adapted(network: dict, measured: Measured, new: ZooBackbone, sources: list[int], remark: str) -> Candidate:
-    """Return the candidate with a ``MapAdapter`` from the new feature maps to upstream's channels and strides.
-
-    Output ``i`` of the adapter is made from stage ``sources[i]``.
-    """
+    """Return the candidate with a ``MapAdapter`` to upstream's channels and strides; its output ``i`` is made from
+    stage ``sources[i]``."""
     old = measured.maps
     # heads of networks with branches read all of them in training
     read = positions_read(network, len(old)) if measured.alone is None else range(len(old))
     kept = sorted({sources[i] for i in read})
     inputs = [kept.index(stage) if stage in kept else None for stage in sources]
     scales = [(new.stages[i].stride or 32) / (out.stride or 32) for i, out in zip(sources, old)]
-    neck: dict[str, Any] = dict(type='MapAdapter', in_channels=[new.stages[i].channels for i in kept])
-    neck['out_channels'] = [out.channels for out in old]
+    channels = dict(in_channels=[new.stages[i].channels for i in kept], out_channels=[out.channels for out in old])
+    neck: dict[str, Any] = dict(type='MapAdapter', **channels)
     if inputs != list(range(len(old))):
         neck['sources'] = inputs
     if any(scale != 1 for scale in scales):
@@ -175,11 +165,8 @@ def _for_classifiers(network: dict, measured: Measured, backbone: ZooBackbone) -
 
 
 def _with_linear_head(wired: Candidate, head: dict, of_backbone: Optional[int], new: ZooBackbone) -> list[Candidate]:
-    """Return a candidate, and a second one with a linear classifier on the last feature map and the loss of ``head``.
-
-    Upstream backbones that classify themselves have ``of_backbone`` classes, and a head that is a loss alone (LeNet,
-    VGG). For these only the second candidate is returned.
-    """
+    """Return a candidate, and a second one with a linear classifier on the last feature map and the loss of ``head``;
+    the second alone for upstream backbones that classify themselves (LeNet, VGG), with ``of_backbone`` classes."""
     classes = head.get('num_classes') or of_backbone
     if not classes:
         return [wired]

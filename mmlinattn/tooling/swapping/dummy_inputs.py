@@ -15,7 +15,7 @@ Size = tuple[int, int]
 
 
 def _images(size: Size, count: int = 2) -> list[torch.Tensor]:
-    """Return ``count`` random images (3, height, width) of ``size`` (height, width), uint8."""
+    """Return random images (3, height, width), uint8."""
     return [torch.randint(0, 255, (3, *size), dtype=torch.uint8) for _ in range(count)]
 
 
@@ -54,25 +54,6 @@ def detection_batch(size: Size, masks: bool = True, proposals: bool = False) -> 
     return dict(inputs=_images(size), data_samples=samples)
 
 
-def _video_batch(size: Size, masks: bool) -> Batch:
-    """Return a video of two frames that show the same two objects."""
-    from mmdet.structures import TrackDataSample
-
-    frames, video = detection_batch(size, masks), TrackDataSample()
-    for sample in frames['data_samples']:
-        sample.gt_instances.instances_ids = torch.arange(2)
-    video.video_data_samples = frames['data_samples']
-    return dict(inputs=[torch.stack(frames['inputs'])], data_samples=[video])
-
-
-def _reid_batch(size: Size) -> Batch:
-    """Return two images of each of two people, for a triplet loss."""
-    from mmdet.structures import ReIDDataSample
-
-    samples = [ReIDDataSample(metainfo=_metainfo(size)).set_gt_label(person) for person in (0, 0, 1, 1)]
-    return dict(inputs=_images(size, 4), data_samples=samples)
-
-
 def segmentation_batch(size: Size) -> Batch:
     """Return two images with one class in each half, the edge between them, and depths."""
     from mmseg.structures import SegDataSample
@@ -103,21 +84,27 @@ def classification_batch(size: Size, num_classes: int) -> Batch:
 def batch_for(model: nn.Module, source: Upstream, network: dict, size: Size) -> Batch:
     """Return a batch of images of ``size`` (height, width) for a built network and its config."""
     batch = _of_three_channels(model, source, network, size)
-    if source.image_channels != 3:
-        shapes = [(*image.shape[:-3], source.image_channels, *image.shape[-2:]) for image in batch['inputs']]
-        batch['inputs'] = [torch.randint(0, 255, shape, dtype=torch.uint8) for shape in shapes]
-    return batch
+    channels = torch.arange(source.image_channels) % 3
+    return dict(batch, inputs=[image.index_select(-3, channels) for image in batch['inputs']])
 
 
 def _of_three_channels(model: nn.Module, source: Upstream, network: dict, size: Size) -> Batch:
     if source.task == 'mmdet':
+        from mmdet.structures import ReIDDataSample, TrackDataSample
+
         kind = type(model.data_preprocessor).__name__
-        if kind == 'TrackDataPreprocessor':
-            return _video_batch(size, source.has_masks)
-        if kind == 'ReIDDataPreprocessor':
-            return _reid_batch(size)
+        if kind == 'ReIDDataPreprocessor':  # two images of each of two people, for a triplet loss
+            samples = [ReIDDataSample(metainfo=_metainfo(size)).set_gt_label(person) for person in (0, 0, 1, 1)]
+            return dict(inputs=_images(size, 4), data_samples=samples)
         # two-stage detectors without an RPN read proposals from the data set
-        return detection_batch(size, source.has_masks, 'roi_head' in network and not network.get('rpn_head'))
+        batch = detection_batch(size, source.has_masks, 'roi_head' in network and not network.get('rpn_head'))
+        if kind == 'TrackDataPreprocessor':  # a video of two frames that show the same two objects
+            for sample in batch['data_samples']:
+                sample.gt_instances.instances_ids = torch.arange(2)
+            video = TrackDataSample()
+            video.video_data_samples = batch['data_samples']
+            return dict(inputs=[torch.stack(batch['inputs'])], data_samples=[video])
+        return batch
     if source.task == 'mmseg':
         return segmentation_batch(size)
     head: Any = network['head'] if isinstance(network.get('head'), dict) else {}

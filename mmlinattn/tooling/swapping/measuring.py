@@ -32,8 +32,7 @@ def measure(upstream: Upstream) -> Measured:
     """Measure channels and strides of an upstream backbone.
 
     Raises:
-        Unsupported: The network is one of masked image modelling, or the backbone returns neither feature maps nor
-            tokens.
+        Unsupported: Its head can read no other, or the backbone returns neither feature maps nor tokens.
         RunError: The backbone cannot be built or run here.
     """
     cfg = without_pretrained(upstream.network['backbone'])
@@ -49,9 +48,8 @@ def measure(upstream: Upstream) -> Measured:
                 backbone.train()
                 branches = _maps(backbone(noise), size[0])
         except Exception as error:  # anything may be raised by a model of another project
-            raise RunError(
-                f'{upstream.base}: its own backbone does not run here: {printable(described(error))}'
-            ) from error
+            reason = printable(described(error))
+            raise RunError(f'{upstream.base}: its own backbone does not run here: {reason}') from error
     found = _maps(outs, size[0])
     if not found:
         raise Unsupported(upstream.base, f'{cfg["type"]} returns no maps or tokens')
@@ -81,15 +79,10 @@ def _build(cfg: dict) -> torch.nn.Module:
 
 
 def run_necks(necks: Sequence[dict], maps: Sequence[FeatureMap], size: tuple[int, int]) -> Optional[list[FeatureMap]]:
-    """Return the outputs of necks in sequence for noise like ``maps`` of images of ``size`` (height, width).
-
-    The result is None if they fail or return no feature maps.
-    """
-    shapes = []
-    for out in maps:
-        sides = [-(-side // out.stride) for side in size] if out.stride else []
-        shapes.append((2, out.channels, *sides))
-    outs: Any = tuple(map(torch.rand, shapes))
+    """Return the outputs of necks in sequence for noise like ``maps`` of images of ``size`` (height, width); None if
+    they fail or return no feature maps."""
+    sides = [[-(-side // out.stride) for side in size] if out.stride else [] for out in maps]
+    outs: Any = tuple(torch.rand(2, out.channels, *each) for out, each in zip(maps, sides))
     with quiet(), torch.no_grad():
         try:
             for neck in necks:

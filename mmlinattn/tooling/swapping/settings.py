@@ -36,26 +36,26 @@ def normalise(model: dict, task: str) -> None:
 
 
 def check_pipelines(cfg: Config) -> None:
-    """Check that no pipeline normalises images, as the data preprocessor would normalise them again.
-
-    Raises:
-        RunError: A data set of ``cfg`` has ``Normalize`` in its pipeline.
-    """
+    """Raise a RunError if a pipeline normalises images, as the data preprocessor would normalise them again."""
     for loader in LOADERS:
         if any(bare_name(step.get('type')) == 'Normalize' for step in dicts(cfg.to_dict().get(loader))):
-            raise RunError(
-                f'{loader}: Normalize in the pipeline (MMDetection 2, MMSegmentation 0) would normalise images twice. '
-                'Move its mean, std and to_rgb to data_preprocessor (bgr_to_rgb, to_rgb in classifiers).'
-            )
+            twice = 'Normalize in the pipeline (MMDetection 2, MMSegmentation 0) would normalise images twice'
+            remedy = 'Move its mean, std and to_rgb to data_preprocessor (bgr_to_rgb, to_rgb in classifiers).'
+            raise RunError(f'{loader}: {twice}. {remedy}')
 
 
 def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tuple[dict, list[str]]:
     """Return the settings of the written config beside its model, and notes for the user.
 
-    The settings are imports, and unless ``keep_optimizer``: optimizer, batch size of its rate, and schedules.
+    The settings are imports, and unless ``keep_optimizer``: optimizer, batch size of its rate, and schedules with
+    absolute learning rates scaled.
     """
     cfg = source.cfg.to_dict()
-    settings = _imports(cfg)
+    imports = (cfg.get('custom_imports') or {}).get('imports', [])
+    imports = [name for name in ([imports] if isinstance(imports, str) else imports) if name != 'mmlinattn']
+    settings: dict[str, Any] = dict(custom_imports=dict(imports=[*imports, 'mmlinattn'], allow_failed_imports=False))
+    if cfg.get('load_from') is not None:
+        settings['load_from'] = None  # weights of the whole upstream model
     if keep_optimizer or not (cfg.get('optim_wrapper') or {}).get('optimizer'):
         return settings, []
     kinds = [source.model.get('type'), *(head.get('type') for head in listed(source.model.get('decode_head'))[:1])]
@@ -64,33 +64,20 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
     upstream, wrapper = cfg['optim_wrapper'], _optim_wrapper(cfg['optim_wrapper'], paper.optim_wrapper.to_dict())
     batch = (paper.get('auto_scale_lr') or {}).get('base_batch_size', 16)
     settings.update(optim_wrapper=wrapper, auto_scale_lr=dict(base_batch_size=batch))
-    schedulers = _schedulers(cfg, wrapper['optimizer']['lr'] / upstream['optimizer'].get('lr', 1.0))
-    if schedulers:
-        settings['param_scheduler'] = schedulers
+    factor, schedulers = wrapper['optimizer']['lr'] / upstream['optimizer'].get('lr', 1.0), cfg.get('param_scheduler')
+    ends = [(each, key) for each in listed(schedulers) for key in ('eta_min', 'eta_max') if each.get(key)]
+    if ends and factor != 1:
+        for each, key in ends:
+            each[key] = float(f'{each[key] * factor:.3g}')
+        settings['param_scheduler'] = [{k: v for k, v in each.items() if k != '_scope_'} for each in listed(schedulers)]
     remarks = [f'the learning rate is for {batch} images per step (--auto-scale-lr scales it)']
     if bare_name(upstream.get('type')) == 'AmpOptimWrapper':
         remarks.insert(0, 'mixed precision is an option of the tools (--amp), so that the file also trains on a CPU')
     return settings, remarks
 
 
-def _imports(cfg: dict) -> dict[str, Any]:
-    """Return the settings ``custom_imports``, with this package added, and ``load_from=None`` if the upstream config
-    loads a whole model."""
-    imports = (cfg.get('custom_imports') or {}).get('imports', [])
-    imports = [name for name in ([imports] if isinstance(imports, str) else imports) if name != 'mmlinattn']
-    settings: dict[str, Any] = dict(
-        custom_imports=dict(imports=[*imports, 'mmlinattn'], allow_failed_imports=False),
-    )
-    if cfg.get('load_from') is not None:
-        settings['load_from'] = None  # weights of the whole upstream model
-    return settings
-
-
 def _optim_wrapper(upstream: dict, ours: dict) -> dict[str, Any]:
-    """Return the paper's optimizer with upstream's settings of its own heads.
-
-    The backbone trains at the full rate, as in the paper.
-    """
+    """Return the paper's optimizer with upstream's settings of its own heads. The backbone trains at the full rate."""
     ours['optimizer'].pop('_scope_', None)
     theirs, paramwise = upstream.get('paramwise_cfg') or {}, dict(ours.get('paramwise_cfg') or {})
     keys = {key: value for key, value in theirs.get('custom_keys', {}).items() if not key.startswith('backbone')}
@@ -103,14 +90,3 @@ def _optim_wrapper(upstream: dict, ours: dict) -> dict[str, Any]:
     optional = {key: value for key, value in dict(paramwise_cfg=paramwise, **merged).items() if value}
     constructor = 'MergedOptimWrapperConstructor'
     return dict(type='OptimWrapper', constructor=constructor, optimizer=ours['optimizer'], **optional)
-
-
-def _schedulers(cfg: dict, factor: float) -> list[dict]:
-    """Return schedules with their absolute learning rates scaled by ``factor``; [] if none changes."""
-    schedulers = listed(cfg.get('param_scheduler'))
-    ends = [(each, key) for each in schedulers for key in ('eta_min', 'eta_max') if each.get(key)]
-    if not ends or factor == 1:
-        return []
-    for each, key in ends:
-        each[key] = float(f'{each[key] * factor:.3g}')
-    return [{key: each[key] for key in each if key != '_scope_'} for each in schedulers]

@@ -21,21 +21,13 @@ from .upstream import Upstream, join_encoder
 
 
 class SmokeResult(NamedTuple):
-    """Result of a smoke test.
+    """Result of a smoke test."""
 
-    Attributes:
-        failure: The failed step and its error, or ''.
-        loss: Loss of the training step; None if the step failed.
-        without_gradient: Names of backbone parameters that got no gradient.
-        seconds: Duration of a second training step, measured on given batches only.
-        size: Height and width of the images in that step.
-    """
-
-    failure: str = ''
-    loss: Optional[float] = None
-    without_gradient: tuple[str, ...] = ()
-    seconds: float = 0.0
-    size: tuple[int, int] = (0, 0)
+    failure: str = ''  # the failed step and its error
+    loss: Optional[float] = None  # of the training step; None if it failed
+    without_gradient: tuple[str, ...] = ()  # names of backbone parameters
+    seconds: float = 0.0  # of a second training step, measured on given batches only
+    size: tuple[int, int] = (0, 0)  # height and width of the images in that step
 
 
 def smoke_test(
@@ -47,13 +39,8 @@ def smoke_test(
 ) -> SmokeResult:
     """Build a network without its pretrained weights, train it for one step, and predict.
 
-    Args:
-        network: Config of the network.
-        source: Upstream config with its task and data sets.
-        size: Height and width of the dummy images.
-        optim_wrapper: Config of the optimizer wrapper; SGD by default. It gets ``bypass_duplicate`` if modules of the
-            network share parameters.
-        batches: Batches of a training and of a test loader in place of dummy inputs.
+    Dummy images have ``size`` (height, width); ``batches`` of a training and of a test loader replace them. The
+    optimizer is SGD by default. It gets ``bypass_duplicate`` if modules of the network share parameters.
     """
     init_default_scope(source.task)
     run = MessageHub.get_current_instance()

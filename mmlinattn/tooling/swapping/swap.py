@@ -35,13 +35,8 @@ class Swapped(NamedTuple):
 
 
 def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_optimizer: bool = False) -> Swapped:
-    """Write an upstream config with a backbone of our configs, after a smoke test.
-
-    Args:
-        upstream: ``mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py`` or a path.
-        backbone: Beginning of its config names: ``ravlt_t``, ``inline_swin_s``, ``flatten_pvt_v2_b1``.
-        out: File to write.
-        keep_optimizer: Keep upstream's optimizer in place of the paper's for the backbone.
+    """Write an upstream config (``mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py`` or a path) with a backbone of our
+    configs (``ravlt_t``), after a smoke test. With ``keep_optimizer``, its optimizer is not replaced by the paper's.
 
     Raises:
         Unsupported: The network cannot use the backbone.
@@ -83,26 +78,32 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
     wrong = changes(model, source._replace(cfg=Config.fromfile(str(out))).model)
     if wrong:
         raise RunError(f'{out} does not hold the model that was tried: {"; ".join(wrong[:3])}')
-    return Swapped(changes(source.model, model) + _changed_settings(settings, source.cfg), remarks, result)
+    old = source.cfg.to_dict()
+    old['optim_wrapper'] = dict(dict(type='OptimWrapper'), **(old.get('optim_wrapper') or {}))
+    old['param_scheduler'] = listed(old.get('param_scheduler'))
+    keys = [key for key in ('optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'load_from') if key in settings]
+    lines = changes(source.model, model) + [line for key in keys for line in changes(old.get(key), settings[key], key)]
+    return Swapped([*lines, "custom_imports: this project's, beside upstream's"], remarks, result)
 
 
 def _kept(given: dict, num_stages: int) -> dict:
     """Return the settings of a backbone for memory, and of one of ours for freezing, which the new one takes over."""
     kind = MODELS.get(bare_name(given.get('type')))
-    names = ('with_cp', 'norm_eval') if isinstance(kind, type) and issubclass(kind, Backbone) else ('with_cp',)
-    kept = {name: True for name in names if given.get(name) is True}
-    frozen = given.get('frozen_stages')
-    is_frozen = len(names) > 1 and isinstance(frozen, int) and 0 <= frozen < num_stages
-    return {**kept, 'frozen_stages': frozen} if is_frozen else kept
+    kept: dict = dict(with_cp=True) if given.get('with_cp') is True else {}
+    if isinstance(kind, type) and issubclass(kind, Backbone):
+        frozen = given.get('frozen_stages')
+        if given.get('norm_eval') is True:
+            kept['norm_eval'] = True
+        if isinstance(frozen, int) and 0 <= frozen < num_stages:
+            kept['frozen_stages'] = frozen
+    return kept
 
 
 def _first_that_trains(
     source: Upstream, new: ZooBackbone, optim_wrapper: Optional[dict]
 ) -> tuple[Candidate, SmokeResult]:
-    """Return the first candidate that trains every parameter of the backbone and predicts without an error.
-
-    A prediction may fail if it fails with upstream's own backbone, too.
-    """
+    """Return the first candidate that trains every parameter of the backbone and predicts without an error, unless
+    upstream's own backbone fails in the prediction, too."""
     network = source.network
     found = candidates(network, measure(source), new, source.task)
     for size in source.sizes:
@@ -125,10 +126,8 @@ def _first_that_trains(
 
 
 def _without_weights(model: dict) -> dict:
-    """Return a model config without weights of the whole model, as they have another backbone.
-
-    MMEngine would load them in place of the backbone's own. MMSegmentation passes ``pretrained`` to the backbone.
-    """
+    """Return a model config without weights of the whole model: MMEngine would load them in place of the backbone's
+    own, and MMSegmentation passes ``pretrained`` to the backbone."""
     out = {key: None if key == 'pretrained' and isinstance(value, str) else value for key, value in model.items()}
     return {**out, 'init_cfg': None} if is_pretrained(out.get('init_cfg')) else out
 
@@ -147,13 +146,3 @@ def _text(source: Upstream, backbone: str, model: dict, settings: dict) -> str:
         values['data_preprocessor'] = model.pop('data_preprocessor')
     values['model'] = model
     return text + ''.join(statement(key, value) for key, value in values.items())
-
-
-def _changed_settings(settings: dict, upstream: Config) -> list[str]:
-    """Return the changed settings, one line per value."""
-    old = upstream.to_dict()
-    old['optim_wrapper'] = dict(dict(type='OptimWrapper'), **(old.get('optim_wrapper') or {}))
-    old['param_scheduler'] = listed(old.get('param_scheduler'))
-    keys = ('optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'load_from')
-    lines = [line for key in keys if key in settings for line in changes(old.get(key), settings[key], key)]
-    return [*lines, "custom_imports: this project's, beside upstream's"]

@@ -15,6 +15,7 @@ from ...utils.errors import RunError
 from ...utils.registering import bare_name
 from ..configs import PIP_NAMES, read_config
 from ..images import image_channels, test_size
+from ..settings import leaves
 
 # beginnings of the names of backbones that only their own heads can read
 _OWN_HEADS = dict(
@@ -36,22 +37,13 @@ class NoModel(RunError):
 
 
 class Upstream(NamedTuple):
-    """An upstream config.
+    """An upstream config."""
 
-    Attributes:
-        base: Name for ``_base_``: ``mmdet::...`` or an absolute path.
-        cfg: As inherited.
-        task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
-        inner: Key of the part of the model that holds ``backbone``: 'detector' of trackers and semi-supervised
-            training, else ''.
-        is_whole: True for a pure Python config. No text config can inherit it, so the written file holds all of it.
-    """
-
-    base: str
-    cfg: Config
-    task: str
-    inner: str = ''
-    is_whole: bool = False
+    base: str  # name for _base_: mmdet::... or an absolute path
+    cfg: Config  # as inherited
+    task: str  # mmdet, mmseg or mmpretrain
+    inner: str = ''  # part of the model with the backbone: 'detector' of trackers and semi-supervised training
+    is_whole: bool = False  # a pure Python config: no text config can inherit it, so the written file holds all of it
 
     @property
     def model(self) -> dict:
@@ -75,7 +67,6 @@ class Upstream(NamedTuple):
 
     @property
     def image_channels(self) -> int:
-        """Number of image channels that the model takes."""
         return image_channels(Config(dict(default_scope=self.task, model=self.network)))
 
     @property
@@ -120,17 +111,11 @@ def join_encoder(network: dict) -> dict:
 
 def dicts(node: Any) -> Iterator[dict]:
     """Yield all dicts in a part of a config, outer ones first."""
-    if isinstance(node, dict):
-        yield node
-        node = list(node.values())
-    for child in node if isinstance(node, (list, tuple)) else ():
-        yield from dicts(child)
+    return (each for _, each in leaves([node]) if isinstance(each, dict))
 
 
 def read_upstream(spec: str) -> Upstream:
-    """Read a config of MMDetection, MMSegmentation or MMPretrain.
-
-    ``spec`` is an address such as ``mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py``, or the path of a file.
+    """Read a config of MMDetection, MMSegmentation or MMPretrain: an address (``mmdet::FOLDER/CONFIG.py``) or a path.
 
     Raises:
         RunError: The config is missing, not readable, or of another project.

@@ -23,13 +23,9 @@ _NO_READERS = ('backbone', 'neck', 'train_cfg', 'test_cfg', 'data_preprocessor',
 def assign_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap], deepest_last: bool) -> Optional[list[int]]:
     """Return the stages, ascending, that replace upstream's feature maps.
 
-    They match by stride. The last feature maps of dilated networks share a stride and match by order. Among
-    equal matches the deepest is taken. The result is None for too many feature maps, or strides that do not ascend.
-
-    Args:
-        old: The upstream feature maps.
-        stages: Feature maps of the new stages.
-        deepest_last: Replace the last one by the deepest stage; not in detectors, as anchors depend on strides.
+    They match by stride. The last feature maps of dilated networks share a stride and match by order. Among equal
+    matches the deepest is taken. With ``deepest_last`` the last one is the deepest stage; not in detectors, as anchors
+    depend on strides. The result is None for too many feature maps, or strides that do not ascend.
     """
     if any(a.stride is None or b.stride is None or a.stride > b.stride for a, b in zip(old, old[1:])):
         return None
@@ -38,8 +34,7 @@ def assign_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap], deepe
     return min(reversed(fitting), key=lambda chosen: _distance(old, [stages[i] for i in chosen]), default=None)
 
 
-def _distance(old: Sequence[FeatureMap], new: Sequence[FeatureMap]) -> float:
-    """Return the summed differences of the strides in octaves."""
+def _distance(old: Sequence[FeatureMap], new: Sequence[FeatureMap]) -> float:  # of the strides in octaves
     return sum(abs(math.log2((a.stride or 32) / (b.stride or 32))) for a, b in zip(old, new))
 
 
@@ -57,22 +52,17 @@ def positions_read(network: dict, count: int) -> list[int]:
     if necks:
         return list(range(count))[necks[0].get('start_level') or 0 :]
     for head in (head for key, part in network.items() if key not in _NO_READERS for head in listed(part)):
-        indices, channels = _indices(head), head.get('in_channels') if isinstance(head, dict) else None
+        indices: list[int] = []
+        for node in dicts(head):
+            index = node.get('in_index')
+            indices += [index] if isinstance(index, int) else index or []
+            if 'c1_in_channels' in node:  # DeepLabV3+ reads the first feature map, too
+                indices.append(0)
+        channels = head.get('in_channels') if isinstance(head, dict) else None
         if channels and not indices:  # as MMSegmentation's heads
             indices = [-1] if isinstance(channels, int) else list(range(count))
         found.update(i % count for i in indices)
     return sorted(found) or list(range(count))
-
-
-def _indices(head: Any) -> list[int]:
-    """Return ``in_index`` of a head and of the heads inside."""
-    found: list[int] = []
-    for node in dicts(head):
-        index = node.get('in_index')
-        found += [index] if isinstance(index, int) else index or []
-        if 'c1_in_channels' in node:  # DeepLabV3+ reads the first feature map, too
-            found.append(0)
-    return found
 
 
 class Wiring:
@@ -114,7 +104,8 @@ class Wiring:
                 value = self._channels(value, index, self.deep or not depth)
             elif key == 'in_index' and value is not None and len(self.keep) < self.count:
                 many = isinstance(value, (list, tuple))
-                value = type(value)(map(self._position, value)) if many else self._position(value)
+                kept = [self.keep.index(i % self.count) for i in (value if many else [value])]
+                value = type(value)(kept) if many else kept[0]
             elif key in _STRIDES and isinstance(value, (list, tuple)) and list(value) == self.old_strides:
                 value = type(value)(self.new_strides)
             elif key in ('start_level', 'end_level') and isinstance(value, int) and value > 0:
@@ -124,16 +115,10 @@ class Wiring:
             out[key] = value
         return out
 
-    def _position(self, index: int) -> int:
-        """Return the index of upstream's feature map ``index`` among those that the new backbone returns."""
-        return self.keep.index(index % self.count)
-
     def _channels(self, value: Any, index: Any, is_read: bool) -> Any:
-        """Return the channels of the new feature maps in place of ``value``, upstream's channels as a number or a list.
-
-        Other numbers are returned unchanged. ``index`` is the ``in_index`` beside ``value``, or None. A number without
-        ``index`` is compared with upstream's feature maps only if ``is_read``.
-        """
+        """Return the channels of the new feature maps in place of ``value``, upstream's channels as a number or a list,
+        and other values unchanged. ``index`` is the ``in_index`` beside ``value``; a number without it counts only if
+        ``is_read``."""
         if isinstance(value, (list, tuple)):
             runs = [range(first, first + len(value)) for first in range(self.count - len(value), -1, -1)]
             runs.append(range(self.count)[::-1])
@@ -141,9 +126,6 @@ class Wiring:
                 if list(value) == [self.old.get(i) for i in positions]:
                     return type(value)(self.new[i] for i in positions if i % self.count in self.keep)
             return value
-        positions = []
-        if isinstance(index, int):
-            positions = [index]
-        elif is_read:
-            positions = self.keep[::-1]
+        positions = self.keep[::-1] if is_read else []
+        positions = [index] if isinstance(index, int) else positions
         return next((self.new[i] for i in positions if self.old.get(i) == value), value)

@@ -29,21 +29,13 @@ class FeatureMap(NamedTuple):
 
 
 class ZooBackbone(NamedTuple):
-    """A backbone of our configs.
+    """A backbone of our configs."""
 
-    Attributes:
-        name: Beginning of its config names, such as ``inline_swin_s``.
-        cfg: ``dict(type=..., arch=..., ...)``, without settings of the task.
-        checkpoint: ``mmlinattn://NAME`` of the released ImageNet weights, or None.
-        stages: Feature map of each stage.
-        plain: True for one stage of blocks at stride 16.
-    """
-
-    name: str
-    cfg: dict
-    checkpoint: Optional[str]
+    name: str  # beginning of its config names, such as inline_swin_s
+    cfg: dict  # without settings of the task
+    checkpoint: Optional[str]  # mmlinattn://NAME of the released ImageNet weights
     stages: tuple[FeatureMap, ...]
-    plain: bool
+    plain: bool  # one stage of blocks at stride 16
 
     def with_outputs(self, stages: Sequence[int]) -> dict:
         """Return the config of the backbone with outputs at ``stages``; for a plain backbone these stand for evenly
@@ -75,9 +67,7 @@ def backbone_names() -> list[str]:
 
 
 def find_backbone(name: str, task: str) -> ZooBackbone:
-    """Return a backbone by the beginning of its config names, as the task builds it.
-
-    Detectors synchronise batch norms.
+    """Return a backbone by the beginning of its config names, as the task builds it: detectors synchronise batch norms.
 
     Raises:
         RunError: There is no such backbone; the message lists the names.
@@ -97,11 +87,8 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
 
 
 def recipe(name: str, task: str, preferred: str = '') -> Config:
-    """Return the config with the paper's optimizer for a backbone and task.
-
-    Without one, return that of another size of the same backbone, or else of RAVLT. ``preferred`` is the recipe to take
-    if there are several, such as ``fpn_80k``.
-    """
+    """Return the config with the paper's optimizer for a backbone and task, else that of another size of the backbone,
+    or of RAVLT. ``preferred`` is the recipe to take if there are several, such as ``fpn_80k``."""
     family = [name.rsplit('_', count)[0] for count in range(name.count('_') + 1)]
     fitting = (
         paths

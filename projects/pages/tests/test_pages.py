@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmlinattn.tooling.analysis.counting import CONV, PRODUCT
-from mmlinattn.tooling.analysis.flops import Cost
+from mmlinattn.tooling.analysis.flops import CONV, PRODUCT, Cost
 from projects.pages import metafiles
 from projects.pages.published import TABLES, Row, read_rows
 from projects.pages.tables import cells, measure, page

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmlinattn.attention import Grid, HallucinatedMixer, InLineMixer
-from mmlinattn.tooling.analysis.counting import CONV, LINEAR, PRODUCT, OpCounter
+from mmlinattn.tooling.analysis.flops import CONV, LINEAR, PRODUCT, OpCounter
 
 
 class Toy(nn.Module):

@@ -9,8 +9,7 @@ from mmengine.registry import MODELS
 from torch import nn
 
 import mmlinattn  # noqa: F401
-from mmlinattn.tooling.analysis.counting import CONV, LINEAR
-from mmlinattn.tooling.analysis.flops import count_model
+from mmlinattn.tooling.analysis.flops import CONV, LINEAR, count_model
 from mmlinattn.utils.errors import RunError
 
 

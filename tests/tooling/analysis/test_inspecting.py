@@ -19,7 +19,7 @@ from mmlinattn.attention import (
 )
 from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearPVT, LinearSwin
 from mmlinattn.backbones.nextvit_blocks import AveragedKeysAttention
-from mmlinattn.tooling.analysis import inspecting, measures
+from mmlinattn.tooling.analysis import inspecting
 from mmlinattn.tooling.analysis.capture import Window, arrangements, watched
 from mmlinattn.tooling.analysis.inspecting import full_map, measure_block, query_map
 
@@ -42,7 +42,8 @@ def known(monkeypatch, weights, with_local=None):
     """Replace the weights of any attention by (n, M) weights."""
     maps = {False: weights, True: with_local}
     monkeypatch.setattr(Window, 'weights', lambda self, rows, local=False: maps[local][None, rows])
-    monkeypatch.setattr(Window, 'convolutions', lambda self: [] if with_local is None else ['one'])
+    local = [] if with_local is None else ['one']
+    monkeypatch.setattr(Window, 'convolutions', lambda self, of_mixer=False: [] if of_mixer else local)
 
 
 def test_every_number_of_a_block(monkeypatch):
@@ -172,9 +173,9 @@ def test_ranks_are_those_of_features_state_and_weights():
     rank = measure_block(block, ('rank',))['rank']
     (window,) = block.windows
     for name, features in zip(('output', 'projected'), block.features()[0]):
-        assert rank[name] == measures.ranks(features)
-    assert rank['state'] == measures.ranks(window.state())
-    assert rank['weights'] == measures.ranks(window.weights(torch.arange(20)))
+        assert rank[name] == inspecting.ranks(features)
+    assert rank['state'] == inspecting.ranks(window.state())
+    assert rank['weights'] == inspecting.ranks(window.weights(torch.arange(20)))
     reduced = measured(ReducedAttention(8, 2, 'enhanced', 2, dict(type='LN')), torch.randn(1, 6, 8, 8), ('rank',))
     found = {part: numbers['at_most'] for part, numbers in reduced['rank'].items()}
     assert found == dict(weights=12, state=4, output=4, projected=4)

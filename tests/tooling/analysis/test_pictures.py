@@ -46,7 +46,9 @@ def test_plots_of_the_measures_of_a_block(tmp_path):
     entry = measure_block(block)
     made = pictures.plot_measures([entry], ['maps', *pictures.PLOTS], tmp_path / 'new', 'mine')
     assert made == [tmp_path / 'new' / f'{name}.png' for name in pictures.PLOTS] and all(map(Path.is_file, made))
-    assert all(np.isfinite(line.values(entry)).all() for _, lines in pictures.PLOTS.values() for line in lines)
+    assert all(
+        np.isfinite(pictures.values_of(line, entry)).all() for _, lines in pictures.PLOTS.values() for line in lines
+    )
     assert pictures.plot_measures([dict(block='a', mixer='rala', ccs=None)], ['ccs'], tmp_path, 'mine') == []
 
 
@@ -54,13 +56,11 @@ def test_numbers_of_lines():
     maps = pictures.QueryMaps('a', 'softmax', np.array([[[0.5, np.nan, np.nan]], [[0.25, 0.5, np.nan]]]), (1, 3))
     np.testing.assert_array_equal(maps.mean, [[0.375, 0.25, np.nan]])
     entry = dict(sharpness=dict(entropy=[1, 3], log=4, zero=0), rank=dict(state=None), ccs=0.0)
-    for keys, divisor, label, expected in (
-        (('sharpness', 'entropy'), 'log', 'sharpness.entropy / log', [0.25, 0.75]),
-        (('sharpness', 'entropy'), 'zero', 'sharpness.entropy / zero', [np.nan]),
-        (('ccs',), '', 'ccs', [0.0]),
-        (('rank', 'state', 'effective'), 'at_most', 'rank.state.effective / at_most', [np.nan]),
+    for line, expected in (
+        ('sharpness.entropy / log', [0.25, 0.75]),
+        ('sharpness.entropy / zero', [np.nan]),
+        ('ccs', [0.0]),
+        ('rank.state.effective / at_most', [np.nan]),
     ):
-        line = pictures.Line(keys, divisor)
-        np.testing.assert_array_equal(line.values(entry), expected)
-        assert line.label == label
+        np.testing.assert_array_equal(pictures.values_of(line, entry), expected)
     assert pictures.evenly_spaced(3, 8) == [0, 1, 2] and pictures.evenly_spaced(9, 3) == [0, 4, 8]

@@ -3,7 +3,7 @@ import cv2
 import numpy as np
 import pytest
 
-from mmlinattn.tooling.datasets.polygons import mask_to_polygons
+from mmlinattn.tooling.datasets.layouts import mask_to_polygons
 
 
 def rasterise(polygons, shape):

@@ -11,7 +11,7 @@ from torch import nn
 from mmlinattn.tooling.export import FORMATS, Sizes, export_model
 from mmlinattn.tooling.export.detectors import detector_graph
 from mmlinattn.tooling.export.models import detection_deviation
-from mmlinattn.tooling.export.nms import nms_mask
+from mmlinattn.tooling.export.onnx_nodes import nms_mask
 from mmlinattn.utils.errors import RunError
 
 pytest.importorskip('mmdet')
