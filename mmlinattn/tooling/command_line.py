@@ -136,72 +136,72 @@ def clean_end():
         raise SystemExit(INTERRUPTED) from None
 
 
-# remedies by the prefix of a module near the end of a traceback of upstream, and words of the error; {name} is a local
-# variable, or an attribute of self, in the traceback
+# remedies by the type of an error of upstream, the prefix of a module near the end of its traceback, and words of it;
+# {name} is a local variable, or an attribute of self, in the traceback
 ADVICE = {
-    ('torch.utils.data.dataloader', 'persistent_workers option needs num_workers'): (
+    (ValueError, 'torch.utils.data.dataloader', 'persistent_workers option needs num_workers'): (
         'Set persistent_workers=False of that dataloader; --no-persistent-workers does so in a training'
     ),
-    ('torch.nn.modules.batchnorm', 'Expected more than 1 value per channel'): (
+    (ValueError, 'torch.nn.modules.batchnorm', 'Expected more than 1 value per channel'): (
         'BatchNorm cannot train on one image whose map is one pixel. Set train_dataloader.drop_last=True if the last '
         'batch of an epoch has one image, else a larger train_dataloader.batch_size, or a norm_cfg of another type, '
         'such as GN'
     ),
-    ('mmseg.models.data_preprocessor', 'The image size in a batch should be the same'): (
+    (AssertionError, 'mmseg.models.data_preprocessor', 'The image size in a batch should be the same'): (
         'Images of one batch differ in size. Set batch_size=1 in val_dataloader and test_dataloader, or resize to one '
         'size in the pipeline'
     ),
-    ('torch.utils.data._utils.collate', 'stack expects each tensor to be equal size'): (
+    (RuntimeError, 'torch.utils.data._utils.collate', 'stack expects each tensor to be equal size'): (
         'Images of one batch differ in size. Set batch_size=1 in that dataloader, or resize or crop to one size in the '
         'pipeline'
     ),
-    ('mmseg.datasets', 'is not a subset of classes'): (
+    (ValueError, 'mmseg.datasets', 'is not a subset of classes'): (
         "metainfo.classes can only choose among the classes of this data set. For others set type='BaseSegDataset' of "
         'each data set (with reduce_zero_label=True if 0 is no class)'
     ),
-    ('', 'selected index k out of range'): (  # raised by an operator
+    (RuntimeError, '', 'selected index k out of range'): (  # raised by an operator
         'The detector has fewer boxes: lower max_per_img or max_per_image in its test_cfg'
     ),
-    ('mmpretrain.evaluation', 'accuracy is unavailable since the number of categories'): (
+    (ValueError, 'mmpretrain.evaluation', 'accuracy is unavailable since the number of categories'): (
         'Set topk=(1,) in val_evaluator, test_evaluator and the head'
     ),
-    ('mmdet.evaluation', 'inhomogeneous shape'): (
+    (ValueError, 'mmdet.evaluation', 'inhomogeneous shape'): (
         "metric='proposal_fast' of CocoMetric fails with NumPy 1.24 and newer: set metric='proposal'"
     ),
-    ('mmdet.evaluation', 'list index out of range'): (
+    (IndexError, 'mmdet.evaluation', 'list index out of range'): (
         'num_classes of the head is more than the categories of the annotation file that metainfo.classes names: set '
         'it to their number in each head, or name all classes'
     ),
-    ('mmengine.optim', 'None is not a callable object'): (
+    (TypeError, 'mmengine.optim', 'None is not a callable object'): (
         'optim_wrapper.optimizer={optimizer_cfg}: type is no known optimizer'
     ),
-    ('mmcv.cnn.bricks', 'Cannot find None in registry'): (
+    (KeyError, 'mmcv.cnn.bricks', 'Cannot find None in registry'): (
         'type={layer_type} of a layer, such as norm_cfg, is in no registry'
     ),
-    ('mmcv.image', 'Scale must be a number or tuple of int'): (
+    (TypeError, 'mmcv.image', 'Scale must be a number or tuple of int'): (
         'A scale is a list; write it in brackets, scale="(96,96)"'
     ),
-    ('mmengine.optim', 'base_wd should not be None'): (
+    (ValueError, 'mmengine.optim', 'base_wd should not be None'): (
         'paramwise_cfg has *_decay_mult: set optim_wrapper.optimizer.weight_decay, too'
     ),
-    ('torch.nn.functional', 'weight tensor should be defined'): (
+    (RuntimeError, 'torch.nn.functional', 'weight tensor should be defined'): (
         'class_weight of a loss: expected a number for each class of its head'
     ),
-    ('mmpretrain.', 'Cannot generate one-hot format labels'): (
+    (AssertionError, 'mmpretrain.', 'Cannot generate one-hot format labels'): (
         'Mixed images need data_preprocessor=dict(num_classes=...), the number of the head'
     ),
-    ('mmengine.registry', "unexpected keyword argument 'pretrained'"): (
+    (TypeError, 'mmengine.registry', "unexpected keyword argument 'pretrained'"): (
         'Weights of a backbone go into its init_cfg=dict(type="Pretrained", checkpoint=...)'
     ),
-    ('mmcv.image', '!_src.empty()'): (
+    (Exception, 'mmcv.image', '!_src.empty()'): (
         'OpenCV cannot read an image. If a transform of your own reads them, leave --show-dir out'
     ),
-    ('torch.nn.functional', 'is out of bounds.'): (
+    (IndexError, 'torch.nn.functional', 'is out of bounds.'): (
         'A label is beyond num_classes of the head: in a mask that DataCheckHook did not open '
         '(custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file), or as padding, if '
         'data_preprocessor.seg_pad_val differs from ignore_index'
     ),
-    ('mmseg.models.losses', 'is out of bounds for dimension'): (
+    (IndexError, 'mmseg.models.losses', 'is out of bounds for dimension'): (
         "MMSegmentation 1.2's CrossEntropyLoss looks ignored pixels, and padding, up in class_weight: leave it out, or "
         'use FocalLoss'
     ),
@@ -222,8 +222,10 @@ def _values(error: BaseException, *names: str) -> Iterator[Any]:
 
 def advice_for(error: BaseException) -> str:
     """Return the remedy of :data:`ADVICE` for an error, or ''."""
-    for (origin, words), remedy in ADVICE.items():
-        if words in str(error) and any(name.startswith(origin) for name in _modules(error)[-_NEAR:]):
+    for (kind, origin, words), remedy in ADVICE.items():
+        if not isinstance(error, kind) or words not in str(error):
+            continue
+        if any(name.startswith(origin) for name in _modules(error)[-_NEAR:]):
             return re.sub(r'\{(\w+)\}', lambda found: repr(next(_values(error, found[1]), None)), remedy)
     return ''
 

@@ -85,7 +85,7 @@ def test_the_remedy_beside_upstream_s_error(monkeypatch, words):
         pytest.importorskip(package)
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
     given = dict(optimizer_cfg={'type': 'Nothing', 'lr': 0.1}, layer_type='Nothing')
-    (remedy,) = [remedy for (_, each), remedy in command_line.ADVICE.items() if each == words]
+    (remedy,) = [remedy for (_, _, each), remedy in command_line.ADVICE.items() if each == words]
     remedy = re.sub(r'\{(\w+)\}', lambda name: repr(given[name[1]]), remedy)
     line = rf'^c\.py: .*{re.escape(words)}.*\. {re.escape(remedy)}\.$'
     with pytest.raises(RunError, match=line):
@@ -94,7 +94,7 @@ def test_the_remedy_beside_upstream_s_error(monkeypatch, words):
 
 
 def test_every_remedy_has_its_error():
-    assert sorted(words for _, words in command_line.ADVICE) == sorted(ERRORS)
+    assert sorted(words for _, _, words in command_line.ADVICE) == sorted(ERRORS)
 
 
 @pytest.mark.parametrize(

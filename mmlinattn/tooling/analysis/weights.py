@@ -43,6 +43,7 @@ def mixer_weights(
 
     Raises:
         NotImplementedError: The output of a head is not a matrix times the values.
+        ValueError: ``rows`` are not indices of queries.
     """
     refusal = f'{type(mixer).__name__} has no weights: its output is not one matrix per head times the values'
     if mixer.context and not isinstance(mixer, LocalMixer):
@@ -161,4 +162,14 @@ def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows:
 
 
 def _index(rows: Rows, num_tokens: int) -> Tensor:
-    return torch.arange(num_tokens) if rows is None else torch.as_tensor(rows, dtype=torch.long)
+    """Return ``rows``, or the indices of all tokens, as a tensor.
+
+    Raises:
+        ValueError: They are no indices of tokens.
+    """
+    index = torch.arange(num_tokens) if rows is None else torch.as_tensor(rows)
+    if index.numel():
+        is_integer = index.dim() == 1 and not index.is_floating_point() and index.dtype != torch.bool
+        if not is_integer or index.min() < 0 or index.max() >= num_tokens:
+            raise ValueError(f'rows={rows!r}: expected a sequence of indices of queries in [0, {num_tokens - 1}]')
+    return index.long()

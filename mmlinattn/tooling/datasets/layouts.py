@@ -9,7 +9,17 @@ import cv2
 import mmcv
 import numpy as np
 
-from .shapes import ADE_CLASSES, COCO_CLASSES, FILLS, IMAGENET_CLASSES, SHAPES, UNLABELLED_SHAPE, draw_scene
+from .shapes import (
+    ADE20K_NAMES,
+    ADE_CLASSES,
+    BACKGROUNDS,
+    COCO_CLASSES,
+    FILLS,
+    IMAGENET_CLASSES,
+    SHAPES,
+    UNLABELLED_SHAPE,
+    draw_scene,
+)
 
 WNIDS = tuple(f'n9{label:07d}' for label in range(len(IMAGENET_CLASSES)))  # sort as the labels do
 
@@ -86,7 +96,7 @@ class Coco:
 
 
 class Ade:
-    """Layout of ADEChallengeData2016: images and segmentation masks.
+    """Layout of ADEChallengeData2016: images, segmentation masks, and two lists.
 
     Pixels of a mask are the label plus one, or 0 without class. Only the first ``len(ADE_CLASSES)`` of ADE20K's 150
     labels occur, so that models with 150 classes can train on this data, too.
@@ -96,7 +106,7 @@ class Ade:
     folders = tuple(f'{kind}/{split}' for kind in ('images', 'annotations') for split in ('training', 'validation'))
 
     @classmethod
-    def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> None:
+    def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
         scene = draw_scene(rng, size, num_shapes=shapes_of(number), kinds=(*SHAPES, UNLABELLED_SHAPE))
         values = [ADE_CLASSES.index(kind) + 1 for kind in SHAPES] + [0]
         segmentation = np.full(scene.image.shape[:2], ADE_CLASSES.index(scene.background) + 1, np.uint8)
@@ -105,10 +115,22 @@ class Ade:
         name = f'ADE_{split}_{number:08d}'
         save_picture(root / 'images' / cls.splits[split] / f'{name}.jpg', scene.image)
         mmcv.imwrite(segmentation, str(root / 'annotations' / cls.splits[split] / f'{name}.png'))
+        pixels = np.bincount(segmentation.ravel(), minlength=len(ADE_CLASSES) + 1)
+        return dict(name=name, scene=scene.background, pixels=pixels)
 
     @staticmethod
-    def write_index(root: Path, records: dict[str, list]) -> None:
-        """Write nothing: MMSegmentation lists the folders."""
+    def write_index(root: Path, records: dict[str, list[dict]]) -> None:
+        """Write ``objectInfo150.txt`` of the occurring classes, and ``sceneCategories.txt``."""
+        pixels = {split: np.stack([record['pixels'] for record in part]) for split, part in records.items()}
+        ratios = pixels['train'].sum(axis=0) / pixels['train'].sum()
+        images = {split: np.count_nonzero(part, axis=0) for split, part in pixels.items()}
+        lines = ['Idx\tRatio\tTrain\tVal\tStuff\tName']
+        for value, (ours, theirs) in enumerate(zip(ADE_CLASSES, ADE20K_NAMES), start=1):
+            seen = f'{images["train"][value]}\t{images["val"][value]}'
+            lines.append(f'{value}\t{ratios[value]:.4f}\t{seen}\t{int(ours in BACKGROUNDS)}\t{theirs.strip()}, {ours}')
+        (root / 'objectInfo150.txt').write_text('\n'.join(lines) + '\n')
+        scenes = [f'{record["name"]} {record["scene"]}' for part in records.values() for record in part]
+        (root / 'sceneCategories.txt').write_text('\n'.join(scenes) + '\n')
 
 
 class ImageNet:

@@ -18,6 +18,10 @@ UNLABELLED_SHAPE = 'ring'  # pixels without class, value 0 of the ADE20K layout
 
 COCO_CLASSES = SHAPES
 ADE_CLASSES = BACKGROUNDS + SHAPES
+ADE20K_NAMES = (
+    'wall', 'building', 'sky', 'floor', 'tree', 'ceiling', 'road', 'bed ', 'windowpane', 'grass',
+)  # fmt: skip
+"""Names of the labels of ``ADE_CLASSES`` in MMSegmentation's ``ADE20KDataset``, with its blank in ``'bed '``."""
 IMAGENET_CLASSES = tuple(f'{fill} {shape}' for shape in SHAPES for fill in FILLS)
 CLASSES = dict(coco=COCO_CLASSES, ade=ADE_CLASSES, imagenet=IMAGENET_CLASSES)
 

@@ -153,6 +153,14 @@ def test_a_mixer_of_the_user(masked):
     torch.testing.assert_close(by_head(mixer, weights, v), mixer(q, k, v, GRID, GRID, **shared))
 
 
+@pytest.mark.parametrize('rows', [[15], [-1], [0.5], [True, False], [[0]]], ids=str)
+def test_rows_have_to_be_indices(rows):
+    mixer = build(dict(type='efficient'))
+    q, k, _ = tokens(mixer)
+    with pytest.raises(ValueError, match='expected a sequence of indices of queries in .0, 14.'):
+        mixer_weights(mixer, q, k, GRID, GRID, rows=rows)
+
+
 @pytest.mark.parametrize('kind', [WithNeighbours, NotANumber, OfContext])
 def test_mixers_without_an_attention_map(kind):
     mixer = kind(DIM, HEADS)

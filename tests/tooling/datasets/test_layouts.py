@@ -5,10 +5,10 @@ import json
 
 import cv2
 import numpy as np
+import pytest
 from test_polygons import rasterise
 
 from mmlinattn.tooling.datasets import ADE_CLASSES, COCO_CLASSES, IMAGENET_CLASSES, DatasetSpec, write_dataset
-from mmlinattn.tooling.datasets.shapes import BACKGROUNDS
 
 
 def listed(folder):
@@ -52,9 +52,22 @@ def test_ade_layout(tmp_path):
         assert list(found) == [f'ADE_{split}_{i:08d}' for i in range(1, count + 1)]
         assert listed(tmp_path / 'images' / part) == [f'{name}.jpg' for name in found]
         assert all(labels.dtype == np.uint8 and labels.ndim == 2 for labels in found.values())
-    assert set(np.unique([*masks['training'].values()][0])) <= set(range(len(ADE_CLASSES) + 1))
-    (background,) = np.unique(masks['training']['ADE_train_00000004'])  # an image of a background alone
-    assert ADE_CLASSES[background - 1] in BACKGROUNDS
+    title, *info = (line.split('\t') for line in (tmp_path / 'objectInfo150.txt').read_text().splitlines())
+    assert title == ['Idx', 'Ratio', 'Train', 'Val', 'Stuff', 'Name']
+    assert info[0][4:] == ['1', 'wall, gradient'] and info[7][4:] == ['0', 'bed, star']
+    _check_object_info(info, masks)
+    scenes = [line.split() for line in (tmp_path / 'sceneCategories.txt').read_text().splitlines()]
+    assert [name for name, _ in scenes] == [name for part in masks.values() for name in part]
+    name, scene = scenes[3]  # an image of a background alone
+    assert np.unique(masks['training'][name]).tolist() == [ADE_CLASSES.index(scene) + 1]
+
+
+def _check_object_info(info, masks):
+    """Check the pixel fractions of the training split, and the image counts of both splits."""
+    trained = np.concatenate([labels.ravel() for labels in masks['training'].values()])
+    for value, (number, ratio, *pictures, _, _) in enumerate(info, 1):
+        assert number == str(value) and float(ratio) == pytest.approx(np.mean(trained == value), abs=6e-5)
+        assert pictures == [str(sum((labels == value).any() for labels in part.values())) for part in masks.values()]
 
 
 def test_imagenet_layout(tmp_path):
