@@ -51,9 +51,6 @@ def table(height, width):
     return rotary_table(height, width, HEAD_DIM, dtype=torch.float64)
 
 
-# --- the equation ------------------------------------------------------------------------------
-
-
 @every_attention
 @few
 @example(3, 5, 0, True, 'projection', 3, True, 'auto', 2, 40)
@@ -71,8 +68,7 @@ def table(height, width):
     block=st.sampled_from([1, 40, 200, 2**21]),
 )
 def test_its_reference(name, height, width, prefix, encoded, gate, local_kernel, qkv_bias, backend, batch, block):
-    """Compare values and gradients on maps of any size, with class tokens, gates, local convolutions, rotary encoding
-    and bias. Batched and blockwise results are equal."""
+    """Compare values and gradients. Batched and blockwise results are equal."""
     torch.manual_seed(0)
     attention = build(name, grid=(3, 4) if encoded else None, gate=gate, local_kernel=local_kernel, qkv_bias=qkv_bias)
     mixer, grid = attention.mixer, Grid(height, width, prefix)
@@ -123,9 +119,6 @@ def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     slow = references.reference(attention, name, x, grid, kv, key_grid)
     with form(backend):
         assert_same(attend(attention, x, grid, kv, key_grid), slow, [x, kv, *attention.parameters()], rtol=1e-6)
-
-
-# --- padding -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('name', [name for name in ATTENTIONS if not build(name).mixer.sequential])  # as in windows
@@ -180,12 +173,8 @@ def test_a_window_of_padding_only_has_no_values_and_finite_gradients(name, dtype
     assert all(leaf.grad.isfinite().all() for leaf in (x, *attention.parameters()))
 
 
-# --- the interface -----------------------------------------------------------------------------
-
-
 def test_a_backbone_gates_those_that_have_no_opinion():
-    """Gate mixers by the backbone's choice unless they set their own; RALA without output augmentation (Tab. 9) stays
-    ungated."""
+    """Let RALA without output augmentation (Tab. 9) stay ungated."""
     for gate, found in (('projection', [None, 'projection', 'projection']), (None, [None, 'projection', None])):
         assert [build(name, gate=gate).gate for name in ('rala, no gate', 'rala', 'softmax')] == found
 

@@ -35,7 +35,6 @@ def step(model, x, dtype=HALF):
 
 @pytest.fixture
 def casts(monkeypatch):
-    """Record the number of weights in each joint cast."""
     sizes, forward = [], CastTogether.forward
 
     def counted(ctx, dtype, *weights):
@@ -47,7 +46,6 @@ def casts(monkeypatch):
 
 
 def plain(model):
-    """Return a copy with PyTorch's layers, whose weights autocast casts one by one."""
     model = copy.deepcopy(model)
     for module in model.modules():
         for ours, theirs in ((leaves.Linear, nn.Linear), (leaves.Conv2d, nn.Conv2d), (leaves.LayerNorm, nn.LayerNorm)):

@@ -7,8 +7,7 @@ from helpers.small_backbones import ARCHS, build, image
 
 
 def test_window_size():
-    """Set the window of all blocks, of a stage, or the trained one; linear blocks may see the whole map. Position
-    tables have the size of the window, or of the trained one for whole maps."""
+    """Give linear blocks the whole map by None. Position tables have the size of the window or the trained one."""
 
     def built(window_size):
         attns = ('focused', 'focused', ['focused', 'softmax'], 'softmax')

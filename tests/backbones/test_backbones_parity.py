@@ -23,8 +23,6 @@ CASES = goldens.cases()
 
 
 def backbone_and_arch(name):
-    """Parse the name of a case: ``flatten_pvt_v2_b1`` -> (LinearPVTv2, 'flatten-b1'), ``ravlt_det_s_333x500`` ->
-    (RAVLT, 'small')."""
     method, *backbone, size = [part for part in name.split('_') if 'x' not in part[1:-1] or part == 'nextvit']
     if method == 'ravlt':
         return RAVLT, SIZES[size]
@@ -44,7 +42,7 @@ def released(name, tmp_path, **options):
 
 @pytest.mark.parametrize('name', CASES)
 def test_released_weights_give_the_released_outputs(name, tmp_path):
-    """Compare parameter counts, outputs of the stages, and logits. Norms that a classifier's file lacks are skipped."""
+    """Compare parameter counts, outputs of the stages, and logits."""
     stored, raw, model = goldens.outputs(name), [], released(name, tmp_path)
     own = sum(p.numel() for p in model.parameters())
     count = own if 'det' in name else round(millions(*backbone_and_arch(name)) * 1e6)
@@ -72,8 +70,7 @@ def test_released_weights_give_the_released_outputs(name, tmp_path):
 
 
 def millions(backbone, arch):
-    """Return the parameters in millions of a backbone, its last norm and its classifier. The classifier is linear;
-    RAVLT's has two 1x1 convolutions and a batch norm."""
+    """Return the parameters in millions of a backbone, its last norm and its classifier."""
     with torch.device('meta'):
         options = {} if backbone is LinearDeiT else dict(out_indices=(3,))
         if 'hmhsa' in arch:  # printed of the merged form

@@ -57,9 +57,6 @@ def noise(tensor):
     return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * tensor.std(unbiased=False) / 4
 
 
-# --- changes: of a layer of one model, and of the same layer of its plain reference -----------------------------------
-
-
 class Scale(nn.Module):
     def forward(self, x):
         return FACTOR * x
@@ -183,8 +180,6 @@ CHANGES = {
 }
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
 CASES = [(backbone, mix) for backbone in ARCHS for mix in range(len(small_backbones.mixes(backbone)))]
 every_model = pytest.mark.parametrize(
     ('backbone', 'mix'),
@@ -195,8 +190,7 @@ every_change = pytest.mark.parametrize('change', CHANGES, ids=[change.__name__ f
 
 @functools.cache
 def build(backbone, mix):
-    """Build a small model in float64 with one of three mixes of attentions, and compact feed-forward networks in some
-    stages."""
+    """Build a small model in float64, with compact feed-forward networks in some stages."""
     ffn = [None, dict(type='compact'), dict(type='compact', matrix='M1', ffn='dwconv'), None]
     ffn = dict(type='compact') if backbone == 'LinearDeiT' else ffn
     arch, attns = dict(ARCHS[backbone], ffn=ffn), small_backbones.mixes(backbone)[mix]
@@ -232,8 +226,7 @@ def layers_by_kind():
 
 
 def mixed_changes(case):
-    """Return a change for each layer of a model, by path. Layers of one kind cycle through their changes and no
-    change."""
+    """Return a change for each layer by path. Layers of one kind cycle through their changes and no change."""
     plan = {}
     for places in layers_by_kind():
         options = [*changes_of(places[0][2]), None]
@@ -253,9 +246,6 @@ def changed(model, changes):
 
 def image(height=46, width=39):
     return torch.randn(2, 3, height, width, dtype=WIDE)
-
-
-# --- forms ------------------------------------------------------------------------------------------------------------
 
 
 def with_gradient(model, x):
@@ -303,8 +293,7 @@ def assert_near(found, wanted, tolerance=1e-6):
 
 
 def check_forms(model, reference, x):
-    """Compare a model with its reference: with gradients, without (fused on CPUs), as on a GPU, and in training. Errors
-    may be as large as those of the reference in the same dtype."""
+    """Compare a model with its reference. Errors may be as large as those of the reference in the same dtype."""
     with ops.use('reference'):
         in_eval, in_training = with_gradient(reference, x), training(reference, x)
         reference, small = narrowed(reference), x.float()
@@ -316,9 +305,6 @@ def check_forms(model, reference, x):
     assert_near(training(model, x), in_training, wide[1])
     assert_near(without_gradient(model, x), outs, wide[0])
     assert_near(without_gradient(narrowed(model), x.float()), outs, 1e-4 + 30 * narrow[0])
-
-
-# --- tests ------------------------------------------------------------------------------------------------------------
 
 
 @every_model
@@ -351,7 +337,6 @@ def test_shared_layers_act_in_every_form(backbone):
 
 @functools.cache
 def merged_model():
-    """Two stages of RAVLT, the second with a compact network."""
     arch, attns = dict(ARCHS['RAVLT'], ffn=[None, dict(type='compact'), None, None]), ('rala', 'softmax') * 2
     return small_backbones.build('RAVLT', arch=arch, stage_attns=attns, out_indices=(0, 1)).to(WIDE).eval()
 
@@ -425,17 +410,12 @@ def test_large_maps_without_running_statistics(kind):
     assert_near(without_gradient(model, x), expected, 1e-4)
 
 
-# --- other changes ----------------------------------------------------------------------------------------------------
-
-
 class Centred(nn.Module):
     def forward(self, x):
         return x - x.mean(1, keepdim=True)
 
 
 def of_block(name):
-    """Something else in place of a part of the first block."""
-
     def put(make):
         def change(model):
             owner, _, part = f'stages.0.0.{name}'.rpartition('.')
@@ -452,7 +432,6 @@ def twice(function):
 
 
 def of_all(kind, change):
-    """Change all modules of a class."""
     return lambda model: [change(module) for module in model.modules() if isinstance(module, kind)]
 
 
@@ -514,7 +493,6 @@ def dense(conv):
 
 
 def written(model):
-    """Write weights as EMA swaps them."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.data.copy_(tensor.data * 1.1)
@@ -597,7 +575,7 @@ def half_linear(*args):
 
 
 class Halved(TorchFunctionMode):
-    """Mode that halves the results of ``linear``, as modes that quantise change them."""
+    """Mode that halves the results of ``linear``."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

@@ -58,7 +58,6 @@ def test_the_merged_model_computes_the_same_and_its_weights_load(backbone, optio
 
 
 def hooked(path, change):
-    """Change the output of a part."""
     return lambda model: model.get_submodule(path).register_forward_hook(lambda module, inputs, out: change(out))
 
 
@@ -76,7 +75,6 @@ class Sharpened(Block):
 
 
 def own_parts(model):
-    """Add an own stem, an own block and an own attention."""
     model.patch_embeds[0] = PatchEmbed(3, model.embed_dims[0], 4, 4)
     model.stages[0][0].__class__ = Sharpened
     attn = model.stages[1][0].attn = nn.Sequential(model.stages[1][0].attn)
@@ -119,7 +117,6 @@ STAY = {
 
 @pytest.mark.parametrize('change', STAY.values(), ids=STAY)
 def test_layer_scales_beside_a_change_stay(change):
-    """Other changes: test_changed_modules.py."""
     model, x = build('RAVLT').eval(), image(2, 70, 99)
     change(model)
     expected = model(x)

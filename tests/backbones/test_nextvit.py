@@ -88,9 +88,6 @@ def test_files_of_every_size_load(size, params):
     assert set(head) == {'head.fc.weight', 'head.fc.bias'} and not dropped
 
 
-# --- averaged keys ------------------------------------------------------------------------------
-
-
 def patches(x, side):
     """Average a map over patches cropped at its border: (B, H, W, C) -> (B, h, w, C)."""
     rows, columns = (-(-length // side) for length in x.shape[1:3])
@@ -102,7 +99,6 @@ def patches(x, side):
 
 
 def affine(norm, x):
-    """Apply a batch norm with running statistics to the last axis."""
     return (x - norm.running_mean) / (norm.running_var + norm.eps).sqrt() * norm.weight + norm.bias
 
 
@@ -114,8 +110,7 @@ static_or_dynamic = pytest.mark.parametrize('is_dynamic', [False, True], ids=['s
 @pytest.mark.parametrize('reduction', ['sequence', 'grid'])
 @static_or_dynamic
 def test_keys_are_those_of_averaged_tokens(size, reduction, is_dynamic, monkeypatch):
-    """Average r^2 consecutive tokens and drop the remainder, as the release does, or average patches of r x r
-    tokens."""
+    """Average r^2 consecutive tokens and drop the remainder, as the release does, or patches of r x r tokens."""
     monkeypatch.setattr(maps, 'is_known', lambda *sizes: not is_dynamic)
     attn = goldens.fill(AveragedKeysAttention(8, 2, 'hallucinated', 2, reduction, BN)).double().eval()
     x, count = torch.randn(2, *size, 8, dtype=torch.float64), size[0] * size[1] // 4
@@ -143,9 +138,6 @@ def test_averages_of_keys():
     assert kinds(stage_attns=(None, 'inline', [None, 'softmax'], 'softmax')) == [('grid', 2)]
 
 
-# --- blocks -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('size', [(4, 6), (5, 7), (1, 1), (1, 4)], ids=str)
 @static_or_dynamic
 def test_down_sampling_averages_the_pixels_that_are_there(size, is_dynamic, monkeypatch):
@@ -161,9 +153,6 @@ def test_down_sampling_averages_the_pixels_that_are_there(size, is_dynamic, monk
 def test_channels_of_attentions_are_three_quarters_in_whole_groups():
     arch = dict(ARCH, group_dim=8, embed_dims=(8, 24, 48, 56), num_heads=(1, 1, 1, 1))
     assert small_backbones.build('LinearNextViT', arch=arch).attn_dims == (8, 16, 40, 40)  # 18, 36 and 42
-
-
-# --- norms --------------------------------------------------------------------------------------
 
 
 def test_norms_by_option():
@@ -194,8 +183,6 @@ def test_norm_cfg_is_of_all_norms():
 
 
 class Factor(nn.Module):
-    """Constant factor in place of stochastic depth."""
-
     def __init__(self, factor):
         super().__init__()
         self.factor = factor
@@ -205,8 +192,7 @@ class Factor(nn.Module):
 
 
 def test_each_branch_of_a_block_has_its_own_stochastic_depth():
-    """Drop the attention of a transformer block at 3/4 of its rate, its convolution at 1/4, its feed-forward network at
-    the whole rate; convolution blocks have one rate. Then Eq. 6 with factors 2, 3 and 5 in place of dropping."""
+    """Drop by 3/4, 1/4 and the whole rate. Then compare Eq. 6 with factors 2, 3 and 5 in place of dropping."""
     assert ConvBlock(8, 8, 4, ReLUMLP(8, 12), BN, 0.4).drop_path.drop_prob == 0.4
     attn, x = GlobalAttention(8, 2, 'softmax'), torch.randn(2, 3, 5, 8)
     block = goldens.fill(TransformerBlock(8, attn, 8, 12, 4, ReLUMLP(12, 6), BN, 0.4)).eval()

@@ -14,7 +14,6 @@ WHOLE = saved({'model': released_ravlt()})
 
 
 def link_to(root, monkeypatch):
-    """Replace the links of the released table by those of a server."""
     entries = released_checkpoints().items()
     table = {name: entry._replace(link=f'{root}/{entry.name}/?dl=1') for name, entry in entries}
     monkeypatch.setattr(released, 'released_checkpoints', lambda: table)
@@ -32,7 +31,7 @@ def serve(server, name, *reply) -> str:
 
 
 def error_line(name) -> str:
-    """Return the error for a name that cannot be fetched. It contains link and path, and no file is left."""
+    """Return the error for a name that cannot be fetched, with link and path; no file is left."""
     entry = released.find_released(name.rpartition('/')[2])
     with pytest.raises(CheckpointError) as caught:
         LOAD(name, 'cpu')
@@ -58,7 +57,6 @@ def test_a_link_of_the_table_is_converted_as_well(server):
 
 @pytest.fixture
 def hub(server, monkeypatch):
-    """Serve links of Hugging Face's hub from this machine."""
     link_to(download.HUB, monkeypatch)
     return server
 
@@ -77,7 +75,6 @@ def test_a_mirror_of_hugging_face(hub, monkeypatch, slash):
 
 @pytest.mark.parametrize('value', ['1', 'true', 'ON', '0', ''])
 def test_without_network_only_cached_files_load(server, monkeypatch, value):
-    """Set Hugging Face's offline variable; it holds for links of any server."""
     monkeypatch.setenv('HF_HUB_OFFLINE', value)
     name = serve(server, 'ravlt_t', 200, WHOLE)
     if value in ('0', ''):

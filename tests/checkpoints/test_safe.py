@@ -84,7 +84,7 @@ def test_plain_data(save):
 
 
 def renamed(path, *names: bytes) -> Path:
-    """Replace all names in the pickle of a file by the last one given."""
+    """Replace all names in the pickle of a file by the last one."""
     with zipfile.ZipFile(path) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, 'w') as archive:
@@ -112,8 +112,7 @@ class Settings(dict):
 
 @pytest.mark.parametrize('name', [b'yacs.config\nCfgNode', b'addict.addict\nDict', b'mmcv.utils.config\nConfigDict'])
 def test_settings_of_packages_not_installed(tmp_path, name):
-    """Read the yacs node of Swin's files and the ConfigDict of MMCV 1.x. Attributes of a dict could replace its
-    methods."""
+    """Read yacs nodes of Swin's files, and dicts whose attributes could replace their methods."""
     node = Settings(MODEL=Settings(DEPTHS=[2, 2]))
     vars(node).update(__immutable__=True, pop=Settings)
     torch.save(dict(config=node, meta=node), tmp_path / 'a.pth')
@@ -212,7 +211,6 @@ def test_the_config_text_of_meta_is_dropped(save):
 
 
 def test_reading_changes_no_global_state(save, tmp_path, monkeypatch):
-    """Warn about no pickle protocol, and leave PyTorch's safe globals unchanged."""
     theirs, allowed, load = get_safe_globals(), [], torch.load
     monkeypatch.setattr(
         torch, 'load', lambda *args, **kwargs: allowed.extend(get_safe_globals()) or load(*args, **kwargs)

@@ -80,9 +80,6 @@ def test_an_import_registers_loaders_and_patches_nothing(tmp_path):
     assert done.stdout.splitlines()[-1:] == ['1 True'], done.stderr
 
 
-# --- addresses
-
-
 def test_links_are_cached_in_mmengine_s_folder(server):
     """Name files of links without a file name, such as InLine's and FLatten's."""
     for number, path in enumerate(('/a/model.pth', '/f/1/?dl=1', '/g/1/?dl=1', '/?dl=1')):

@@ -24,7 +24,7 @@ FAST = {'ravlt_t', 'inline_pvt_t', 'inline_deit_t', 'flatten_pvt_t'}
     'case', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CLASSIFIERS]
 )
 def test_released_classifier(case):
-    """Convert a released file as tools/convert_checkpoint.py does, load it strictly, and compare the logits."""
+    """Convert a released file as tools/convert_checkpoint.py does, and compare the logits."""
     # a baseline is its sibling's config with another arch
     arch = dict(model__backbone__arch='softmax-small') if case.startswith('softmax') else {}
     model, _ = build(f'mmpretrain/{case.replace("softmax", "hmhsa")}_in1k', random_init=False, **arch)

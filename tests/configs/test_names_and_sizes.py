@@ -26,9 +26,6 @@ NAMES = {
 }
 
 
-# ---- names, scopes, inheritance
-
-
 def bases_of(path: Path) -> set:
     """Return the upstream bases (``scope::path``) of a config, through all local ones."""
     for node in ast.parse(path.read_text()).body:
@@ -61,8 +58,6 @@ def test_upstream_tools_can_run_it(name):
     statements = [line for line in path.read_text().splitlines() if not line.startswith('#')]
     assert len(statements) <= 35, 'a config says only what differs from its bases'
 
-
-# ---- published rows
 
 BACKBONES = dict(
     ravlt='RAVLT',
@@ -153,8 +148,7 @@ def test_backbone_is_the_one_in_the_name(name):
 
 @pytest.mark.parametrize('name', configs_of('mmpretrain/'))
 def test_features_of_a_classifier(name):
-    """Expect the class token of plain backbones, RAVLT's projection, and average pooling of the others. RAVLT and PVT
-    have no norm there, as released."""
+    """Expect no norm in RAVLT and PVT, as released."""
     model = load(name).model
     neck, backbone, kind = (model.get('neck') or {}).get('type'), model.backbone, model.backbone.type
     expected = dict(LinearDeiT=None, RAVLT='ConvProjectionNeck').get(kind, 'GlobalAveragePooling')

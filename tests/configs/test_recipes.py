@@ -74,8 +74,6 @@ def test_a_config_is_its_published_recipe(name):
     assert load(name).optim_wrapper.constructor == 'MergedOptimWrapperConstructor'
 
 
-# ---- weight decay, as the Runner would build the optimizer
-
 KINDS = dict(
     norms=lambda key, norms: key in norms,
     # dense recipes match the name, absent in norms of heads and of RAVLT's stem

@@ -51,8 +51,7 @@ class Block:
 
     @property
     def kind(self) -> str:
-        """Return the first word of the comment before the block. Without one it is ``config`` for Python with a base,
-        else ``run``."""
+        """Return the first word of its comment, else ``config`` for Python with a base, else ``run``."""
         if self.note:
             return re.split(r'[\s:]', self.note)[0]
         return 'config' if self.language == 'python' and '_base_ =' in self.text else 'run'
@@ -96,11 +95,7 @@ def test_readme_begins_with_the_commands():
     assert max(map(len, front.text.splitlines())) <= 80  # the site scrolls longer lines
 
 
-# ---- commands ----
-
-
 def parser_of(tool: str) -> argparse.ArgumentParser:
-    """Return the argument parser of a tool. The tool runs until it parses its arguments."""
     found = []
 
     def stop(self, *_, **__):
@@ -125,8 +120,7 @@ def commands(text: str) -> list[list]:
 
 
 def as_tool(words: list) -> list:
-    """Return ``[tool, argument, ...]`` of a command, or []. Arguments of a launcher are those of the tool that it
-    starts."""
+    """Return ``[tool, argument, ...]`` of a command, or []; of a launcher those of the tool that it starts."""
     if words[0] == 'mmlinattn':
         return [f'tools/{COMMANDS[words[1]]}', *words[2:]]
     if words[0] in ('python', 'bash'):
@@ -173,9 +167,6 @@ def test_commands_in_sentences_have_options_of_the_tools(page):
             assert options <= set(parser_of(tool[0])._option_string_actions), words
         else:
             assert all(option in (ROOT / tool[0]).read_text() for option in options), words
-
-
-# ---- Python ----
 
 
 def scripts():
@@ -227,8 +218,7 @@ def test_configs_load_and_build(block, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_page_on_deployment(tmp_path, monkeypatch, capsys):
-    """Run the Python of the page with small models: boxes and masks equal MMDetection's, and a user's model is
-    exported."""
+    """Compare boxes and masks with MMDetection's, and export a user's model."""
     for package in ('mmdet', 'onnx', 'onnxscript', 'onnxruntime'):
         pytest.importorskip(package)
     import cv2

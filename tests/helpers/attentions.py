@@ -31,8 +31,7 @@ def without_heads(q, k, v, num_heads, mask=None, op=None):
 
 
 def public_ops():
-    """Return the public attention functions of (q, k, v, num_heads) by name, with default flags and with each flag
-    inverted."""
+    """Return the attention functions by name, with default flags and with each flag inverted."""
     found = {}
     for name, op in vars(ops).items():
         parameters = inspect.signature(op).parameters.values() if name.endswith('_attention') else ()

@@ -11,8 +11,7 @@ from mmengine.registry import HOOKS
 
 @HOOKS.register_module()
 class HoldHook(Hook):
-    """Wait in iteration ``HOLD`` (an environment variable, from 1), before its loss is logged, for a file ``go_on`` in
-    the work dir or a SIGTERM seen by :class:`~mmlinattn.engine.StopHook`."""
+    """Wait in iteration ``HOLD`` (from 1) for a file ``go_on`` in the work dir or a SIGTERM seen by ``StopHook``."""
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if runner.iter + 1 != int(os.environ.get('HOLD', '0')):

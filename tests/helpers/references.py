@@ -96,9 +96,6 @@ def form(name):
             yield
 
 
-# --- equations ---------------------------------------------------------------------------------
-
-
 def side_by_side(x):
     """Merge heads: (B, heads, N, d) -> (B, N, heads * d)."""
     return x.transpose(1, 2).flatten(2)
@@ -180,15 +177,11 @@ def unit(x):
 
 
 def sum_of(kernels, v, grid):
-    """Convolve the patches of each item of ``v`` (B, N, C) with ``kernels`` (B or 1, C, 1, k, k); zero at class
-    tokens."""
+    """Convolve the patches of ``v`` (B, N, C) with ``kernels`` (B or 1, C, 1, k, k); zero at class tokens."""
     images = v[:, grid.prefix :].unflatten(1, grid[:2]).permute(0, 3, 1, 2)
     kernels = kernels.expand(len(v), *kernels.shape[1:])
     local = [conv2d(x, w, padding=w.shape[-1] // 2, groups=len(w)) for x, w in zip(images, kernels)]
     return pad(torch.stack(local).flatten(2).transpose(1, 2), (0, 0, grid.prefix, 0))
-
-
-# --- attentions --------------------------------------------------------------------------------
 
 
 def rala(mixer, spec, q, k, v, grid, size, bias, context):
@@ -229,8 +222,7 @@ def inline(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def focused(mixer, spec, q, k, v, grid, size, bias, context):
-    """Focused attention (FLatten): positions are added to the keys, and the feature map is applied before the split
-    into heads."""
+    """Add positions to the keys, and map features before the split into heads (FLatten)."""
     q, k, values = (side_by_side(t) for t in (q, k, v))
     if mixer.position is not None:  # class tokens have no position
         k = k + mixer.position(grid)

@@ -62,10 +62,7 @@ def mixes(backbone):
 
 
 def every_mix():
-    """Yield all mixes as parameters ``(backbone, stage_attns)`` of a test.
-
-    One mix per backbone is fast; together these cover all attentions.
-    """
+    """Yield all mixes as ``(backbone, stage_attns)``. One mix per backbone is fast; together they cover all."""
     for number, backbone in enumerate(ARCHS):
         for i, attns in enumerate(mixes(backbone)):
             marks = [] if i == number % len(mixes(backbone)) else [pytest.mark.slow]

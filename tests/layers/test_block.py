@@ -13,8 +13,6 @@ LN = dict(type='LN', eps=1e-6)
 
 
 class Branch(nn.Module):
-    """Linear layer in place of an attention or a feed-forward network."""
-
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -32,10 +30,7 @@ def block(layer_scale, drop_path=0.0):
 
 
 def equation(model, x):
-    for norm, branch, gamma in (
-        (model.norm1, model.attn, model.gamma1),
-        (model.norm2, model.ffn, model.gamma2),
-    ):
+    for norm, branch, gamma in ((model.norm1, model.attn, model.gamma1), (model.norm2, model.ffn, model.gamma2)):
         out = branch.linear(norm(x))
         x = x + (out if gamma is None else gamma * out)
     return x

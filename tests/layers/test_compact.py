@@ -34,8 +34,7 @@ def one_by_one(layer, x):
 @pytest.mark.parametrize('fixed', ['all', 'first', 'none'])
 @pytest.mark.parametrize('branches', [1, 2, 3])
 def test_branches_are_parallel_and_merge_into_one_matrix(branches, fixed):
-    """Compare values, gradients and statistics, also with one branch in eval mode. Merging keeps types and frozen
-    flags, and a second call does nothing."""
+    """Compare also with one branch in eval mode. Merging keeps types and frozen flags; a second call does nothing."""
     layer = unsettled(FactorisedLinear(12, 8, 5, branches)).double().requires_grad_(fixed != 'first')
     layer.train(fixed != 'all')
     for factor in (layer.down, layer.up):
@@ -59,8 +58,7 @@ def test_branches_are_parallel_and_merge_into_one_matrix(branches, fixed):
 
 @pytest.mark.parametrize(('matrix', 'r', 'gain'), [('M2', 3, 0.0), ('M1', 1, 0.08), ('M1', 4, 0.04)])
 def test_gains_to_begin_with(matrix, r, gain):
-    """Start M2 at zero, as it ends the residual branch. Start M1 with the variance of a linear layer of deviation 0.02:
-    r gains sum to 0.02 * sqrt(16)."""
+    """Start M2 at zero, M1 with the variance of a linear layer of deviation 0.02: r gains sum to 0.02 * sqrt(16)."""
     ffn = compact(MLP(16, 48), r=r, matrix=matrix, norm_cfg=dict(type='BN1d', eps=0.25))
     ffn.init_weights()
     layer = ffn.fc1 if matrix == 'M1' else ffn.fc2

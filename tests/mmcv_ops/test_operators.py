@@ -128,8 +128,7 @@ def test_roi_pool_is_its_definition():
 
 @pytest.mark.parametrize('weight', [None, torch.tensor([1.0, 2, 3, 4]).double()])
 def test_focal_losses_are_their_definitions(weight, device):
-    """Compare the sigmoid and softmax losses. Background has no weight, and the softmax loss backpropagates as a
-    sum."""
+    """Give background no weight, and backpropagate the softmax loss as a sum."""
     weight = weight if weight is None else weight.to(device)
     x, target = cases.normal(1, 6, 4).double() * 3, torch.tensor([0, 1, 2, 3, 4, 4])
     own = F.one_hot(target, 5)[:, :4].double()
@@ -178,8 +177,7 @@ def test_masked_convolution_is_the_convolution_at_the_mask(kernel, padding):
 
 @pytest.fixture(params=['rows', 'levels'])
 def form(request, ext, monkeypatch):
-    """Choose the implementation of deformable attention: by rows (CPUs, deterministic algorithms) or by levels (other
-    devices)."""
+    """Choose deformable attention by rows (CPUs, deterministic algorithms) or by levels (other devices)."""
     monkeypatch.setattr(ext, '_takes_rows', lambda value: request.param == 'rows')
 
 

@@ -8,8 +8,6 @@ from torch.nn import functional as F
 
 from mmlinattn.necks import ConvProjectionNeck, MapAdapter, SimpleFeaturePyramid
 
-# ---- SimpleFeaturePyramid
-
 
 def pyramid(**options):
     return MODELS.build(dict(dict(type='SimpleFeaturePyramid', in_channels=8, out_channels=6), **options))

@@ -17,8 +17,6 @@ DIM, TOKENS = 64, 200
 
 
 class Denormals(TorchDispatchMode):
-    """Count the denormal numbers in the results of all operations."""
-
     def __init__(self):
         super().__init__()
         self.found = {}
@@ -35,8 +33,7 @@ class Denormals(TorchDispatchMode):
 
 
 def inputs():
-    """Return tokens like those of trained networks: an unused channel, tokens without a positive channel, large tokens,
-    and some of nearly no weight."""
+    """Return tokens like those of trained networks, some of them of nearly no weight."""
     q, k, v = torch.randn(3, 2, TOKENS, DIM)
     q[..., :5] = k[..., 2:9] = -1
     q[:, 3] = k[:, 4] = -2

@@ -43,7 +43,6 @@ MADE = {
 @pytest.mark.parametrize('made', MADE)
 @pytest.mark.parametrize('name', ALL)
 def test_gradients_of_gradients_and_batched_ones(name, made, which):
-    """Compare first and second derivatives (``create_graph=True``), and first ones with ``is_grads_batched=True``."""
     x, results = (torch.rand(2, 9, 8, dtype=torch.float64) + 0.2).requires_grad_(), []
     for choice in (which, 'reference'):
         with form(choice):
@@ -114,8 +113,7 @@ DEAD = ['rala, relu', 'rala, relu, rotary', 'linear, relu', 'focused, 3', 'rala,
 @pytest.mark.parametrize('which', FORMS)
 @pytest.mark.parametrize('name', DEAD)
 def test_a_query_that_meets_no_key_in_float16(name, which):
-    """Divide a query by eps alone, as its only channels are dead in the keys. Its gradient is finite, and the others
-    are accurate."""
+    """Divide a query by eps alone. Its gradient is finite, and the others are accurate."""
     call = partial(ops.rala, kernel='relu', rotary=ops.rotary_table(3, 3, 8)) if 'rotary' in name else LINEAR[name]
     x = torch.randn(3, 1, 9, 8, generator=torch.Generator().manual_seed(0))
     q, k, v = x
@@ -146,10 +144,6 @@ def test_keys_with_a_mean_of_a_hundred_deviations(which):
     assert (out - exact).abs().max() < 1e-4 * deviation
     for ours, theirs in zip(grads, torch.autograd.grad(exact.square().sum(), wide)):
         assert (ours - theirs).norm() < 1e-4 * theirs.norm()
-
-
-# --- kept tensors and number of operations
-# -----------------------------------------------------------------------------
 
 
 def kept(function, *leaves) -> int:

@@ -74,6 +74,6 @@ def test_rotate_in_half_precision_uses_the_angles_of_float32():
 
 
 def test_rotate_in_place_takes_large_maps_of_several_images():
-    """Rotate images larger than a block, which are processed in blocks."""
+    """Process images larger than a block."""
     x, table = torch.randn(2, 1, 600 * 500, DIM).bfloat16(), rotary_table(600, 500, DIM)
     torch.testing.assert_close(rotate(x.clone(), table, inplace=True), rotate(x, table))

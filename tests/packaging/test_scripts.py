@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(os.name == 'nt' or not shutil.which('git'), reas
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs a script of a copied checkout; words that contain ``broken`` exit with a status."""
+    """Return a function that runs a script; words that contain ``broken`` exit with a status."""
     checkout = tmp_path / 'checkout'
     for name in ('tools', 'requirements'):
         shutil.copytree(ROOT / name, checkout / name)
