@@ -8,6 +8,7 @@ The expected result is that of a plain model with the weights that a change amou
 import copy
 import functools
 from collections import defaultdict
+from operator import attrgetter
 from unittest import mock
 
 import pytest
@@ -99,21 +100,23 @@ def subclassed(model, reference, path, layer, plain):
     scale_output(reference, path, plain)
 
 
+def parameters_of(layer):
+    return [(name, value) for name, value in layer._parameters.items() if value is not None]
+
+
 def parametrised(model, reference, path, layer, plain):
-    for name in list(layer._parameters):
-        if getattr(layer, name) is not None:
-            parametrize.register_parametrization(layer, name, Scale())
-            scale(plain, name)
+    for name, _ in parameters_of(layer):
+        parametrize.register_parametrization(layer, name, Scale())
+        scale(plain, name)
 
 
 def pruned(model, reference, path, layer, plain):
     """Prune a third of the weights, then scale the stored ones, as loading a checkpoint would."""
-    for name in list(layer._parameters):
-        if getattr(layer, name) is not None:
-            mask = (torch.arange(getattr(layer, name).numel()) % 3 > 0).view_as(getattr(layer, name))
-            prune.custom_from_mask(layer, name, mask)
-            getattr(layer, f'{name}_orig').data *= FACTOR
-            getattr(plain, name).data *= mask.to(WIDE) * FACTOR
+    for name, value in parameters_of(layer):
+        mask = (torch.arange(value.numel()) % 3 > 0).view_as(value)
+        prune.custom_from_mask(layer, name, mask)
+        getattr(layer, f'{name}_orig').data *= FACTOR
+        getattr(plain, name).data *= mask.to(WIDE) * FACTOR
 
 
 class Adapter(nn.Module):
@@ -149,34 +152,26 @@ def adapted_by_a_property(model, reference, path, layer, plain):
     plain.weight.data += delta
 
 
-def with_buffers(model, reference, path, layer, plain):
-    for name, value in list(layer._parameters.items()):
-        if value is not None:
+def stored_by(register):
+    """Replace parameters by scaled buffers, or by plain tensors, as replicas of ``nn.DataParallel`` have them."""
+
+    def change(model, reference, path, layer, plain):
+        for name, value in parameters_of(layer):
             delattr(layer, name)
-            layer.register_buffer(name, FACTOR * value.data)
+            register(layer, name, FACTOR * value.data)
             scale(plain, name)
 
-
-def with_tensors(model, reference, path, layer, plain):
-    """Replace parameters by plain tensors, as replicas of ``nn.DataParallel`` have them."""
-    for name, value in list(layer._parameters.items()):
-        if value is not None:
-            delattr(layer, name)
-            setattr(layer, name, FACTOR * value.data)
-            scale(plain, name)
+    return change
 
 
+with_buffers, with_tensors = stored_by(nn.Module.register_buffer), stored_by(setattr)
 CHANGES = {
     hooked: lambda layer: is_affine(layer) or is_product(layer) or hasattr(layer, 'table'),
     hooked_before: lambda layer: is_affine(layer) and is_product(layer),
-    own_forward: lambda layer: is_affine(layer) or is_product(layer),
-    subclassed: lambda layer: is_affine(layer) or is_product(layer),
-    parametrised: lambda layer: True,
-    pruned: lambda layer: True,
+    **dict.fromkeys((own_forward, subclassed), lambda layer: is_affine(layer) or is_product(layer)),
+    **dict.fromkeys((parametrised, pruned, with_buffers, with_tensors), lambda layer: True),
     adapted: is_product,
     adapted_by_a_property: lambda layer: 'weight' in layer._parameters,
-    with_buffers: lambda layer: True,
-    with_tensors: lambda layer: True,
 }
 
 
@@ -185,7 +180,7 @@ every_model = pytest.mark.parametrize(
     ('backbone', 'mix'),
     [pytest.param(*case, marks=mix.marks) for case, mix in zip(CASES, small_backbones.every_mix(), strict=True)],
 )
-every_change = pytest.mark.parametrize('change', CHANGES, ids=[change.__name__ for change in CHANGES])
+every_change = pytest.mark.parametrize('change', CHANGES)
 
 
 @functools.cache
@@ -415,16 +410,10 @@ class Centred(nn.Module):
         return x - x.mean(1, keepdim=True)
 
 
-def of_block(name):
-    def put(make):
-        def change(model):
-            owner, _, part = f'stages.0.0.{name}'.rpartition('.')
-            owner = model.get_submodule(owner)
-            setattr(owner, part, make(getattr(owner, part)))
-
-        return change
-
-    return put
+def of_block(name, make):
+    """Put something else in place of a part of the first block."""
+    path = f'stages.0.0.{name}'
+    return lambda model: replace(model, path, make(attrgetter(path)(model)))
 
 
 def twice(function):
@@ -507,24 +496,24 @@ REPLACED = {
     'no padding': with_spans(padding=(0, 0)),
     'strides of two lengths': with_spans(stride=(2, 1)),
     'holes': with_spans(dilation=(2, 2), padding=(2, 2)),
-    'a dense position encoding': of_block('position')(dense),
+    'a dense position encoding': of_block('position', dense),
     'circular padding': of_all(nn.Conv2d, padded_in_a_circle),
     'batch norms that train': of_all(nn.BatchNorm2d, recalibrated),
     'batch norms without statistics': of_all(nn.BatchNorm2d, without_statistics),
     'stochastic depth that trains': of_all(DropPath, nn.Module.train),
     'a hook on tokens': without_first_token,
-    'a norm over tokens': of_block('norm2')(lambda norm: Centred()),
+    'a norm over tokens': of_block('norm2', lambda norm: Centred()),
     'a stem without GELU': plain_stem,
     'one more layer of the stem': lambda model: model.patch_embeds[0].layers.append(nn.Hardtanh()),
     'a norm of down-sampling': lambda model: model.patch_embeds[1].layers.append(filled(nn.BatchNorm2d(16)).eval()),
-    'low rank': of_block('attn.qkv')(lambda old: nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 32)).double()),
-    'no convolution of values': of_block('attn.local')(lambda conv: nn.Identity()),
-    'a norm of values': of_block('attn.local')(lambda conv: nn.Sequential(conv, filled(nn.BatchNorm2d(8))).eval()),
-    'no convolution': of_block('ffn.dwconv')(lambda conv: nn.Identity()),
-    'weights of another type': of_block('ffn.fc1')(tagged),
+    'low rank': of_block('attn.qkv', lambda old: nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 32)).double()),
+    'no convolution of values': of_block('attn.local', lambda conv: nn.Identity()),
+    'a norm of values': of_block('attn.local', lambda conv: nn.Sequential(conv, filled(nn.BatchNorm2d(8))).eval()),
+    'no convolution': of_block('ffn.dwconv', lambda conv: nn.Identity()),
+    'weights of another type': of_block('ffn.fc1', tagged),
     'a mixer without rotation': lambda model: setattr(model.stages[0][0].attn.mixer, 'rotary', False),
-    'its own mix': of_block('attn.mix')(twice),
-    'its own network': of_block('feed_forward')(twice),
+    'its own mix': of_block('attn.mix', twice),
+    'its own network': of_block('feed_forward', twice),
 }
 
 
@@ -543,15 +532,13 @@ def test_replaced_parts_act_without_gradients(change):
     torch.testing.assert_close(model(x), expected)
 
 
-METHODS = [
-    (nn.Linear, 'forward'),
-    *((nn.Module, name) for name in ('__call__', '_call_impl')),
-    # that a class only inherits
-    *((ConvFFN, 'forward'), (GlobalAttention, 'mix'), (nn.Linear, '__call__')),
-]
-
-
-@pytest.mark.parametrize(('kind', 'name'), METHODS)
+@pytest.mark.parametrize(
+    ('kind', 'name'),
+    [
+        *((nn.Linear, 'forward'), (nn.Module, '__call__'), (nn.Module, '_call_impl')),
+        *((ConvFFN, 'forward'), (GlobalAttention, 'mix'), (nn.Linear, '__call__')),  # that a class only inherits
+    ],
+)
 @torch.no_grad()
 def test_replaced_methods_are_called(monkeypatch, kind, name):
     """For all modules of a class, as tools that quantise or count do."""
@@ -570,10 +557,6 @@ def test_replaced_methods_are_called(monkeypatch, kind, name):
 linear = nn.functional.linear
 
 
-def half_linear(*args):
-    return linear(*args) / 2
-
-
 class Halved(TorchFunctionMode):
     """Mode that halves the results of ``linear``."""
 
@@ -582,7 +565,9 @@ class Halved(TorchFunctionMode):
         return out / 2 if func is linear else out
 
 
-@pytest.mark.parametrize('change', [Halved, lambda: mock.patch.object(nn.functional, 'linear', half_linear)])
+@pytest.mark.parametrize(
+    'change', [Halved, lambda: mock.patch.object(nn.functional, 'linear', lambda *args: linear(*args) / 2)]
+)
 @torch.no_grad()
 def test_replaced_functions_are_called(change):
     """In float32, which has operators of its own."""
