@@ -1,11 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Recipes of the configs beside the published ones, weight decay of parameters, and pipelines."""
+"""Recipes of the configs beside the published ones, weight decay of parameters, pipelines, and a training step."""
 
 import json
 
 import pytest
 import torch
-from helpers.config_helpers import CONFIGS, ROOT, build, load, one_size
+from helpers.config_helpers import CONFIGS, ROOT, build, load, one_size, without_gradient
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import TRANSFORMS, init_default_scope
 
@@ -117,3 +117,27 @@ def test_transforms_of_pipelines_exist(name):
     init_default_scope(cfg.default_scope)
     for loader in (cfg.train_dataloader, cfg.test_dataloader):
         assert [TRANSFORMS.build(dict(step)) for step in loader.dataset.pipeline]
+
+
+def small_heads(name: str) -> dict:
+    if 'maskrcnn' in name:
+        return dict(model__train_cfg__rcnn__sampler__num=16)
+    return dict(model__data_preprocessor__size=(64, 64)) if name.startswith('mmseg') else {}
+
+
+# each kind of head on some backbone, and the features of each backbone for a classifier; parameters of all backbones:
+# tests/backbones; cascades: tests/tools/test_rounds.py
+NAMES = """
+mmdet/ravlt_t_maskrcnn_1x mmdet/ravlt_t_retinanet_1x mmdet/inline_deit_t_maskrcnn_1x
+mmdet/flatten_pvt_v2_b1_retinanet_1x mmdet/flatten_cswin_t_maskrcnn_1x mmseg/ravlt_t_fpn_80k mmseg/inline_pvt_t_fpn_80k
+mmseg/flatten_swin_t_upernet_160k mmpretrain/ravlt_t_in1k mmpretrain/inline_pvt_t_in1k mmpretrain/flatten_swin_t_in1k
+mmpretrain/inline_cswin_t_in1k mmpretrain/inline_deit_t_in1k mmpretrain/hmhsa_nextvit_s_in1k
+"""
+
+
+@pytest.mark.parametrize('name', NAMES.split())
+def test_every_parameter_gets_a_gradient(name):
+    """Find no unused parameter, at which DistributedDataParallel would stop (``find_unused_parameters`` is off)."""
+    model, cfg = build(name, **small_heads(name))
+    model.init_weights()
+    assert without_gradient(model, cfg) == []
