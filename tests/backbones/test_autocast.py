@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from helpers import small_backbones
-from helpers.small_backbones import ARCHS, build, image, mixes
+from helpers.small_backbones import ARCHS, Adapter, build, image, mixes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -117,29 +117,20 @@ def test_casts_end_with_the_pass(casts):
     assert casts and not leaves.casts.found and not torch.is_autocast_enabled('cpu')
 
 
-class Adapter(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.down = layer, nn.Linear(layer.in_features, 2)
-        self.up = nn.Linear(2, layer.out_features)
-
-    def forward(self, x):
-        return self.layer(x) + self.up(self.down(x))
-
-
 def test_changed_layers_keep_the_casts_of_the_others(casts):
     """Add a hook, an adapter, a subclass and a replaced parameter. The unchanged leaves are still cast together."""
     model, x = build('LinearSwin', 'inline', drop_path_rate=0.0).train(), image()
     step(model, x)
     count, seen, (first, second) = sum(casts), [], model.stages[2]
+    proj = first.attn.proj
     first.attn.qkv.register_forward_hook(lambda layer, *_: seen.append(layer.weight.dtype))
-    first.attn.proj = Adapter(first.attn.proj)
+    first.attn.proj = Adapter(proj, nn.Sequential(nn.Linear(proj.in_features, 2), nn.Linear(2, proj.out_features)))
     first.attn.mixer.__class__ = type('Own', (type(first.attn.mixer),), {})
     second.ffn.fc1.weight = nn.Parameter(2 * second.ffn.fc1.weight.detach())
     del casts[:]
     _, grads = step(model, x)
     assert sum(casts) == count and seen == [torch.float32]
-    assert grads['stages.2.0.attn.proj.up.weight'].abs().sum() > 0
+    assert grads['stages.2.0.attn.proj.delta.1.weight'].abs().sum() > 0
     exact = step(copy.deepcopy(model).double(), x.double(), None)[1]
     assert error([grads['stages.2.1.ffn.fc1.weight']], [exact['stages.2.1.ffn.fc1.weight']]) < 0.1
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers import small_backbones
 from helpers.references import filled
-from helpers.small_backbones import ARCHS
+from helpers.small_backbones import ARCHS, Adapter
 from mmcv.cnn.bricks import DropPath
 from torch import nn
 from torch.nn.utils import parametrize, prune
@@ -117,20 +117,6 @@ def pruned(model, reference, path, layer, plain):
         prune.custom_from_mask(layer, name, mask)
         getattr(layer, f'{name}_orig').data *= FACTOR
         getattr(plain, name).data *= mask.to(WIDE) * FACTOR
-
-
-class Adapter(nn.Module):
-    """Adapter with the base layer's ``weight`` and ``bias`` as properties, as LoRA of PEFT."""
-
-    weight = property(lambda self: self.base.weight)
-    bias = property(lambda self: self.base.bias)
-
-    def __init__(self, base, delta):
-        super().__init__()
-        self.base, self.delta = base, delta
-
-    def forward(self, x):
-        return self.base(x) + self.delta(x)
 
 
 def adapted(model, reference, path, layer, plain):

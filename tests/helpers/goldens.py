@@ -20,12 +20,10 @@ FOLDER = Path(__file__).resolve().parents[1] / 'data' / 'goldens'
 
 
 def cases() -> list[str]:
-    """Return the names of all cases."""
     return sorted(path.stem for path in FOLDER.glob('*.json'))
 
 
 def info(name: str) -> dict:
-    """Return the JSON file of a case."""
     return json.loads((FOLDER / f'{name}.json').read_text())
 
 
@@ -70,7 +68,6 @@ def fill(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def image(name: str) -> Tensor:
-    """Return the input of a case, (B, 3, H, W) in float32."""
     case = info(name)
     noise = np.random.RandomState(case['seed']).standard_normal(case['input'])
     return torch.from_numpy(noise.astype(np.float32))

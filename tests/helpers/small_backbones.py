@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from mmengine.registry import MODELS
+from torch import nn
 
 import mmlinattn  # noqa: F401  registers the backbones
 from helpers import goldens
@@ -72,6 +73,20 @@ def every_mix():
 def build(backbone, attn=None, **options):
     """Build the model of :func:`config` with the weights of :func:`goldens.fill`."""
     return goldens.fill(MODELS.build(config(backbone, attn, **options)))
+
+
+class Adapter(nn.Module):
+    """Adapter with the base layer's ``weight`` and ``bias`` as properties, as LoRA of PEFT."""
+
+    weight = property(lambda self: self.base.weight)
+    bias = property(lambda self: self.base.bias)
+
+    def __init__(self, base, delta):
+        super().__init__()
+        self.base, self.delta = base, delta
+
+    def forward(self, x):
+        return self.base(x) + self.delta(x)
 
 
 def image(batch=2, height=64, width=96, channels=3):
