@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.config_helpers import CONFIG_DIR, CONFIGS, build, configs_of, load
+from helpers.config_helpers import BACKBONES, CONFIG_DIR, CONFIGS, SIZES, build, configs_of, load
 
 import mmlinattn  # noqa: F401
 from mmlinattn.checkpoints.released import released_checkpoints
@@ -59,16 +59,6 @@ def test_upstream_tools_can_run_it(name):
     assert len(statements) <= 35, 'a config says only what differs from its bases'
 
 
-BACKBONES = dict(
-    ravlt='RAVLT',
-    pvt='LinearPVT',
-    pvt_v2='LinearPVTv2',
-    swin='LinearSwin',
-    cswin='LinearCSWin',
-    deit='LinearDeiT',
-    nextvit='LinearNextViT',
-)
-SIZES = dict(t='tiny', s='small', m='medium', b='base', l='large')
 # In these rows paper and released code disagree; the release decides.
 CONTRADICTORY = {'mmpretrain/inline_pvt_l_in1k', 'mmpretrain/inline_swin_t_in1k'}
 # Sizes that are not rounded from our count but explained by it (in millions).

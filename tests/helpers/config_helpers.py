@@ -21,6 +21,10 @@ CONFIGS = sorted(
     name for path in CONFIG_DIR.glob('mm*/*.py') if (name := f'{path.parent.name}/{path.stem}') not in UNPUBLISHED
 )
 
+# by parts of names of configs and released files
+BACKBONES = dict(ravlt='RAVLT', pvt='LinearPVT', pvt_v2='LinearPVTv2', swin='LinearSwin', cswin='LinearCSWin')
+BACKBONES.update(deit='LinearDeiT', nextvit='LinearNextViT')
+SIZES = dict(t='tiny', s='small', m='medium', b='base', l='large')
 _INITIALISERS = 'kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ uniform_ normal_'.split()
 
 
