@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import interpolate, pad
 
-from mmlinattn import ops
 from mmlinattn.attention import (
     Attention,
     GlobalAttention,
@@ -72,17 +71,6 @@ def test_reduced_keys(name, height, width, ratio):
     expected = attend(attention, x.flatten(1, 2), Grid(height, width), reduced, Grid(rows, columns))
     expected = expected.unflatten(1, (height, width))
     assert_same(attention(x, StageContext.of(x)), expected, leaves_of(attention, x), rtol=1e-6)
-
-
-def test_errors_of_arrangements():
-    with pytest.raises(ValueError, match=r"shift=True: 'inline' takes no bias"):
-        WindowAttention(DIM, HEADS, 'inline', (4, 4), shift=True)
-    for spec, options in (('inline', {}), ('softmax', dict(local_kernel=3))):
-        with pytest.raises(ValueError, match=f"ratio=2: '{spec}' adds a convolution of the values"):
-            ReducedAttention(DIM, HEADS, spec, 2, dict(type='LN'), **options)
-    q, k = torch.rand(1, 12, DIM), torch.rand(1, 3, DIM)
-    with pytest.raises(ValueError, match='q has 12 tokens and k 3'):
-        ops.rala(q, k, k, HEADS)
 
 
 def test_windows_are_clipped_to_the_map():

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Every attention against its reference implementation with N x N attention maps (:mod:`helpers.references`)."""
 
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -33,6 +34,7 @@ from mmlinattn.attention import (
     Attention,
     Grid,
     LocalMixer,
+    ReducedAttention,
     SoftmaxMixer,
     StageContext,
     StripeAttention,
@@ -263,17 +265,18 @@ ERRORS = [  # class, its arguments, words of the error: argument, value, allowed
     *((StripeAttention, (DIM, HEADS, spec, 3), [repr(spec), 'windows and stripes']) for spec in SEQUENTIAL),
     (StripeAttention, (24, 3, 'softmax', 2), ['num_heads=3', 'even']),
     (StripeAttention, (DIM, HEADS, ATTENTIONS['rala, tanh'], 2), ["gate='tanh'", 'stripes']),
+    (WindowAttention, (DIM, HEADS, 'inline', (4, 4), True), ["shift=True: 'inline' takes no bias"]),
+    *(
+        (partial(ReducedAttention, DIM, HEADS, spec, 2, dict(type='LN'), **options), (), [f"ratio=2: '{spec}' adds"])
+        for spec, options in (('inline', {}), ('softmax', dict(local_kernel=3)))
+    ),
+    (ops.rala, (tokens(1, 12), tokens(1, 3), tokens(1, 3), HEADS), ['q has 12 tokens and k 3']),
     # its index and bias would take a GiB a block
     (WindowAttention, (DIM, HEADS, 'softmax', (1, 8193), False, True), ['window_size=(1, 8193)', '8192']),
 ]
 
 
-def case(value):
-    """Return a test id without the address of a function, which differs between processes."""
-    return getattr(value, '__name__', str(value))
-
-
-@pytest.mark.parametrize(('build', 'arguments', 'words'), ERRORS, ids=case)
+@pytest.mark.parametrize(('build', 'arguments', 'words'), ERRORS, ids=range(len(ERRORS)))
 def test_errors(build, arguments, words):
     with pytest.raises(ValueError) as error:
         build(*arguments)
