@@ -186,15 +186,6 @@ def layers_of(model):
     return {path: m for path, m in model.named_modules() if path and any(True for _ in m.parameters(recurse=False))}
 
 
-def changes_of(layer):
-    return [change for change, takes in CHANGES.items() if takes(layer)]
-
-
-def kind_of(model, path, layer):
-    owner, _, name = path.rpartition('.')
-    return type(model.get_submodule(owner)), name, type(layer)
-
-
 @functools.cache
 def layers_by_kind():
     """Return the layers of all models as (case, path, layer), grouped by kind; a case is (backbone, mix)."""
@@ -202,7 +193,8 @@ def layers_by_kind():
     for case in CASES:
         model = build(*case)
         for path, layer in layers_of(model).items():
-            kinds[kind_of(model, path, layer)].append((case, path, layer))
+            owner, _, name = path.rpartition('.')
+            kinds[type(model.get_submodule(owner)), name, type(layer)].append((case, path, layer))
     return kinds.values()
 
 
@@ -210,7 +202,7 @@ def mixed_changes(case):
     """Return a change for each layer by path. Layers of one kind cycle through their changes and no change."""
     plan = {}
     for places in layers_by_kind():
-        options = [*changes_of(places[0][2]), None]
+        options = [*(change for change, takes in CHANGES.items() if takes(places[0][2])), None]
         for turn, (place, path, _) in enumerate(places):
             if place == case and options[turn % len(options)]:
                 plan[path] = options[turn % len(options)]
@@ -241,11 +233,6 @@ def with_gradient(model, x):
 def without_gradient(model, x):
     with torch.no_grad():
         return model(x)
-
-
-def on_gpu(model, x):
-    with ops.dispatch.as_on_gpu():
-        return with_gradient(model, x)
 
 
 def training(model, x):
@@ -282,7 +269,8 @@ def check_forms(model, reference, x):
     outs = in_eval[:-1]
     wide = [1e-8 + 1e-5 * usual for usual in narrow]
     assert_near(with_gradient(model, x), in_eval, wide[0])
-    assert_near(on_gpu(model, x), in_eval, wide[0])
+    with ops.dispatch.as_on_gpu():
+        assert_near(with_gradient(model, x), in_eval, wide[0])
     assert_near(training(model, x), in_training, wide[1])
     assert_near(without_gradient(model, x), outs, wide[0])
     assert_near(without_gradient(narrowed(model), x.float()), outs, 1e-4 + 30 * narrow[0])

@@ -29,18 +29,11 @@ def file():
     return goldens.state_dict(NAME)
 
 
-def dense_state():
-    """Return the state dict of a segmentation backbone: a norm per stage, and an unused fourth norm in the list."""
-    state = {key: value for key, value in file().items() if not key.startswith('proj_head')}
-    for i, dim in enumerate((96, 256, 512, 1024)):
-        for role in ('weight', 'bias', 'running_mean', 'running_var'):
-            key = f'extra_norm_list.{i}.{role}'
-            state[key] = goldens.weight(key, (dim,))
-    return state
-
-
 def test_released_dense_backbones(tmp_path):
-    state = dense_state()
+    state = {key: value for key, value in file().items() if not key.startswith('proj_head')}
+    for i, dim in enumerate((96, 256, 512, 1024)):  # a norm per stage, and an unused fourth norm in the list
+        for key in (f'extra_norm_list.{i}.{role}' for role in ('weight', 'bias', 'running_mean', 'running_var')):
+            state[key] = goldens.weight(key, (dim,))
     torch.save({'model': state}, tmp_path / 'released.pth')
     model = LinearNextViT('softmax-small')
     report = load_pretrained(model, str(tmp_path / 'released.pth'), logger='silent')
