@@ -83,14 +83,6 @@ KINDS = dict(
 )
 
 
-def undecayed_kinds(name: str) -> str:
-    if name.endswith('in1k'):
-        return 'norms biases tables'
-    if 'fpn_80k' in name or (name.startswith('mmdet') and 'pvt' in name):
-        return 'tables'
-    return 'named tables'
-
-
 @pytest.mark.parametrize('name', one_size(CONFIGS))
 def test_parameters_without_weight_decay(name):
     model, cfg = build(name, random_init=False)
@@ -106,7 +98,8 @@ def test_parameters_without_weight_decay(name):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.modules.batchnorm._BatchNorm))
         for leaf in ('weight', 'bias')
     }
-    kinds = undecayed_kinds(name).split()
+    by_name = 'tables' if 'fpn_80k' in name or (name.startswith('mmdet') and 'pvt' in name) else 'named tables'
+    kinds = ('norms biases tables' if name.endswith('in1k') else by_name).split()
     assert found == {key for key, _ in model.named_parameters() if any(KINDS[kind](key, norms) for kind in kinds)}
     assert set(decay.values()) - {0} == {cfg.optim_wrapper.optimizer.weight_decay}
 
@@ -117,12 +110,6 @@ def test_transforms_of_pipelines_exist(name):
     init_default_scope(cfg.default_scope)
     for loader in (cfg.train_dataloader, cfg.test_dataloader):
         assert [TRANSFORMS.build(dict(step)) for step in loader.dataset.pipeline]
-
-
-def small_heads(name: str) -> dict:
-    if 'maskrcnn' in name:
-        return dict(model__train_cfg__rcnn__sampler__num=16)
-    return dict(model__data_preprocessor__size=(64, 64)) if name.startswith('mmseg') else {}
 
 
 # each kind of head on some backbone, and the features of each backbone for a classifier; parameters of all backbones:
@@ -138,6 +125,8 @@ mmpretrain/inline_cswin_t_in1k mmpretrain/inline_deit_t_in1k mmpretrain/hmhsa_ne
 @pytest.mark.parametrize('name', NAMES.split())
 def test_every_parameter_gets_a_gradient(name):
     """Find no unused parameter, at which DistributedDataParallel would stop (``find_unused_parameters`` is off)."""
-    model, cfg = build(name, **small_heads(name))
+    options = dict(model__data_preprocessor__size=(64, 64)) if name.startswith('mmseg') else {}
+    options.update(dict(model__train_cfg__rcnn__sampler__num=16) if 'maskrcnn' in name else {})
+    model, cfg = build(name, **options)
     model.init_weights()
     assert without_gradient(model, cfg) == []

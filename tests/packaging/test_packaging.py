@@ -57,23 +57,16 @@ def run(*command, cwd, env=CLEAN) -> str:
     return done.stdout
 
 
-def copied(folder: Path) -> Path:
-    copy = folder / 'checkout'
-    copy.mkdir()
-    ignore = shutil.ignore_patterns('__pycache__', '.mim', '*.egg-info', 'build')
-    for name in ('mmlinattn', 'configs', 'tools', 'projects', 'mmcv_ops', 'requirements'):
-        shutil.copytree(ROOT / name, copy / name, ignore=ignore)
-    for path in ROOT.iterdir():
-        if path.is_file():
-            shutil.copy2(path, copy)
-    return copy
-
-
 @pytest.fixture(scope='module')
 def installed(tmp_path_factory):
     """Return a copy of the checkout, the content of the wheel built from its source archive, and the install folder."""
     folder = tmp_path_factory.mktemp('wheel')
-    checkout, site = copied(folder), folder / 'site'
+    checkout, site = folder / 'checkout', folder / 'site'
+    ignore = shutil.ignore_patterns('__pycache__', '.mim', '*.egg-info', 'build')
+    for name in ('mmlinattn', 'configs', 'tools', 'projects', 'mmcv_ops', 'requirements'):
+        shutil.copytree(ROOT / name, checkout / name, ignore=ignore)
+    for path in filter(Path.is_file, ROOT.iterdir()):
+        shutil.copy2(path, checkout)
     archive = "from setuptools.build_meta import build_sdist; build_sdist('..')"
     run(sys.executable, '-c', archive, cwd=checkout)
     with tarfile.open(folder / f'mmlinattn-{VERSION}.tar.gz') as archive:
