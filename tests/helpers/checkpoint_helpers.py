@@ -29,18 +29,13 @@ def touch_when_loaded(marker: Path) -> Hostile:
 
 
 def saved(thing) -> bytes:
-    """Return the bytes of ``torch.save``."""
     buffer = io.BytesIO()
     torch.save(thing, buffer)
     return buffer.getvalue()
 
 
 def released_ravlt(dense: bool = False) -> dict:
-    """Return a random state dict with the released keys of RAVLT-T and an eighth of its channels.
-
-    Args:
-        dense: Keys of a detection backbone, in place of a classifier.
-    """
+    """Return random weights with the keys of a released RAVLT-T, or its detector, and an eighth of its channels."""
     released = goldens.info('ravlt_det_t_256x320' if dense else 'ravlt_t')['state']
     generator, state = torch.Generator().manual_seed(0), {}
     for key, (_, shape) in released.items():

@@ -49,12 +49,9 @@ def load(name: str) -> Config:
 
 
 def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Config]:
-    """Return the model of a config without pretrained weights, and the config.
+    """Return the model of the config ``task/name`` without pretrained weights, and the config.
 
-    Args:
-        name: Task and config name, ``task/name``.
-        random_init: Initialise the weights; False leaves memory uninitialised, which is faster.
-        options: Values of ``--cfg-options``, with ``__`` for dots.
+    Without ``random_init``, memory is left uninitialised. ``options`` are ``--cfg-options``, with ``__`` for dots.
     """
     cfg = copy.deepcopy(load(name))  # cascades change lists of their training settings
     cfg.merge_from_dict({'model.backbone.init_cfg': None})

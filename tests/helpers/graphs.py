@@ -33,12 +33,7 @@ def one_per_stage(stages=4):
 
 
 def build(backbone, attns):
-    """Build a small backbone with the weights of :func:`goldens.fill`.
-
-    Args:
-        backbone: Type of the backbone.
-        attns: One attention for all stages, or one for each of the first stages.
-    """
+    """Build a small backbone with one attention for all stages, or one for each of the first stages."""
     arch = copy.deepcopy(ARCHS[backbone])
     stages = len(arch['depths'])
     attns = (attns,) * stages if isinstance(attns, str) else tuple(attns)[:stages]

@@ -107,13 +107,10 @@ def by_head(x, heads):
 
 
 def rotate(x, height, width, base=10000.0):
-    """Apply the released rotary encoding by complex numbers.
+    """Apply the released rotary encoding by complex numbers ``x[2c] + i x[2c + 1]``, (B, heads, N, d / 2).
 
-    Channel pair c of d / 2 is the complex number ``x[2c] + i x[2c + 1]``. The first half of the pairs rotates with the
-    row, the second with the column: pair c of a half by ``base ** -(c / (d / 4 - 1))`` radians per token.
-
-    Returns:
-        complex Tensor: (B, heads, N, d / 2).
+    The first half of them rotates with the row, the second with the column: number c of a half by
+    ``base ** -(c / (d / 4 - 1))`` radians per token.
     """
     quarter = x.shape[-1] // 4
     speed = base ** -(torch.arange(quarter, dtype=x.dtype) / max(quarter - 1, 1))
@@ -240,11 +237,9 @@ def focused(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def hallucinated(mixer, spec, q, k, v, grid, size, bias, context):
-    """Hallucinated attention with twice the heads of half the channels; queries and keys are those of the computed
-    heads.
+    """Compute twice the heads of half the channels; queries and keys are those of the computed heads.
 
-    IHH convolves the other logits (hMHSA Eq. 2) over the keys' grid, query by query. Keys of class tokens have no
-    neighbours; biases are added to all logits.
+    IHH convolves the other logits (hMHSA Eq. 2) over the keys' grid. Keys of class tokens have no neighbours.
     """
     q, k = (by_head(side_by_side(t), HEADS) for t in (q, k))
     maps = real = similarity(q, k) / math.sqrt(HEAD_DIM // 2)
@@ -297,10 +292,7 @@ def angular(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def reference(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=None, context=None):
-    """Compute ``W_o ((mix(q, k, v) + DWConv(v)) * gate)`` of tokens ``x`` (B, N, C).
-
-    Queries and keys are rotated (rotary encoding) if ``size``, the feature map's (height, width), is given.
-    """
+    """Compute ``W_o ((mix(q, k, v) + DWConv(v)) * gate)`` of tokens (B, N, C), rotated if a ``size`` is given."""
     spec, key_grid, widths = ATTENTIONS[name], key_grid or grid, attention.mixer.widths
     weights = attention.qkv.weight.split(attention.widths)
     biases = [0.0] * 4 if attention.qkv.bias is None else attention.qkv.bias.split(attention.widths)

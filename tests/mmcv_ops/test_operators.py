@@ -12,7 +12,6 @@ from mmcv import ops
 from mmcv.ops import multi_scale_deform_attn as attention
 
 RECORDS = np.load(cases.RECORDS)
-LOWER = [torch.float16, torch.bfloat16]
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 
 
@@ -25,6 +24,13 @@ def device(request):
 def assert_close(result, expected, tolerance=1e-5):
     assert result.shape == expected.shape and result.dtype == expected.dtype
     assert (result - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def assert_same(ours, theirs, *inputs, tolerance=1e-5):
+    """Compare values and gradients."""
+    pairs = zip(*(cases.with_gradients(function, *inputs) for function in (ours, theirs)))
+    for result, expected in pairs:
+        assert_close(result, expected, tolerance)
 
 
 @pytest.mark.parametrize('name', cases.make_cases())
@@ -50,7 +56,7 @@ def test_two_boxes_without_area_suppress_nothing():
     assert torch.equal(found[:, 4], scores) and kept.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize('dtype', LOWER)
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_lower_precision(dtype):
     """Keep the boxes that float32 keeps. Pooled and sampled values are close to float32 on average."""
     boxes, scores = (tensor.to(dtype) for tensor in cases.boxes(1, 200))
@@ -120,9 +126,7 @@ def pooled(x, rois, size, scale):
 def test_roi_pool_is_its_definition():
     x, rois = cases.normal(1, 2, 3, 25, 38).double(), cases.rois(2, 6).double()
     rois[1, 3] = rois[1, 1] - 3
-    results = cases.with_gradients(lambda x: ops.roi_pool(x, rois, 3, 0.25), x)
-    for result, expected in zip(results, cases.with_gradients(lambda x: pooled(x, rois, 3, 0.25), x)):
-        assert_close(result, expected, 1e-12)
+    assert_same(lambda x: ops.roi_pool(x, rois, 3, 0.25), lambda x: pooled(x, rois, 3, 0.25), x, tolerance=1e-12)
     assert ops.roi_pool(x, rois[:0], 3, 0.25).shape == (0, 3, 3, 3)
 
 
@@ -146,9 +150,8 @@ def test_focal_losses_are_their_definitions(weight, device):
         (ops.softmax_focal_loss, softmax, torch.where(target == 4, -1, target)),
     ):
         assert_close(ours(x, classes, 2.0, 0.25, weight, 'none'), plain(x), 1e-12)
-        results = cases.with_gradients(lambda x: ours(x, classes, 2.0, 0.25, weight, 'sum'), x)  # noqa: B023
-        for result, expected in zip(results, cases.with_gradients(lambda x: plain(x).sum(), x)):  # noqa: B023
-            assert_close(result, expected, 1e-12)
+        options = classes, 2.0, 0.25, weight, 'sum'
+        assert_same(lambda x: ours(x, *options), lambda x: plain(x).sum(), x, tolerance=1e-12)  # noqa: B023
     assert ops.sigmoid_focal_loss(x[:0], target[:0], 2.0, 0.25, None, 'none').shape == (0, 4)
 
 
@@ -161,9 +164,7 @@ def test_carafe_is_its_definition(scale, groups):
         windows = windows.repeat_interleave(scale, 4).repeat_interleave(scale, 5)
         return (windows * masks.view(2, groups, 1, 9, 5 * scale, 3 * scale)).sum(3).flatten(1, 2)
 
-    results = cases.with_gradients(lambda *inputs: ops.carafe(*inputs, 3, groups, scale), *inputs)
-    for result, expected in zip(results, cases.with_gradients(by_hand, *inputs)):
-        assert_close(result, expected)
+    assert_same(lambda *inputs: ops.carafe(*inputs, 3, groups, scale), by_hand, *inputs)
     assert_close(ops.CARAFENaive(3, groups, scale)(*inputs), by_hand(*inputs))
 
 
@@ -190,12 +191,10 @@ def test_deformable_attention_is_that_of_mmcv_on_cpus():
     def ours(value, at, weights):
         return attention.MultiScaleDeformableAttnFunction.apply(value, shapes, starts, at, weights, 64)
 
-    results, expected = (
-        cases.with_gradients(function, value, locations, weights)
-        for function in (ours, lambda v, at, w: attention.multi_scale_deformable_attn_pytorch(v, shapes, at, w))
-    )
-    for result, reference in zip(results, expected):
-        assert_close(result, reference)
+    def theirs(value, at, weights):
+        return attention.multi_scale_deformable_attn_pytorch(value, shapes, at, weights)
+
+    assert_same(ours, theirs, value, locations, weights)
     nothing = value.requires_grad_(), locations[:, :0], weights[:, :0]
     assert ours(*nothing).shape == (2, 0, 6)
     assert not torch.autograd.grad(ours(*nothing).sum(), value)[0].any()
