@@ -18,7 +18,6 @@ from mmlinattn.checkpoints.loading import load_pretrained
 from mmlinattn.checkpoints.states import backbone_state
 from mmlinattn.ops import maps
 
-NAME = 'softmax_nextvit_s'
 ARCH = small_backbones.ARCHS['LinearNextViT']
 BN = dict(type='BN', eps=1e-5)
 COMPACT = dict(ARCH, ffn=dict(type='compact'), stage_attns=('hallucinated',) * 4)
@@ -26,7 +25,7 @@ COMPACT = dict(ARCH, ffn=dict(type='compact'), stage_attns=('hallucinated',) * 4
 
 @functools.cache
 def file():
-    return goldens.state_dict(NAME)
+    return goldens.state_dict('softmax_nextvit_s')
 
 
 def test_released_dense_backbones(tmp_path):

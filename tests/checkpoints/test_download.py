@@ -55,20 +55,15 @@ def test_a_link_of_the_table_is_converted_as_well(server):
     assert 'head.fc.weight' in found['state_dict'] and server.kept() == ['RAVLT_T.pth']
 
 
-@pytest.fixture
-def hub(server, monkeypatch):
-    link_to(download.HUB, monkeypatch)
-    return server
-
-
 @pytest.mark.parametrize('slash', ['', '/'])
-def test_a_mirror_of_hugging_face(hub, monkeypatch, slash):
-    monkeypatch.setenv('HF_ENDPOINT', hub.root + slash)
-    name = serve(hub, 'ravlt_t', 200, WHOLE)
+def test_a_mirror_of_hugging_face(server, monkeypatch, slash):
+    link_to(download.HUB, monkeypatch)
+    monkeypatch.setenv('HF_ENDPOINT', server.root + slash)
+    name = serve(server, 'ravlt_t', 200, WHOLE)
     state = LOAD(name, 'cpu')['state_dict']
-    assert state.keys() == LOAD(name, 'cpu')['state_dict'].keys() and len(hub.requests) == 1
-    whole = LOAD(f'{hub.root}/ravlt_t_in1k/?dl=1', 'cpu')['state_dict']  # the file is cached
-    assert 'head.fc.weight' in whole and len(hub.requests) == 1
+    assert state.keys() == LOAD(name, 'cpu')['state_dict'].keys() and len(server.requests) == 1
+    whole = LOAD(f'{server.root}/ravlt_t_in1k/?dl=1', 'cpu')['state_dict']  # the file is cached
+    assert 'head.fc.weight' in whole and len(server.requests) == 1
     link = download.mirrored('https://example.com/ravlt.pth')  # of the authors' own servers
     assert link == 'https://example.com/ravlt.pth'
 
