@@ -11,18 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import interpolate, pad
 
-from mmlinattn.attention import (
-    Attention,
-    GlobalAttention,
-    Grid,
-    ReducedAttention,
-    StageContext,
-    StripeAttention,
-    WindowAttention,
-    Windows,
-)
+from mmlinattn.attention import Attention, GlobalAttention, Grid, StageContext, WindowAttention
+from mmlinattn.attention.arrangements import ReducedAttention, StripeAttention
 from mmlinattn.layers import RelativePositionBias
-from mmlinattn.ops.windows import Axis
+from mmlinattn.ops.windows import Axis, Windows
 
 MIXERS = list(FIRST.values())
 SEQUENTIAL = [name for name in ATTENTIONS if build(name).mixer.sequential]

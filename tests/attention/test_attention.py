@@ -10,38 +10,15 @@ import pytest
 import run_attentions
 import torch
 from helpers import graphs, references, small_backbones
-from helpers.references import (
-    ATTENTIONS,
-    DIM,
-    FORMS,
-    HEAD_DIM,
-    HEADS,
-    OVERFLOWING,
-    OWN_VALUE,
-    assert_same,
-    attend,
-    build,
-    form,
-    tokens,
-)
+from helpers.references import ATTENTIONS, DIM, HEAD_DIM, HEADS, assert_same, attend, build, form, tokens
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from mmlinattn import ops
-from mmlinattn.attention import (
-    TOKEN_MIXERS,
-    Attention,
-    Grid,
-    LocalMixer,
-    ReducedAttention,
-    SoftmaxMixer,
-    StageContext,
-    StripeAttention,
-    TokenMixer,
-    WindowAttention,
-    get_mixer,
-)
+from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid, SoftmaxMixer, StageContext
+from mmlinattn.attention.arrangements import ReducedAttention, StripeAttention, WindowAttention
+from mmlinattn.attention.mixer import LocalMixer, TokenMixer, get_mixer
 from mmlinattn.layers import rotary_table
 from projects.pages import metafiles
 
@@ -65,7 +42,7 @@ def table(height, width):
     gate=st.sampled_from([None, 'projection', 'identity', 'tanh']),
     local_kernel=st.sampled_from([None, 1, 3, 5]),
     qkv_bias=st.booleans(),
-    backend=st.sampled_from(FORMS),
+    backend=st.sampled_from(references.FORMS),
     batch=st.integers(1, 2),
     block=st.sampled_from([1, 40, 200, 2**21]),
 )
@@ -102,12 +79,12 @@ def test_its_reference(name, height, width, prefix, encoded, gate, local_kernel,
     width=st.integers(1, 5),
     rows=st.integers(1, 3),
     columns=st.integers(1, 3),
-    backend=st.sampled_from(FORMS),
+    backend=st.sampled_from(references.FORMS),
 )
 def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     """Use keys of another grid, as PVT's reduced keys. Predicted kernels come from the queries' tokens."""
     attention, spec = build(name, grid=(3, 4)), ATTENTIONS[name]
-    if name in OWN_VALUE:
+    if name in references.OWN_VALUE:
         with pytest.raises(ValueError, match=r'as many keys as queries \(6\), not 4; released=False takes any'):
             attend(attention, tokens(2, 6), Grid(2, 3), tokens(2, 4), Grid(2, 2))
         return
@@ -132,13 +109,13 @@ def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     width=st.integers(1, 4),
     around=st.tuples(*[st.integers(0, 2)] * 4),
     held=st.sampled_from([0.0, 3.0, -30.0, 1e3]),
-    backend=st.sampled_from(FORMS),
+    backend=st.sampled_from(references.FORMS),
     local=st.booleans(),
 )
 def test_padding_changes_nothing_for_the_valid_tokens(name, height, width, around, held, backend, local):
     torch.manual_seed(0)
     attention = build(name, local_kernel=3 if local else None)
-    held = min(held, 30.0) if name in OVERFLOWING else held
+    held = min(held, 30.0) if name in references.OVERFLOWING else held
     top, bottom, left, right = around
     whole = Grid(height + top + bottom, width + left + right)
     mask = torch.zeros(whole[:2], dtype=torch.bool)
