@@ -215,9 +215,7 @@ def test_bias_tables_of_another_window_are_resized_bicubically(source, window, d
 
 
 @pytest.mark.parametrize('shift', [False, True])
-@pytest.mark.parametrize(
-    ('size', 'window'), [((20, 30), (7, 7)), ((5, 30), (7, 8)), ((21, 16), (7, 8)), ((7, 7), (7, 7))]
-)
+@pytest.mark.parametrize('size, window', [((20, 30), (7, 7)), ((5, 30), (7, 8)), ((21, 16), (7, 8)), ((7, 7), (7, 7))])
 def test_windows_without_a_padded_map_are_the_same(size, window, shift):
     windows, x = Windows.fit(*size, window, shift), torch.randn(2, *size, 12)
     padded, parts = windows.partition(x), windows.partition_qkv(x, (3, 4, 5))

@@ -74,13 +74,7 @@ def test_its_reference(name, height, width, prefix, encoded, gate, local_kernel,
 @every_attention
 @few
 @example(4, 5, 2, 3, 'reference')
-@given(
-    height=st.integers(1, 4),
-    width=st.integers(1, 5),
-    rows=st.integers(1, 3),
-    columns=st.integers(1, 3),
-    backend=st.sampled_from(references.FORMS),
-)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.sampled_from(references.FORMS))
 def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     """Use keys of another grid, as PVT's reduced keys. Predicted kernels come from the queries' tokens."""
     attention, spec = build(name, grid=(3, 4)), ATTENTIONS[name]

@@ -517,15 +517,13 @@ def test_replaced_parts_act_without_gradients(change):
 def test_replaced_methods_are_called(monkeypatch, kind, name):
     """For all modules of a class, as tools that quantise or count do."""
     model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
-    inherited, calls = getattr(kind, name), []
-    monkeypatch.setattr(
-        kind, name, lambda self, *args, **kwargs: calls.append(self) or inherited(self, *args, **kwargs)
-    )
+    inherited, seen = getattr(kind, name), []
+    monkeypatch.setattr(kind, name, lambda self, *args, **kwargs: seen.append(self) or inherited(self, *args, **kwargs))
     model(x)
-    count = len(calls)
+    count = len(seen)
     with torch.enable_grad():
         model(x)
-    assert count > 0 and len(calls) == 2 * count
+    assert count > 0 and len(seen) == 2 * count
 
 
 linear = nn.functional.linear

@@ -59,7 +59,10 @@ def test_files_of_every_size_load(size, params):
     """Load files of each size. The third stage has groups of five blocks, and files count blocks across stages."""
     with torch.device('meta'):
         model = LinearNextViT(f'softmax-{size}', out_indices=(3,))
-    own = {key: value.shape for key, value in model.state_dict().items() if not key.endswith('num_batches_tracked')}
+
+    def shapes(state):
+        return {key: value.shape for key, value in state.items() if not key.endswith('num_batches_tracked')}
+
     # published with their second digit cut off; a linear classifier has 1.025 M
     assert params <= sum(p.numel() for p in model.parameters()) / 1e6 + 1.025 < params + 0.1
     # the small model's keys, with its second group of the third stage repeated
@@ -71,12 +74,7 @@ def test_files_of_every_size_load(size, params):
             number = int(block[1]) + shift * (int(block[1]) >= middle) if block else 0
             state[re.sub(r'^features\.\d+', f'features.{number}', key)] = value
     backbone, head, dropped = backbone_state(state, 'file')
-    found = {
-        key: value.shape
-        for key, value in model.adapt_state_dict(backbone).items()
-        if not key.endswith('num_batches_tracked')
-    }
-    assert found == own
+    assert shapes(model.adapt_state_dict(backbone)) == shapes(model.state_dict())
     assert set(head) == {'head.fc.weight', 'head.fc.bias'} and not dropped
 
 
@@ -122,11 +120,8 @@ def test_averages_of_keys():
 
     assert kinds() == [('grid', 3), ('grid', 2)]
     assert kinds(key_reduction='sequence') == [('sequence', 3), ('sequence', 2)]
-    arch = dict(ARCH, key_reduction='sequence')
-    assert kinds(arch=arch, stage_attns=(None, ['hallucinated'], [None, 'softmax'], 'softmax')) == [
-        ('grid', 3),
-        ('sequence', 2),
-    ]
+    arch, mixed = dict(ARCH, key_reduction='sequence'), (None, ['hallucinated'], [None, 'softmax'], 'softmax')
+    assert kinds(arch=arch, stage_attns=mixed) == [('grid', 3), ('sequence', 2)]
     assert kinds(stage_attns=(None, 'inline', [None, 'softmax'], 'softmax')) == [('grid', 2)]
 
 

@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 
 import pytest
@@ -18,9 +19,7 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 HALF = [torch.float16, torch.bfloat16]
-every_pair = pytest.mark.parametrize(
-    ('backbone', 'attn'), [pytest.param(name, attn, id=f'{name}-{attn}') for name in ARCHS for attn in EVERY_ATTN]
-)
+every_pair = pytest.mark.parametrize(('backbone', 'attn'), itertools.product(ARCHS, EVERY_ATTN))
 every_mix = pytest.mark.parametrize(('backbone', 'stage_attns'), [*small_backbones.every_mix()])
 few = settings(deadline=None, derandomize=True, max_examples=2, suppress_health_check=[HealthCheck.too_slow])
 

@@ -24,10 +24,8 @@ LOAD = CheckpointLoader.load_checkpoint
 
 
 def runner(work_dir, **kwargs) -> Runner:
-    schedule = [
-        dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=2),
-        dict(type='MultiStepLR', milestones=[1]),
-    ]
+    schedule = [dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=2)]
+    schedule.append(dict(type='MultiStepLR', milestones=[1]))
     loop = dict(by_epoch=True, max_epochs=1)
     return make_runner(work_dir, [dict(type='EMAHook')], loop, param_scheduler=schedule, **kwargs)
 

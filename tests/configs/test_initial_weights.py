@@ -86,9 +86,8 @@ def test_stochastic_depth_grows_from_block_to_block(name):
     backbone = build(name, random_init=False)[0].backbone
     blocks = list(backbone.blocks) if hasattr(backbone, 'blocks') else [b for stage in backbone.stages for b in stage]
     rates = [getattr(block.drop_path, 'drop_prob', 0.0) for block in blocks]
-    release, size = re.search(
-        r'(ravlt|cswin|swin|pvt|v2|deit)_(\w+?)(_384)?_in1k', name.replace('pvt_v2', 'v2')
-    ).groups()[:2]
+    found = re.search(r'(ravlt|cswin|swin|pvt|v2|deit)_(\w+?)(_384)?_in1k', name.replace('pvt_v2', 'v2'))
+    release, size = found.group(1, 2)
     assert rates == pytest.approx(torch.linspace(0, RATES[release][size], len(blocks)).tolist())
 
 

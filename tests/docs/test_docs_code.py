@@ -60,10 +60,7 @@ class Block:
 def blocks_of(path: Path, text: str) -> list[Block]:
     fences = re.finditer(r'(?:^<!-- ([^\n]*?) -->\n\s*)?^```([^\n]*)\n(.*?)^```', text, re.M | re.S)
     name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
-    return [
-        Block(name, text[: found.start()].count('\n') + 1, found[2].strip(), found[1] or '', found[3])
-        for found in fences
-    ]
+    return [Block(name, text[: m.start()].count('\n') + 1, m[2].strip(), m[1] or '', m[3]) for m in fences]
 
 
 BLOCKS = [block for path in PAGES for block in blocks_of(path, path.read_text(encoding='utf-8'))]
@@ -256,10 +253,8 @@ def test_page_on_deployment(tmp_path, monkeypatch, capsys):
     assert (names['mask'] == truth.masks[i].numpy()).mean() > 0.98
 
     # one block a stage: exporters take seconds for each
-    small = dict(
-        embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1,) * 4, stage_attns=('rala', *['softmax'] * 3)
-    )
-    names = {'torch': torch, 'model': RAVLT(arch=small).eval()}
+    arch = dict(embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1,) * 4, stage_attns=('rala', *['softmax'] * 3))
+    names = {'torch': torch, 'model': RAVLT(arch).eval()}
     exec(graphs, names)
     image = torch.rand(1, 3, 96, 130)
     with torch.no_grad():

@@ -56,6 +56,4 @@ LINEAR = {
     'focused, positions': focused_with_positions,
     **{name: call for name, call in PUBLIC.items() if name not in ('linear', 'softmax')},
 }
-ATTENTIONS = dict(
-    LINEAR, softmax=PUBLIC['softmax'], **{'softmax, rotary': partial(with_rotary, op=ops.softmax_attention)}
-)
+ATTENTIONS = {**LINEAR, 'softmax': PUBLIC['softmax'], 'softmax, rotary': partial(with_rotary, op=ops.softmax_attention)}

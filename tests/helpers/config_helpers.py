@@ -74,9 +74,8 @@ def without_gradient(model: nn.Module, cfg: Config) -> list[str]:
     if cfg.default_scope == 'mmpretrain':
         batch = dummy_inputs.classification_batch((64, 64), cfg.model.head.num_classes)
     else:
-        batch = dict(mmdet=dummy_inputs.detection_batch, mmseg=dummy_inputs.segmentation_batch)[cfg.default_scope](
-            (64, 64)
-        )
+        batches = dict(mmdet=dummy_inputs.detection_batch, mmseg=dummy_inputs.segmentation_batch)
+        batch = batches[cfg.default_scope]((64, 64))
     model.train()
     loss, _ = model.parse_losses(model(**model.data_preprocessor(batch, training=True), mode='loss'))
     loss.backward()

@@ -83,10 +83,7 @@ def segmentation(root, *pictures, names=('sky', 'bird'), dtype=np.uint8, loading
         labels = np.resize(np.array(values, dtype), (8, 8) + np.shape(values)[1:])
         Image.fromarray(labels).save(root / 'ann' / f'{i}.png')
     prefix = dict(img_path=str(root / 'img'), seg_map_path=str(root / 'ann'))
-    pipeline = [
-        dict(type='LoadImageFromFile'),
-        dict(type='LoadAnnotations', **(loading or {})),
-        dict(type='PackSegInputs'),
-    ]
+    load = dict(type='LoadAnnotations', **(loading or {}))
+    pipeline = [dict(type='LoadImageFromFile'), load, dict(type='PackSegInputs')]
     config = dict(type='BaseSegDataset', data_prefix=prefix, metainfo=dict(classes=names), pipeline=pipeline)
     return build('mmseg', dict(config, **settings))

@@ -300,10 +300,8 @@ def reference(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=
     q, k, v = (source @ w.T + b for source, w, b in zip(sources, weights, biases))
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == widths
     mix = globals()[spec['type']]
-    out = mix(
-        attention.mixer, spec, *(by_head(t, HEADS) for t in (q, k, v)), key_grid, size, bias,
-        x if context is None else context,
-    )  # fmt: skip
+    context = x if context is None else context
+    out = mix(attention.mixer, spec, *(by_head(t, HEADS) for t in (q, k, v)), key_grid, size, bias, context)
     if attention.local is not None:
         out = out + sum_of(attention.local.weight[None], v, grid)
         out = out + torch.arange(out.shape[1]).ge(grid.prefix)[:, None] * attention.local.bias

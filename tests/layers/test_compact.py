@@ -73,14 +73,8 @@ def test_gains_to_begin_with(matrix, r, gain):
     assert all(norm.weight.grad.abs().max() > 1e-5 for norm in layer.up.norms)
 
 
-@pytest.mark.parametrize(
-    ('t', 'dim', 'hidden', 'rank'),
-    [
-        (1, 192, 8 * 192, 170),
-        (0.7, 45, 90, 21),  # 0.7 * 2 * 45 / 3, rounding errors or not
-        (0.1, 2, 1, 1),  # not 0
-    ],
-)
+# 21 = 0.7 * 2 * 45 / 3, rounding errors or not
+@pytest.mark.parametrize('t, dim, hidden, rank', [(1, 192, 8 * 192, 170), (0.7, 45, 90, 21), (0.1, 2, 1, 1)])
 def test_factors(t, dim, hidden, rank):
     """Compute the rank k = t m C / (m + 1). The default is the second matrix, with two branches."""
     ffn = compact(MLP(dim, hidden), t=t)

@@ -42,9 +42,7 @@ def test_results_are_those_of_compiled_mmcv(name):
 
 def test_two_boxes_without_area_suppress_nothing():
     """Keep both boxes: their overlap is 0 / 0, and NaN exceeds no threshold."""
-    dets = torch.tensor(
-        [[0.0, 0, 0, 0, 0.9], [5, 5, 5, 5, 0.8], [5, 5, 5, 5, 0.7], [0, 0, 4, 4, 0.6], [4, 4, 8, 8, 0.5]]
-    )
+    dets = torch.tensor([[0, 0, 0, 0, 0.9], [5, 5, 5, 5, 0.8], [5, 5, 5, 5, 0.7], [0, 0, 4, 4, 0.6], [4, 4, 8, 8, 0.5]])
     # with one area, an overlap of 0 is the threshold
     assert [[int(i) for i in group] for group in ops.nms_match(dets.cpu(), 0.0)] == [[0, 3, 4], [1], [2]]
     for method in ('naive', 'linear'):
@@ -203,11 +201,8 @@ def test_deformable_attention_is_that_of_mmcv_on_cpus():
 @pytest.mark.usefixtures('form')
 def test_shapes_that_change_in_place():
     shapes, starts = torch.tensor([[4, 6]]), torch.tensor([0])
-    value, weights, locations = (
-        cases.normal(1, 1, 24, 1, 2),
-        torch.ones(1, 1, 1, 1, 1),
-        torch.full((1, 1, 1, 1, 1, 2), 0.3),
-    )
+    value, weights = cases.normal(1, 1, 24, 1, 2), torch.ones(1, 1, 1, 1, 1)
+    locations = torch.full((1, 1, 1, 1, 1, 2), 0.3)
     found = []
     for height, width in ((4, 6), (6, 4)):
         shapes.copy_(torch.tensor([[height, width]]))

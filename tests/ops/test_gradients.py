@@ -19,9 +19,7 @@ def layer(x, other, v):
     """Chain convolutions and a rotation of tokens (2, 9, 8)."""
     weight = v[0, :8].sin()
     image = x.unflatten(1, (3, 3)).permute(0, 3, 1, 2)
-    image = image + ops.conv_of_gelu(
-        image, weight[:, :3].reshape(8, 3, 1, 1).expand(8, 3, 3, 3)[:, :1], None, 1, 1, groups=8
-    )
+    image = image + ops.conv_of_gelu(image, weight[:, :1, None, None].expand(8, 1, 3, 3), None, 1, 1, groups=8)
     kernel = weight[:, None, :5, None] * weight[:, None, None, :5]
     image = ops.conv_of_gelu(image, kernel, None, 1, 2, groups=8, residual=True)
     tokens = (image.flatten(2).transpose(1, 2) * x.sin() + other).unflatten(-1, (2, 4)).transpose(1, 2)

@@ -23,13 +23,8 @@ from mmlinattn.checkpoints.released import find_link, released_checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = runpy.run_path(str(ROOT / 'mmlinattn' / 'version.py'))['__version__']
-ONEDL = {
-    'mmengine': 'onedl-mmengine',
-    'mmcv': 'onedl-mmcv',
-    'mmdet': 'onedl-mmdetection',
-    'mmsegmentation': 'onedl-mmsegmentation',
-    'mmpretrain': 'onedl-mmpretrain',
-}
+ONEDL = {name: f'onedl-{name}' for name in ('mmengine', 'mmcv', 'mmsegmentation', 'mmpretrain')}
+ONEDL['mmdet'] = 'onedl-mmdetection'
 # a PYTHONPATH of another checkout would come before installed packages
 CLEAN = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
 EXAMPLE = ROOT / 'docs' / 'examples' / 'downstream' / 'fruit_detector.py'

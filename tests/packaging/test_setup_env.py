@@ -149,9 +149,7 @@ def test_wrong_arguments(arguments, message):
 def test_existing_environment_lists_missing_packages(bare):
     before = sorted(path for path in bare.rglob('*') if '__pycache__' not in path.parts)
     for how in (dict(), dict(MMLINATTN_USE_EXISTING_ENV='1')):
-        done = setup_env(
-            *([] if how else ['--use-existing']), PATH=f'{bare}/bin{os.pathsep}{os.environ["PATH"]}', **how
-        )
+        done = setup_env(*([] if how else ['--use-existing']), PATH=f'{bare}/bin:{os.environ["PATH"]}', **how)
         assert 'nothing was installed' in error_line(done)
         assert re.search(r'] torch does not work in \S+: No module named .* mend it with: pip install', done.stderr)
     assert before == sorted(path for path in bare.rglob('*') if '__pycache__' not in path.parts)
