@@ -15,14 +15,13 @@ from mmlinattn.attention.base import mean_token
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops import dispatch, hallucinated
 
-every_attention = pytest.mark.parametrize('name', ATTENTIONS)
 both_backends = pytest.mark.parametrize('backend', ['auto', 'reference'])
 HALF = [torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize('dead', [True, False], ids=['dead', 'apart'])
-@every_attention
+@pytest.mark.parametrize('name', ATTENTIONS)
 def test_tokens_without_a_direction_and_queries_that_meet_no_key(name, dead, dtype):
     """Expect that quotients by eps do not turn scaled zero gradients into NaN."""
     attention = Attention(DIM, HEADS, ATTENTIONS[name])

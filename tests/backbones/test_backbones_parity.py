@@ -10,8 +10,6 @@ from mmengine.registry import MODELS
 import mmlinattn  # noqa: F401
 from mmlinattn.checkpoints import load_pretrained
 
-CASES = goldens.cases()
-
 
 def released(name, tmp_path):
     """Return a model with the weights of a file with the released keys; norms that a classifier lacks are missing."""
@@ -26,7 +24,7 @@ def released(name, tmp_path):
     return model.double().eval()
 
 
-@pytest.mark.parametrize('name', CASES)
+@pytest.mark.parametrize('name', goldens.cases())
 def test_released_weights_give_the_released_outputs(name, tmp_path):
     """Compare outputs of the stages, and logits."""
     stored, raw, model = goldens.outputs(name), [], released(name, tmp_path)

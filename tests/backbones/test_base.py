@@ -21,7 +21,6 @@ from mmlinattn.utils import private_apis
 
 DEIT, NEXT = 'LinearDeiT', 'LinearNextViT'
 every_backbone = pytest.mark.parametrize('backbone', ARCHS)
-few = settings(deadline=None, derandomize=True, max_examples=6)
 
 
 def blocks_of(model):
@@ -41,7 +40,7 @@ def test_bfloat16_autocast_is_left_on_cpus_without_units_for_it(backbone, monkey
 
 
 @every_backbone
-@few
+@settings(deadline=None, derandomize=True, max_examples=6)
 @given(st.data(), st.booleans(), st.sampled_from([1, 3, 4]))
 def test_outputs_that_are_asked_for(backbone, data, out_norm, channels):
     """Build only the stages that ``out_indices`` needs; DDP stops at a parameter without a gradient."""

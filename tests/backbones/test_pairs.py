@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
-HALF = [torch.float16, torch.bfloat16]
 every_pair = pytest.mark.parametrize(('backbone', 'attn'), itertools.product(ARCHS, EVERY_ATTN))
 every_mix = pytest.mark.parametrize(('backbone', 'stage_attns'), [*small_backbones.every_mix()])
 few = settings(deadline=None, derandomize=True, max_examples=2, suppress_health_check=[HealthCheck.too_slow])
@@ -85,7 +84,7 @@ def test_a_batch_of_no_images_gives_empty_maps(backbone, stage_attns, training):
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize('dtype', HALF, ids=str)
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
 @every_mix
 def test_half_precision_is_finite_and_close_to_float32(backbone, stage_attns, dtype):
     """Compare the median of five images: rounding decides if a query without a key is zero or a mean of values."""
@@ -105,14 +104,13 @@ def test_half_precision_is_finite_and_close_to_float32(backbone, stage_attns, dt
         assert deviation.median() < 6 * torch.finfo(dtype).eps
 
 
-TINY = [f'{attn}-tiny' for attn in EVERY_ATTN]
 PUBLISHED = [
     ('RAVLT', 'tiny'),
     *(('LinearPVT', 'inline-tiny'), ('LinearPVTv2', 'hmhsa-b1'), ('LinearCSWin', 'flatten-tiny')),
     *(
         pytest.param(name, arch, marks=pytest.mark.slow)
         for name in ('LinearSwin', 'LinearDeiT')
-        for arch in TINY
+        for arch in [f'{attn}-tiny' for attn in EVERY_ATTN]
         if arch in MODELS.get(name).arch_zoo
     ),
 ]

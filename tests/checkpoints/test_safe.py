@@ -44,9 +44,6 @@ def error_line(path) -> str:
     return line
 
 
-# data of training frameworks
-
-
 def test_history_buffers_keep_statistics_without_functions(save):
     given = HistoryBuffer([3.0, 1.0], [1, 1], max_length=3)
     vars(given).update(update=1, _statistics_methods={'mean': HistoryBuffer.max})
@@ -120,8 +117,6 @@ def test_settings_of_packages_not_installed(tmp_path, name):
     found = load_file(renamed(tmp_path / 'a.pth', own, name))
     assert found['config'] == {'MODEL': {'DEPTHS': [2, 2]}} and not vars(found['config'])
 
-
-# hostile files
 
 HOSTILE = {
     'posix.system': touch_when_loaded,

@@ -7,9 +7,8 @@ import json
 import warnings
 
 import torch
-from mmengine.registry import MODELS
 
-from helpers import goldens, small_backbones
+from helpers import small_backbones
 from mmlinattn.tooling.export.models import deviation
 
 # one block per stage; two in the middle stages of Swin, the second with shifted windows
@@ -34,12 +33,11 @@ def one_per_stage(stages=4):
 
 def build(backbone, attns):
     """Build a small backbone with one attention for all stages, or one for each of the first stages."""
-    arch = copy.deepcopy(ARCHS[backbone])
-    stages = len(arch['depths'])
+    stages = len(ARCHS[backbone]['depths'])
     attns = (attns,) * stages if isinstance(attns, str) else tuple(attns)[:stages]
-    options = dict(out_type='featmap') if backbone == 'LinearDeiT' else dict(out_indices=tuple(range(len(attns))))
+    options = {} if backbone == 'LinearDeiT' else dict(out_indices=tuple(range(len(attns))))
     attns += ('softmax',) * (stages - len(attns))  # of stages that are not built
-    return goldens.fill(MODELS.build(dict(type=backbone, arch=arch, stage_attns=attns, **options))).eval()
+    return small_backbones.build(backbone, arch=copy.deepcopy(ARCHS[backbone]), stage_attns=attns, **options).eval()
 
 
 def image(shape):

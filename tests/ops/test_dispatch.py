@@ -23,7 +23,6 @@ from mmlinattn.ops import dispatch
 pytestmark = pytest.mark.usefixtures('fast_forms')
 GRID = Grid(3, 4)
 MIXERS = sorted(name for name in TOKEN_MIXERS.module_dict if name.isidentifier())
-every_mixer = pytest.mark.parametrize('mixer', MIXERS)
 
 
 def tokens():
@@ -91,7 +90,7 @@ def test_tensor_subclasses_get_the_reference():
     assert dispatch.backend(x) == 'cpu'
 
 
-@every_mixer
+@pytest.mark.parametrize('mixer', MIXERS)
 def test_transforms_of_functions(mixer):
     attention, x = build_local(mixer), tokens().double()
     rotary = rotary_table(*GRID[:2], DIM // HEADS, dtype=x.dtype)

@@ -10,7 +10,6 @@ from helpers.attentions import ATTENTIONS, FORMS, LINEAR, form
 from mmlinattn import ops
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
-every_attention = pytest.mark.parametrize('name', ATTENTIONS)
 by_hand = pytest.mark.parametrize('which', FORMS[:2])
 HALF = [torch.float16, torch.bfloat16]
 
@@ -69,7 +68,7 @@ def test_gradients_of_gradients_of_tokens_of_zeros(name):
 
 
 @by_hand
-@every_attention
+@pytest.mark.parametrize('name', ATTENTIONS)
 def test_a_backward_pass_under_autocast_is_that_outside(name, which):
     x = torch.randn(2, 9, 8, requires_grad=True)
     grads = []
@@ -105,11 +104,10 @@ def test_queries_and_keys_of_zero_learn(which):
     torch.testing.assert_close(grads, others, rtol=1e-6, atol=1e-9)
 
 
-DEAD = ['rala, relu', 'rala, relu, rotary', 'linear, relu', 'focused, 3', 'rala, elu', 'focused, 4.5']
-
-
 @pytest.mark.parametrize('which', FORMS)
-@pytest.mark.parametrize('name', DEAD)
+@pytest.mark.parametrize(
+    'name', ['rala, relu', 'rala, relu, rotary', 'linear, relu', 'focused, 3', 'rala, elu', 'focused, 4.5']
+)
 def test_a_query_that_meets_no_key_in_float16(name, which):
     """Divide a query by eps alone. Its gradient is finite, and the others are accurate."""
     call = partial(ops.rala, kernel='relu', rotary=ops.rotary_table(3, 3, 8)) if 'rotary' in name else LINEAR[name]

@@ -27,7 +27,6 @@ ONEDL = {name: f'onedl-{name}' for name in ('mmengine', 'mmcv', 'mmsegmentation'
 ONEDL['mmdet'] = 'onedl-mmdetection'
 # a PYTHONPATH of another checkout would come before installed packages
 CLEAN = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
-EXAMPLE = ROOT / 'docs' / 'examples' / 'downstream' / 'fruit_detector.py'
 REGISTERED = r'^@(?:MODELS|MODEL_WRAPPERS|HOOKS|OPTIM_WRAPPER_CONSTRUCTORS)\.register_module\(.*\)\nclass (\w+)'
 DOWNSTREAM = """
 import json, mmlinattn
@@ -115,7 +114,7 @@ def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
     """Build the model from its ``mmlinattn::`` base, and start a tool of the wheel."""
     pytest.importorskip('mmdet')
     site, env = installed[2], {**CLEAN, 'PYTHONPATH': str(installed[2])}
-    shutil.copy2(EXAMPLE, tmp_path)
+    shutil.copy2(ROOT / 'docs' / 'examples' / 'downstream' / 'fruit_detector.py', tmp_path)
     sources = (path.read_text() for path in (ROOT / 'mmlinattn').rglob('*.py'))
     offered = [name for text in sources for name in re.findall(REGISTERED, text, re.MULTILINE)]
     offered.remove('CPUDistributedDataParallel')  # MMEngine asks for a class, and our tools import it
