@@ -1,14 +1,18 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Runner that trains a linear model on random vectors, with random augmentation."""
+"""Runner that trains a linear model on random vectors, with random augmentation; a hook that waits."""
 
+import os
 import random
+import time
+from pathlib import Path
 
 import numpy as np
 import torch
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
+from mmengine.hooks import Hook
 from mmengine.model import BaseModel
-from mmengine.registry import DATASETS, MODELS
+from mmengine.registry import DATASETS, HOOKS, MODELS
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
 from torch import nn
@@ -80,6 +84,18 @@ class SkippingModel(BaseModel):
         x = self.backbone.stem(torch.stack(list(inputs)))
         norms = list(self.backbone.out_norms.values())[self.skips :]
         return dict(loss=sum(norm(x).square().sum() for norm in norms) + 0 * x.sum())
+
+
+@HOOKS.register_module(force=True)
+class HoldHook(Hook):
+    """Wait in iteration ``HOLD`` (from 1) for a file ``go_on`` in the work dir or a SIGTERM seen by ``StopHook``."""
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter + 1 != int(os.environ.get('HOLD', '0')):
+            return
+        go_on = Path(runner.work_dir, 'go_on')
+        while not (go_on.exists() or any(getattr(hook, 'is_signalled', False) for hook in runner.hooks)):
+            time.sleep(0.02)
 
 
 class Count(BaseMetric):
