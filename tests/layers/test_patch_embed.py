@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Down-sampling, and convolutions with norms. RAVLT's stem: tests/backbones/test_ravlt.py."""
+"""Down-sampling, and convolutions with norms. RAVLT's stem: tests/backbones/test_backbone_options.py."""
 
 import pytest
 import torch
