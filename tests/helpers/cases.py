@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Calls of ``mmcv.ops`` with recorded values and gradients of compiled MMCV.
+"""Calls of ``mmcv.ops`` on PyTorch's default device, and values and gradients of compiled MMCV.
 
-Tensors are on PyTorch's default device.
+``python tests/helpers/cases.py`` records them with installed compiled MMCV.
 """
 
 import sys
@@ -131,3 +131,11 @@ def make_cases() -> dict:
             x_mask = normal(13, 2, size[0] * size[1], 3, 4)
             cases[f'psamask-{kind}-{size[0]}'] = lambda k=kind, s=size, m=x_mask: with_gradients(ops.PSAMask(k, s), m)
     return cases
+
+
+if __name__ == '__main__':
+    import mmcv._ext
+
+    if mmcv._ext.__file__.endswith('.py'):
+        raise SystemExit(f'{mmcv._ext.__file__} is not compiled MMCV')
+    np.savez_compressed(RECORDS, **{name: summary(case()) for name, case in make_cases().items()})
