@@ -76,7 +76,6 @@ def test_its_reference(name, height, width, prefix, encoded, gate, local_kernel,
 @example(4, 5, 2, 3, 'reference')
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.sampled_from(references.FORMS))
 def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
-    """Use keys of another grid, as PVT's reduced keys. Predicted kernels come from the queries' tokens."""
     attention, spec = build(name, grid=(3, 4)), ATTENTIONS[name]
     if name in references.OWN_VALUE:
         with pytest.raises(ValueError, match=r'as many keys as queries \(6\), not 4; released=False takes any'):

@@ -136,7 +136,6 @@ def test_changed_layers_keep_the_casts_of_the_others(casts):
 
 
 def test_a_cast_is_a_cache(monkeypatch):
-    """Expect results bitwise equal to those of leaves that cast their own weights."""
     model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
     expected = step(copy.deepcopy(model), x)
     monkeypatch.setattr(forward_pass, 'weights_of', lambda backbone: [])
@@ -144,7 +143,6 @@ def test_a_cast_is_a_cache(monkeypatch):
 
 
 def test_blocks_recomputed_by_others(casts):
-    """Recompute a block by PyTorch's ``checkpoint``, as MMEngine's ``activation_checkpointing`` does."""
     model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
     expected = step(copy.deepcopy(model), x)
     block = model.stages[0][0]

@@ -27,7 +27,6 @@ def test_equals_the_equations_written_plainly(attns, training):
 
 @pytest.mark.parametrize('options', [dict(cpe=False), dict(rotary=False), dict(local_kernel=None)], ids=str)
 def test_ablations_of_the_paper_are_arguments(options):
-    """Turn off one part of the block: its weights are gone, and the outputs differ."""
     default, model, x = goldens.fill(RAVLT(ARCH)), RAVLT(ARCH, norm_eval=True, **options).train(), image()
     state, left = default.state_dict(), model.state_dict()
     assert any('.position.' in key for key in left) is ('cpe' not in options)

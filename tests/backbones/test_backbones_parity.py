@@ -26,7 +26,6 @@ def released(name, tmp_path):
 
 @pytest.mark.parametrize('name', goldens.cases())
 def test_released_weights_give_the_released_outputs(name, tmp_path):
-    """Compare outputs of the stages, and logits."""
     stored, raw, model = goldens.outputs(name), [], released(name, tmp_path)
     # the larger ones of RAVLT in single precision: exact and slow
     dtype, tolerance = (torch.float32, 5e-5) if 'ravlt_' in name and name != 'ravlt_t' else (torch.float64, 1e-5)

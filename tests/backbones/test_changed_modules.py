@@ -33,7 +33,6 @@ NORMS = nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d
 
 
 def is_affine(layer):
-    """Return True if ``layer(x)`` is linear in its weights."""
     return (is_product(layer) or isinstance(layer, (*NORMS, PositionTable))) and type(layer).__name__ not in COMPOSED
 
 
@@ -64,8 +63,6 @@ class Scale(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Reference of a layer with a scaled output."""
-
     def __init__(self, layer):
         super().__init__()
         self.layer = layer
@@ -171,7 +168,6 @@ every_change = pytest.mark.parametrize('change', CHANGES)
 
 @functools.cache
 def build(backbone, mix):
-    """Build a small model in float64, with compact feed-forward networks in some stages."""
     ffn = [None, dict(type='compact'), dict(type='compact', matrix='M1', ffn='dwconv'), None]
     ffn = dict(type='compact') if backbone == 'LinearDeiT' else ffn
     arch, attns = dict(ARCHS[backbone], ffn=ffn), small_backbones.mixes(backbone)[mix]
@@ -210,7 +206,6 @@ def mixed_changes(case):
 
 
 def changed(model, changes):
-    """Return a copy of a model with changed layers, and its reference. ``changes`` maps paths to changes."""
     model, reference = copy.deepcopy(model), copy.deepcopy(model)
     for path, change in changes.items():
         change(model, reference, path, model.get_submodule(path), reference.get_submodule(path))
@@ -222,7 +217,6 @@ def image(height=46, width=39):
 
 
 def with_gradient(model, x):
-    """Return the outputs, and the gradient of the image."""
     x = x.clone().requires_grad_()
     outs = model(x)
     probes = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out) for out in outs]
@@ -278,7 +272,6 @@ def check_forms(model, reference, x):
 
 @every_model
 def test_changed_layers_act_in_every_form(backbone, mix):
-    """Change some layers of a model. Each kind of layer gets each change in some model."""
     check_forms(*changed(build(backbone, mix), mixed_changes((backbone, mix))), image())
 
 
@@ -385,7 +378,6 @@ class Centred(nn.Module):
 
 
 def of_block(name, make):
-    """Put something else in place of a part of the first block."""
     path = f'stages.0.0.{name}'
     return lambda model: replace(model, path, make(attrgetter(path)(model)))
 
@@ -449,7 +441,6 @@ def with_spans(**spans):
 
 
 def dense(conv):
-    """Return a dense convolution in place of a depth-wise one."""
     new = nn.Conv2d(len(conv.weight), len(conv.weight), 3, padding=1)
     conv.groups, conv.weight, conv.bias = 1, new.double().weight, None
     return conv
@@ -515,7 +506,6 @@ def test_replaced_parts_act_without_gradients(change):
 )
 @torch.no_grad()
 def test_replaced_methods_are_called(monkeypatch, kind, name):
-    """For all modules of a class, as tools that quantise or count do."""
     model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
     inherited, seen = getattr(kind, name), []
     monkeypatch.setattr(kind, name, lambda self, *args, **kwargs: seen.append(self) or inherited(self, *args, **kwargs))
@@ -530,8 +520,6 @@ linear = nn.functional.linear
 
 
 class Halved(TorchFunctionMode):
-    """Mode that halves the results of ``linear``."""
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         return out / 2 if func is linear else out

@@ -88,8 +88,6 @@ def padded_in_a_circle(model):
 
 
 def shared(part):
-    """Share a part of two blocks, or the blocks themselves; the stem goes without a bias."""
-
     def share(model):
         first, second = model.stages[2]
         if part is None:

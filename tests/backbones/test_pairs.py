@@ -29,7 +29,6 @@ def model_of(backbone, attn):
 
 
 def assert_trains(model, x, dtype, loss_scale=2**10):
-    """Train one step with gradients scaled by ``loss_scale``, as by a gradient scaler."""
     with torch.autocast('cpu', dtype):
         outs = model(x)
     assert all(out.isfinite().all() for out in outs)

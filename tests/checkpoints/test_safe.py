@@ -81,7 +81,6 @@ def test_plain_data(save):
 
 
 def renamed(path, *names: bytes) -> Path:
-    """Replace all names in the pickle of a file by the last one."""
     with zipfile.ZipFile(path) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, 'w') as archive:
@@ -226,7 +225,6 @@ def test_reading_changes_no_global_state(save, tmp_path, monkeypatch):
 
 
 def test_concurrent_threads(save, monkeypatch):
-    """Start the second read before the first ends, and end it later."""
     path, load, found = save(dict(loss=HistoryBuffer([1.0], [1]))), torch.load, []
 
     def slow(*args, **kwargs):

@@ -27,7 +27,6 @@ def line(step) -> str:
 
 
 def steps(pipeline) -> list[str]:
-    """List the transforms of a pipeline that change images, one line each."""
     lines = []
     for step in pipeline:
         if step['type'] == 'RandomChoice':

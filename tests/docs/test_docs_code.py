@@ -145,7 +145,6 @@ def test_commands_that_are_not_run_have_options_of_the_tools(block):
 
 
 def spoken(path: Path) -> list[list]:
-    """Return the commands in sentences and tables: `python tools/TOOL.py ...`."""
     text = re.sub(r'^```.*?^```', '', path.read_text(encoding='utf-8'), flags=re.M | re.S)
     spans = re.findall(r'`((?:python |bash )?(?:tools|benchmarks)/[^`]+ [^`]+)`', text)
     return [shlex.split(re.sub(r'[\[\]]', '', ' '.join(span.split()))) for span in spans]

@@ -21,7 +21,6 @@ def prose(path) -> str:
 
 
 def anchors(path) -> set:
-    """Return the anchors that GitHub gives the headings of a page."""
     found = set()
     for heading in re.findall(r'^#+ (.+)$', prose(path), re.M):
         plain = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', heading).strip().lower()

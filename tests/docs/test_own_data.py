@@ -25,7 +25,6 @@ FRUIT = [f'{part}_dataloader.dataset.metainfo.classes=(disc,square)' for part in
 
 
 def lines_of(task):
-    """Return the commands of a block for a few images, with options that shorten the training."""
     text = re.sub(r'--num-train \d+ --num-val \d+', '--num-train 12 --num-val 3 --size 64 64', BLOCKS[task])
     for line in text.splitlines():
         python, tool, *args = shlex.split(line)

@@ -16,7 +16,6 @@ RECORDS = Path(__file__).resolve().parents[1] / 'data' / 'mmcv_ops' / 'records.n
 
 
 def users() -> list:
-    """Return the modules of ``mmcv.ops`` that call MMCV's compiled extension."""
     return [module for name, module in sys.modules.items() if name[:9] == 'mmcv.ops.' and hasattr(module, 'ext_module')]
 
 
@@ -60,7 +59,6 @@ def rois(seed: int, count: int) -> torch.Tensor:
 
 
 def with_gradients(function, *tensors) -> list:
-    """Return the value of a function, and its gradients with respect to the tensors for a random cotangent."""
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     value = function(*leaves)
     value.backward(normal(99, *value.shape).to(value.dtype))

@@ -29,7 +29,6 @@ _INITIALISERS = 'kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
 
 
 def configs_of(prefix: str) -> list[str]:
-    """Return the published configs as ``task/name`` that start with ``prefix``."""
     return [name for name in CONFIGS if name.startswith(prefix)]
 
 

@@ -13,8 +13,6 @@ from torch import nn
 
 
 class Loop(BaseLoop):
-    """Loop of a runner over one data set, with metrics."""
-
     def __init__(self, dataset, *metrics):
         self.dataloader, self.evaluator = SimpleNamespace(dataset=dataset), SimpleNamespace(metrics=metrics)
 
@@ -33,8 +31,6 @@ DETECTOR, SEGMENTOR, CLASSIFIER = model(bbox_head=3), model(decode_head=2), mode
 
 
 class Data(list):
-    """Data set of the given information dicts, with class names."""
-
     get_data_info = list.__getitem__
 
     def __init__(self, *infos, classes=(), **more):
@@ -68,7 +64,6 @@ def coco(folder, names=NAMES, name='a.json', box=(), **changes):
 
 
 def coco_data(file, classes=NAMES, **settings):
-    """Return MMDetection's data set of a COCO file."""
     folder = str(file.parent) + '/'
     config = dict(type='CocoDataset', ann_file=str(file), data_prefix=dict(img=folder), metainfo=dict(classes=classes))
     return build('mmdet', dict(config, **settings))

@@ -28,7 +28,6 @@ def info(name: str) -> dict:
 
 
 def outputs(name: str) -> dict[str, np.ndarray]:
-    """Return the stored outputs of a case: ``logits``, ``feat0`` ... ``feat3``, or both."""
     with np.load(FOLDER / f'{name}.npz') as archive:
         return dict(archive)
 
@@ -47,7 +46,6 @@ def weight(key: str, shape) -> Tensor:
 
 
 def state_dict(name: str) -> dict[str, Tensor]:
-    """Return a state dict with the keys and shapes of the released file."""
     stored = FOLDER / f'{name}.const.npz'
     constants = dict(np.load(stored)) if stored.exists() else {}
     state = {}

@@ -46,14 +46,12 @@ def image(shape):
 
 @torch.no_grad()
 def check(graph, model, shapes=SHAPES):
-    """Check the outputs of a graph against its model on images of several shapes (batch, height, width)."""
     for shape in shapes:
         x = image(shape)
         assert deviation(graph(x), model(x)) < TOLERANCE, shape
 
 
 def metadata_of(form, path):
-    """Read the metadata of an exported file of the format ``form``."""
     files = {'metadata.json': ''}
     if form == 'torch-export':
         with open(path, 'rb') as file:

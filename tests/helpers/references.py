@@ -97,12 +97,10 @@ def form(name):
 
 
 def side_by_side(x):
-    """Merge heads: (B, heads, N, d) -> (B, N, heads * d)."""
     return x.transpose(1, 2).flatten(2)
 
 
 def by_head(x, heads):
-    """Split heads: (B, N, heads * d) -> (B, heads, N, d)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
@@ -313,7 +311,6 @@ def reference(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=
 
 
 def attend(attention, x, grid, kv=None, key_grid=None, source=None, mask=None, rotary=None, bias=None):
-    """Apply projections, convolution and gate around the mixer to tokens (B, N, C)."""
     if hasattr(attention, 'qkv'):
         q, k, v, *gate = attention.qkv(x).split(attention.widths, dim=-1)
         if kv is not None:

@@ -90,7 +90,6 @@ class Adapter(nn.Module):
 
 
 def image(batch=2, height=64, width=96, channels=3):
-    """Return random images (batch, channels, height, width)."""
     return torch.randn(batch, channels, height, width)
 
 

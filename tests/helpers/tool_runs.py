@@ -51,7 +51,6 @@ def options(cwd, env):
 
 
 def run(*command, cwd, **env):
-    """Run a command, check its status, and return its output."""
     done = subprocess.run([str(word) for word in command], timeout=300, **options(cwd, env))
     assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout
@@ -82,7 +81,6 @@ def python(script, *args, **kwargs):
 
 
 def in_this_process(tool, *args):
-    """Run a script of ``tools/`` with arguments."""
     with mock.patch.object(sys, 'argv', [tool, *map(str, args)]):
         runpy.run_path(str(TOOLS / tool), run_name='__main__')
 

@@ -28,7 +28,6 @@ def block(layer_scale, drop_path=0.0):
 @pytest.mark.parametrize('layer_scale', [None, 0.5, 0.0])
 @pytest.mark.parametrize('prefix', [0, 1, 2])
 def test_feed_forward_networks_of_maps_take_tokens(prefix, layer_scale):
-    """Apply a convolutional network to tokens on their grid; class tokens have no neighbours."""
     context = StageContext(Grid(2, 3, prefix=prefix))
     model = TokenBlock(4, nn.Identity(), ConvFFN(4, 8), LN, layer_scale=layer_scale)
     model.attn.forward = lambda x, context: torch.zeros_like(x)

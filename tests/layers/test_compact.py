@@ -11,7 +11,6 @@ from mmlinattn.layers import MLP, ConvFFN, DWConvFFN, FactorisedLinear, Linear, 
 
 
 def unsettled(module):
-    """Fill batch norms and biases with random values, as after some training."""
     for norm in module.modules():
         if isinstance(norm, FactorisedLinear):
             nn.init.normal_(norm.bias)
@@ -24,7 +23,6 @@ def unsettled(module):
 
 
 def one_by_one(layer, x):
-    """Apply each branch as a linear layer and its norm, over the rows of ``x``."""
     rows = x.flatten(0, -2)
     for factor in (layer.down, layer.up):
         rows = sum(norm(linear(rows)) for linear, norm in zip(factor.linears, factor.norms))

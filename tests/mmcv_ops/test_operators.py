@@ -27,7 +27,6 @@ def assert_close(result, expected, tolerance=1e-5):
 
 
 def assert_same(ours, theirs, *inputs, tolerance=1e-5):
-    """Compare values and gradients."""
     pairs = zip(*(cases.with_gradients(function, *inputs) for function in (ours, theirs)))
     for result, expected in pairs:
         assert_close(result, expected, tolerance)
@@ -105,7 +104,6 @@ def test_several_backward_passes_without_input_gradient():
 
 
 def pooled(x, rois, size, scale):
-    """Compute the maximum over each bin of each RoI, pixel by pixel."""
     output = x.new_zeros(len(rois), x.shape[1], size, size)
     for n, (image, *box) in enumerate(rois.tolist()):
         x1, y1, x2, y2 = box[0] * scale, box[1] * scale, (box[2] + 1) * scale, (box[3] + 1) * scale

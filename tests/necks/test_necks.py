@@ -90,7 +90,6 @@ def test_adapters_resize_bilinearly_by_the_areas_of_pixels():
 @pytest.mark.parametrize('how', ['trace', 'export'])
 @pytest.mark.filterwarnings('ignore')  # of the tracer, of every look at a size
 def test_adapters_resize_in_graphs_at_every_size(how):
-    """Round sizes up, also at sizes other than the traced one."""
     neck = MapAdapter([2], [2, 1, 3, 2], sources=[0] * 4, scales=[2, 0.5, 1, 0.1]).eval()
     x = torch.randn(2, 2, 16, 17)
     if how == 'trace':
@@ -109,7 +108,6 @@ def test_adapters_resize_in_graphs_at_every_size(how):
 
 
 def test_heads_read_one_output_in_inference_alone():
-    """Compute all outputs in training, and only the selected one in inference."""
     x = torch.randn(2, 4, 3, 3)
     for place in (0, 1, 2):
         neck = MapAdapter([4], [5, 6, 7], sources=[0, None, 0], inference_output=place)

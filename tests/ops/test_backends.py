@@ -51,7 +51,6 @@ def test_a_mask_may_be_written_to_and_be_used_in_inference_before_training(name)
 
 
 def outcome(name, which, tensors, num_heads):
-    """Return the result of an attention, or None if it raises."""
     try:
         with form(which):
             return ATTENTIONS[name](*tensors, num_heads=num_heads)

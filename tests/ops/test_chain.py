@@ -67,7 +67,6 @@ FFNS = {
 @pytest.mark.parametrize('size', [(20, 3), (17, 3), (41, 3)], ids=str)
 @pytest.mark.parametrize('name', FFNS)
 def test_feed_forward_networks(name, size, kernels, monkeypatch):
-    """Compare with and without fusing, in strips of rows and as a whole."""
     make, expected = FFNS[name]
     module, x = filled(make()).eval(), torch.randn(2, *size, DIM, dtype=torch.float64)
     for numel in (fused.STRIP_NUMEL, 40 * 8 * size[1]):
@@ -191,8 +190,6 @@ def test_autocast_leaves_float64_alone():
 
 
 class Identity(TokenMixer):
-    """Mixer that returns its values as a view of the projection."""
-
     def forward(self, q, k, v, grid, key_grid, mask=None, **_):
         return v
 

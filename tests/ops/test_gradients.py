@@ -15,7 +15,6 @@ HALF = [torch.float16, torch.bfloat16]
 
 
 def layer(x, other, v):
-    """Chain convolutions and a rotation of tokens (2, 9, 8)."""
     weight = v[0, :8].sin()
     image = x.unflatten(1, (3, 3)).permute(0, 3, 1, 2)
     image = image + ops.conv_of_gelu(image, weight[:, :1, None, None].expand(8, 1, 3, 3), None, 1, 1, groups=8)

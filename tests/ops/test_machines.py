@@ -55,7 +55,6 @@ def run(threads: int = 1, **environment: str) -> list[list[float]]:
 
 @pytest.fixture(scope='module')
 def expected():
-    """Results on the oldest CPU, by the reference implementations."""
     return run(ONEDNN_MAX_CPU_ISA='AVX2', ATEN_CPU_CAPABILITY='default', MMLINATTN_OPS='reference')
 
 

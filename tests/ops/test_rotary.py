@@ -16,7 +16,6 @@ HEIGHT, WIDTH, DIM = 3, 5, 8
 
 @pytest.mark.parametrize(('size', 'dim', 'base'), [((3, 5), 8, 10000.0), ((1, 3), 4, 10000.0), ((50, 2), 16, 100.0)])
 def test_rotate_turns_pairs_by_the_angles_of_the_release(size, dim, base):
-    """Rotate the first half of the pairs by rows, the second by columns, with angles computed in float64."""
     x = torch.randn(2, 2, size[0] * size[1], dim, dtype=torch.float64)
     table = rotary_table(*size, dim, dtype=torch.float64, base=base)
     expected = torch.view_as_real(references.rotate(x, *size, base)).flatten(-2)
@@ -27,7 +26,6 @@ def test_rotate_turns_pairs_by_the_angles_of_the_release(size, dim, base):
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_rotate_takes_every_layout_and_type(dtype):
-    """Rotate columns of a wider tensor at an odd offset, transposed tensors, and strided tables."""
     x, turn = torch.randn(2, 3, 6, 8).to(dtype), rotary_table(2, 3, 8, dtype=dtype)
     with ops.use('reference'):
         expected = rotate(x, turn)

@@ -44,7 +44,6 @@ def overlay(folder: Path, commands) -> Path:
 
 
 def lines(python: Path, env) -> list:
-    """Return the output lines of tools/check_env.py."""
     command = [python, '-W', 'ignore', ROOT / 'tools' / 'check_env.py']
     return subprocess.run(command, capture_output=True, text=True, env=env).stderr.splitlines()
 

@@ -156,7 +156,6 @@ def requirements(name: str) -> list:
 
 
 def pins(name: str, python: str = '3.11') -> dict:
-    """Return the versions of a lock file by distribution, for a Python on Linux."""
     locked = {}
     machine = dict(
         python_version=python, python_full_version=f'{python}.0', sys_platform='linux', platform_machine='x86_64'

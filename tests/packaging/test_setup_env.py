@@ -25,7 +25,6 @@ def setup_env(*arguments, **environment):
 
 
 def error_line(done) -> str:
-    """Return the error line of a run that must fail and print nothing to stdout."""
     assert done.returncode != 0
     assert done.stdout == ''
     (line,) = [line for line in done.stderr.splitlines() if 'ERROR' in line]
@@ -74,7 +73,6 @@ def test_missing_compiler_and_index_are_refused_first(tmp_path):
 
 
 def wheel(folder: Path, name: str, version: str, script: str = '') -> None:
-    """Write a wheel with at most a script into a folder used as an index."""
     module, page = name.replace('-', '_'), folder / name
     page.mkdir(parents=True, exist_ok=True)
     info = f'{module}-{version}.dist-info'
