@@ -8,8 +8,7 @@ import pytest
 
 @pytest.fixture
 def server(monkeypatch, tmp_path):
-    """HTTP server on this machine, with an empty checkpoint cache, and one reply per path: (status, body) or (status,
-    body, Content-Length)."""
+    """HTTP server with an empty checkpoint cache, and a reply per path: (status, body) or (status, body, length)."""
     replies, requests, cache = {}, [], tmp_path / 'torch' / 'hub' / 'checkpoints'
 
     class Handler(BaseHTTPRequestHandler):

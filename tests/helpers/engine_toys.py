@@ -37,13 +37,7 @@ class ToyDataset(BaseDataset):
 
 @MODELS.register_module(force=True)
 class ToyModel(BaseModel):
-    """Linear layer behind dropout.
-
-    Args:
-        bad_at: Number of steps with a finite loss; None for all.
-        break_weights: Keep the loss finite, and break the gradient of the weights.
-        bad: Factor of the loss or gradient after ``bad_at`` steps.
-    """
+    """Linear layer behind dropout. After ``bad_at`` steps ``bad`` multiplies the loss or the weights' gradient."""
 
     def __init__(self, bad_at=None, break_weights=False, bad=float('nan')):
         super().__init__()

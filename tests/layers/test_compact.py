@@ -114,19 +114,9 @@ def test_feed_forward_networks_by_name(spec, kind):
     assert arch == kept
 
 
-def test_branches_with_something_of_their_own_are_not_merged():
-    layer, x = unsettled(FactorisedLinear(12, 8, 5)), torch.randn(3, 12)
-    kept = layer.down
-    kept.linears[1] = nn.Sequential(nn.Linear(12, 5), nn.ReLU())
-    torch.testing.assert_close(layer.eval()(x), one_by_one(layer, x))
-    with pytest.raises(ValueError, match=r'^switch_to_deploy: \w+ and \w+ of a compact FFN cannot be merged; allowed'):
-        layer.switch_to_deploy()
-    assert layer.down is kept
-
-
 @pytest.mark.parametrize('place', ['down', 'up.linears.0', 'up.norms.1'])
 def test_branches_with_hooks_are_not_merged(place):
     layer = FactorisedLinear(12, 8, 5).eval()
     layer.get_submodule(place).register_forward_hook(lambda module, inputs, out: 2 * out)
-    with pytest.raises(ValueError, match='^switch_to_deploy: '):
+    with pytest.raises(ValueError, match=r'^switch_to_deploy: \w+ and \w+ of a compact FFN cannot be merged; allowed'):
         layer.switch_to_deploy()
