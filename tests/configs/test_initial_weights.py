@@ -110,9 +110,3 @@ def test_convolutions_of_any_attention_start_as_those_of_the_backbone(backbone):
         assert_starts(layer.weight.detach(), start, layer, set())
         if layer.bias is not None:
             assert_starts(layer.bias.detach(), 'default' if start == 'default' else 'zero', layer, set())
-
-
-def test_a_user_can_start_otherwise():
-    model = backbones.RAVLT('tiny', init_cfg=dict(type='Constant', layer='Conv2d', val=0.5))
-    model.init_weights()
-    assert model.stages[0][0].position.weight.eq(0.5).all()
