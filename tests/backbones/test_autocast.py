@@ -35,13 +35,9 @@ def step(model, x, dtype=HALF):
 
 @pytest.fixture
 def casts(monkeypatch):
-    sizes, forward = [], CastTogether.forward
-
-    def counted(ctx, dtype, *weights):
-        sizes.append(len(weights))
-        return forward(ctx, dtype, *weights)
-
-    monkeypatch.setattr(CastTogether, 'forward', staticmethod(counted))
+    sizes, cast = [], CastTogether.forward
+    counted = staticmethod(lambda ctx, dtype, *weights: sizes.append(len(weights)) or cast(ctx, dtype, *weights))
+    monkeypatch.setattr(CastTogether, 'forward', counted)
     return sizes
 
 

@@ -227,11 +227,7 @@ def test_reading_changes_no_global_state(save, tmp_path, monkeypatch):
 def test_concurrent_threads(save, monkeypatch):
     path, load, found = save(dict(loss=HistoryBuffer([1.0], [1]))), torch.load, []
 
-    def slow(*args, **kwargs):
-        time.sleep(0.2)
-        return load(*args, **kwargs)
-
-    monkeypatch.setattr(torch, 'load', slow)
+    monkeypatch.setattr(torch, 'load', lambda *args, **kwargs: time.sleep(0.2) or load(*args, **kwargs))
     threads = [threading.Thread(target=lambda: found.append(load_file(path))) for _ in range(2)]
     for thread in threads:
         thread.start()

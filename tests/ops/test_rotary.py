@@ -43,13 +43,11 @@ def test_rotate_takes_every_layout_and_type(dtype):
 
 
 @pytest.mark.parametrize('learned', [False, True])
-@pytest.mark.parametrize(
-    ('dtype', 'angles'),
-    [('float64', 'float64'), ('bfloat16', 'bfloat16'), ('bfloat16', 'float32'), ('float16', 'float32')],
-)
-def test_gradients_of_a_rotation(dtype, angles, learned):
-    tokens = torch.randn(2, HEIGHT * WIDTH, 2 * DIM).to(getattr(torch, dtype))
-    turn = rotary_table(HEIGHT, WIDTH, DIM).to(getattr(torch, angles)).requires_grad_(learned)
+@pytest.mark.parametrize('types', ['float64 float64', 'bfloat16 bfloat16', 'bfloat16 float32', 'float16 float32'])
+def test_gradients_of_a_rotation(types, learned):
+    dtype, angles = (getattr(torch, name) for name in types.split())
+    tokens = torch.randn(2, HEIGHT * WIDTH, 2 * DIM).to(dtype)
+    turn = rotary_table(HEIGHT, WIDTH, DIM).to(angles).requires_grad_(learned)
     found = []
     for which in FORMS:
         x = tokens.clone().requires_grad_()
