@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import small_backbones
-from helpers.references import filled
+from helpers.references import FORMS, filled, form
 from helpers.small_backbones import ARCHS, Adapter
 from mmcv.cnn.bricks import DropPath
 from torch import nn
@@ -294,6 +294,17 @@ def test_shared_layers_act_in_every_form(backbone):
             other._parameters.update(layer._parameters)
     assert pairs
     check_forms(model, reference, image())
+
+
+@pytest.mark.parametrize('backbone', ARCHS)
+def test_parameters_have_the_same_gradients_in_every_form(backbone):
+    model, x, found = copy.deepcopy(build(backbone, 1)).train(), image(), []
+    for which in FORMS:
+        with form(which):
+            loss = sum((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() for out in model(x))
+            found.append(torch.autograd.grad(loss, list(model.parameters())))
+    for fast in found[:-1]:
+        torch.testing.assert_close(fast, found[-1], rtol=1e-5, atol=1e-7)
 
 
 @functools.cache
