@@ -11,19 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import interpolate, pad
 
-from mmlinattn import ops
-from mmlinattn.attention import (
-    Attention,
-    GlobalAttention,
-    Grid,
-    ReducedAttention,
-    StageContext,
-    StripeAttention,
-    WindowAttention,
-    Windows,
-)
+from mmlinattn.attention import Attention, GlobalAttention, Grid, StageContext, WindowAttention
+from mmlinattn.attention.arrangements import ReducedAttention, StripeAttention
 from mmlinattn.layers import RelativePositionBias
-from mmlinattn.ops.windows import Axis
+from mmlinattn.ops.windows import Axis, Windows
 
 MIXERS = list(FIRST.values())
 SEQUENTIAL = [name for name in ATTENTIONS if build(name).mixer.sequential]
@@ -41,12 +32,8 @@ def leaves_of(attention, *inputs):
 
 
 def parts(size, rows, columns):
-    """Yield the slices of each window, cropped at the end of the map."""
     for y, x in itertools.product(range(0, size[0], rows), range(0, size[1], columns)):
         yield slice(None), slice(y, y + rows), slice(x, x + columns)
-
-
-# --- whole maps and reduced keys ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize('name', [*SEQUENTIAL, *MIXERS])
@@ -78,20 +65,6 @@ def test_reduced_keys(name, height, width, ratio):
     assert_same(attention(x, StageContext.of(x)), expected, leaves_of(attention, x), rtol=1e-6)
 
 
-def test_errors_of_arrangements():
-    with pytest.raises(ValueError, match=r"shift=True: 'inline' takes no bias"):
-        WindowAttention(DIM, HEADS, 'inline', (4, 4), shift=True)
-    for spec, options in (('inline', {}), ('softmax', dict(local_kernel=3))):
-        with pytest.raises(ValueError, match=f"ratio=2: '{spec}' adds a convolution of the values"):
-            ReducedAttention(DIM, HEADS, spec, 2, dict(type='LN'), **options)
-    q, k = torch.rand(1, 12, DIM), torch.rand(1, 3, DIM)
-    with pytest.raises(ValueError, match='q has 12 tokens and k 3'):
-        ops.rala(q, k, k, HEADS)
-
-
-# --- windows -----------------------------------------------------------------------------------
-
-
 def test_windows_are_clipped_to_the_map():
     assert Windows.fit(5, 9, (7, 7), True) == Windows(5, 9, (5, 7), (0, 3))
     assert Windows.fit(7, 7, (7, 7), True) == Windows(7, 7, (7, 7), (0, 0))
@@ -112,7 +85,6 @@ def test_positions_of_open_windows_are_on_the_device_of_the_map():
 @example(7, 9, (3, 4))
 @given(sizes, sizes, st.tuples(sizes, sizes))
 def test_linear_attention_in_windows_is_that_of_each_window_cropped(name, height, width, window):
-    """Crop border windows: their sums, means, N, convolutions and mean token cover valid tokens only."""
     attention = filled(WindowAttention(DIM, HEADS, ATTENTIONS[name], window))
     x, other = (feature_map(height, width) for _ in range(2))
     expected = torch.empty_like(x)
@@ -171,8 +143,7 @@ def test_softmax_in_shifted_windows_equals_a_loop_over_pairs(height, width, wind
 
 @pytest.mark.parametrize('height, width', [(7, 9), (8, 8)])
 def test_windows_of_a_rolled_map_have_no_neighbours_from_its_other_side(height, width):
-    """Separate up to four regions of a shifted window, in attention and in IHH's 3x3 convolution, with and without
-    padding between them."""
+    """Separate up to four regions, in attention and in IHH's convolution, with and without padding between them."""
     attention = filled(WindowAttention(DIM, HEADS, 'hallucinated', (4, 4), shift=True, relative_bias=True))
     x = feature_map(height, width)
     out = attention(x, StageContext.of(x))
@@ -183,9 +154,6 @@ def test_windows_of_a_rolled_map_have_no_neighbours_from_its_other_side(height, 
         grid = Grid(*part.shape[1:3])
         alone = attend(attention, part.flatten(1, 2), grid, bias=attention.relative_bias(*grid[:2])[None])
         torch.testing.assert_close(out[:, high, wide], alone.unflatten(1, grid[:2]))
-
-
-# --- stripes -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('name', MIXERS)
@@ -214,7 +182,6 @@ def test_stripes_are_two_halves_of_windows(name, height, width, stripe):
 
 
 def test_defaults_of_arrangements():
-    """Build position biases for windows of mixers that take one; for whole maps they would be unbounded."""
     for branch in StripeAttention(DIM, HEADS, 'softmax', 2).branches:
         assert branch.local.weight.shape == (DIM // 2, 1, 3, 3) and branch.local.padding == (1, 1)
     without = StripeAttention(DIM, HEADS, 'softmax', 2, local_kernel=None)
@@ -230,9 +197,6 @@ def test_defaults_of_arrangements():
     assert [bias('rala', (3, 4)), bias('softmax', None), bias('softmax', (3, 4), False)] == [None] * 3
     with torch.device('meta'):  # 8192 tokens, whatever the sides
         assert RelativePositionBias((64, 128), 1).table.shape == (127 * 255, 1)
-
-
-# --- bias tables of checkpoints ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float16], ids=str)
@@ -251,11 +215,8 @@ def test_bias_tables_of_another_window_are_resized_bicubically(source, window, d
 
 
 @pytest.mark.parametrize('shift', [False, True])
-@pytest.mark.parametrize(
-    ('size', 'window'), [((20, 30), (7, 7)), ((5, 30), (7, 8)), ((21, 16), (7, 8)), ((7, 7), (7, 7))]
-)
+@pytest.mark.parametrize('size, window', [((20, 30), (7, 7)), ((5, 30), (7, 8)), ((21, 16), (7, 8)), ((7, 7), (7, 7))])
 def test_windows_without_a_padded_map_are_the_same(size, window, shift):
-    """Cut and merge windows by one copy, as CPUs do without gradients."""
     windows, x = Windows.fit(*size, window, shift), torch.randn(2, *size, 12)
     padded, parts = windows.partition(x), windows.partition_qkv(x, (3, 4, 5))
     with torch.no_grad():

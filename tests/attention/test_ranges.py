@@ -15,20 +15,15 @@ from mmlinattn.attention.base import mean_token
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops import dispatch, hallucinated
 
-every_attention = pytest.mark.parametrize('name', ATTENTIONS)
 both_backends = pytest.mark.parametrize('backend', ['auto', 'reference'])
 HALF = [torch.float16, torch.bfloat16]
 
 
-# --- ranges ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('dtype', [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize('dead', [True, False], ids=['dead', 'apart'])
-@every_attention
+@pytest.mark.parametrize('name', ATTENTIONS)
 def test_tokens_without_a_direction_and_queries_that_meet_no_key(name, dead, dtype):
-    """Use zero tokens, or queries and keys without a common positive channel. Quotients by eps must not turn scaled
-    zero gradients into NaN."""
+    """Expect that quotients by eps do not turn scaled zero gradients into NaN."""
     attention = Attention(DIM, HEADS, ATTENTIONS[name])
     query_dim, key_dim, _ = attention.mixer.widths
     nn.init.zeros_(attention.qkv.bias)
@@ -57,12 +52,7 @@ def test_the_mean_token_is_that_of_valid_tokens(dtype):
     torch.testing.assert_close(mean_token(x, None).double(), x.double().mean(1), rtol=0.01, atol=0)
 
 
-# --- costs -------------------------------------------------------------------------------------
-
-
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Record the number of elements of the largest tensor that is made."""
-
     size = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from helpers import small_backbones
-from helpers.small_backbones import ARCHS, build, image, mixes
+from helpers.small_backbones import ARCHS, Adapter, build, image, mixes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -35,19 +35,13 @@ def step(model, x, dtype=HALF):
 
 @pytest.fixture
 def casts(monkeypatch):
-    """Record the number of weights in each joint cast."""
-    sizes, forward = [], CastTogether.forward
-
-    def counted(ctx, dtype, *weights):
-        sizes.append(len(weights))
-        return forward(ctx, dtype, *weights)
-
-    monkeypatch.setattr(CastTogether, 'forward', staticmethod(counted))
+    sizes, cast = [], CastTogether.forward
+    counted = staticmethod(lambda ctx, dtype, *weights: sizes.append(len(weights)) or cast(ctx, dtype, *weights))
+    monkeypatch.setattr(CastTogether, 'forward', counted)
     return sizes
 
 
 def plain(model):
-    """Return a copy with PyTorch's layers, whose weights autocast casts one by one."""
     model = copy.deepcopy(model)
     for module in model.modules():
         for ours, theirs in ((leaves.Linear, nn.Linear), (leaves.Conv2d, nn.Conv2d), (leaves.LayerNorm, nn.LayerNorm)):
@@ -119,35 +113,25 @@ def test_casts_end_with_the_pass(casts):
     assert casts and not leaves.casts.found and not torch.is_autocast_enabled('cpu')
 
 
-class Adapter(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.down = layer, nn.Linear(layer.in_features, 2)
-        self.up = nn.Linear(2, layer.out_features)
-
-    def forward(self, x):
-        return self.layer(x) + self.up(self.down(x))
-
-
 def test_changed_layers_keep_the_casts_of_the_others(casts):
     """Add a hook, an adapter, a subclass and a replaced parameter. The unchanged leaves are still cast together."""
     model, x = build('LinearSwin', 'inline', drop_path_rate=0.0).train(), image()
     step(model, x)
     count, seen, (first, second) = sum(casts), [], model.stages[2]
+    proj = first.attn.proj
     first.attn.qkv.register_forward_hook(lambda layer, *_: seen.append(layer.weight.dtype))
-    first.attn.proj = Adapter(first.attn.proj)
+    first.attn.proj = Adapter(proj, nn.Sequential(nn.Linear(proj.in_features, 2), nn.Linear(2, proj.out_features)))
     first.attn.mixer.__class__ = type('Own', (type(first.attn.mixer),), {})
     second.ffn.fc1.weight = nn.Parameter(2 * second.ffn.fc1.weight.detach())
     del casts[:]
     _, grads = step(model, x)
     assert sum(casts) == count and seen == [torch.float32]
-    assert grads['stages.2.0.attn.proj.up.weight'].abs().sum() > 0
+    assert grads['stages.2.0.attn.proj.delta.1.weight'].abs().sum() > 0
     exact = step(copy.deepcopy(model).double(), x.double(), None)[1]
     assert error([grads['stages.2.1.ffn.fc1.weight']], [exact['stages.2.1.ffn.fc1.weight']]) < 0.1
 
 
 def test_a_cast_is_a_cache(monkeypatch):
-    """Expect results bitwise equal to those of leaves that cast their own weights."""
     model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
     expected = step(copy.deepcopy(model), x)
     monkeypatch.setattr(forward_pass, 'weights_of', lambda backbone: [])
@@ -155,7 +139,6 @@ def test_a_cast_is_a_cache(monkeypatch):
 
 
 def test_blocks_recomputed_by_others(casts):
-    """Recompute a block by PyTorch's ``checkpoint``, as MMEngine's ``activation_checkpointing`` does."""
     model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
     expected = step(copy.deepcopy(model), x)
     block = model.stages[0][0]

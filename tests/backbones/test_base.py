@@ -21,20 +21,15 @@ from mmlinattn.utils import private_apis
 
 DEIT, NEXT = 'LinearDeiT', 'LinearNextViT'
 every_backbone = pytest.mark.parametrize('backbone', ARCHS)
-few = settings(deadline=None, derandomize=True, max_examples=6)
 
 
 def blocks_of(model):
     return list(model.blocks) if hasattr(model, 'blocks') else [block for stage in model.stages for block in stage]
 
 
-# --- outputs ----------------------------------------------------------------------------------
-
-
 @every_backbone
 def test_bfloat16_autocast_is_left_on_cpus_without_units_for_it(backbone, monkeypatch):
-    """Compute in float32 under bfloat16 autocast: PyTorch's depth-wise convolutions in bfloat16 are a hundred times
-    slower there."""
+    """Avoid PyTorch's depth-wise convolutions in bfloat16, which are a hundred times slower there."""
     monkeypatch.setattr(private_apis, 'has_bfloat16_units', lambda: False)
     model, x = build(backbone).eval(), image().bfloat16()
     exact = model(x.float())
@@ -45,11 +40,10 @@ def test_bfloat16_autocast_is_left_on_cpus_without_units_for_it(backbone, monkey
 
 
 @every_backbone
-@few
+@settings(deadline=None, derandomize=True, max_examples=6)
 @given(st.data(), st.booleans(), st.sampled_from([1, 3, 4]))
 def test_outputs_that_are_asked_for(backbone, data, out_norm, channels):
-    """Build only the stages that ``out_indices`` needs, give all parameters a gradient, and return the outputs of the
-    whole model. DDP without ``find_unused_parameters`` stops at a parameter without a gradient."""
+    """Build only the stages that ``out_indices`` needs; DDP stops at a parameter without a gradient."""
     count = 2 if backbone == DEIT else 4
     out_indices = tuple(sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1))))
     options = dict(stage_attns=mixes(backbone)[-1], out_norm=out_norm, in_channels=channels)
@@ -67,9 +61,6 @@ def test_outputs_that_are_asked_for(backbone, data, out_norm, channels):
     whole = build(backbone, out_indices=tuple(range(count)), **options).eval()(x)
     for i, out in zip(out_indices, asked):
         torch.testing.assert_close(out, whole[i], rtol=1e-4, atol=1e-5)
-
-
-# --- freezing and modes -----------------------------------------------------------------------
 
 
 def is_frozen(name, frozen_stages):
@@ -148,13 +139,9 @@ def test_stochastic_depth_grows_linearly_and_acts_in_training_only(backbone):
     assert published.drop_paths[-1][-1] == pytest.approx(published.arch['drop_path_rate']) != 0
 
 
-# --- weights -----------------------------------------------------------------------------------
-
-
 @every_backbone
 def test_init_weights_starts_as_documented(backbone):
-    """Expect weights, position tables and class tokens from a truncated normal of deviation 0.02, zero biases, and unit
-    norm weights. Next-ViT's convolutions are included."""
+    """Expect a truncated normal of deviation 0.02, zero biases, and unit norm weights."""
     arch = dict(ARCHS[backbone], embed_dims=(64,) if backbone == DEIT else (32, 64, 96, 128))
     model = MODELS.build(small_backbones.config(backbone, arch=arch, stage_attns=mixes(backbone)[-1]))
     model.init_weights()
@@ -173,8 +160,7 @@ def test_init_weights_starts_as_documented(backbone):
 @every_backbone
 @pytest.mark.parametrize('options', [{}, dict(out_indices=(0,)), dict(out_norm=False)], ids=str)
 def test_keys_of_parts_that_are_not_built_are_ignored(backbone, options):
-    """Ignore stages, blocks and norms that the model was configured without. Report parts outside of its architecture
-    and names that only look alike."""
+    """Report parts outside of the architecture and names that only look alike."""
     shared = dict(arch=dict(ARCHS[backbone], depths=(12,) if backbone == DEIT else (1,) * 4))
     shared.update(dict(stage_norms=True) if backbone == NEXT else {})
     count = dict(out_indices=-1) if backbone == DEIT else {}
@@ -194,8 +180,7 @@ def test_keys_of_parts_that_are_not_built_are_ignored(backbone, options):
 
 @pytest.mark.parametrize('others', [[], [dict(type='Constant', layer='Linear', val=3.0)]])
 def test_weights_may_come_from_several_files_and_the_rest_starts_as_without_one(tmp_path, others):
-    """Initialise weights outside of the files by the other entries of ``init_cfg``, else from scratch. A second
-    ``init_weights`` changes nothing."""
+    """Let a second ``init_weights`` change nothing."""
     source, given = build('RAVLT').state_dict(), [*others]
     for part in ('patch_embeds', 'out_norms'):
         path = tmp_path / f'{part}.pth'

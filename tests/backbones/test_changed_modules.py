@@ -8,13 +8,14 @@ The expected result is that of a plain model with the weights that a change amou
 import copy
 import functools
 from collections import defaultdict
+from operator import attrgetter
 from unittest import mock
 
 import pytest
 import torch
 from helpers import small_backbones
-from helpers.references import filled
-from helpers.small_backbones import ARCHS
+from helpers.references import FORMS, filled, form
+from helpers.small_backbones import ARCHS, Adapter
 from mmcv.cnn.bricks import DropPath
 from torch import nn
 from torch.nn.utils import parametrize, prune
@@ -32,7 +33,6 @@ NORMS = nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d
 
 
 def is_affine(layer):
-    """Return True if ``layer(x)`` is linear in its weights."""
     return (is_product(layer) or isinstance(layer, (*NORMS, PositionTable))) and type(layer).__name__ not in COMPOSED
 
 
@@ -57,17 +57,12 @@ def noise(tensor):
     return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * tensor.std(unbiased=False) / 4
 
 
-# --- changes: of a layer of one model, and of the same layer of its plain reference -----------------------------------
-
-
 class Scale(nn.Module):
     def forward(self, x):
         return FACTOR * x
 
 
 class Scaled(nn.Module):
-    """Reference of a layer with a scaled output."""
-
     def __init__(self, layer):
         super().__init__()
         self.layer = layer
@@ -102,35 +97,23 @@ def subclassed(model, reference, path, layer, plain):
     scale_output(reference, path, plain)
 
 
+def parameters_of(layer):
+    return [(name, value) for name, value in layer._parameters.items() if value is not None]
+
+
 def parametrised(model, reference, path, layer, plain):
-    for name in list(layer._parameters):
-        if getattr(layer, name) is not None:
-            parametrize.register_parametrization(layer, name, Scale())
-            scale(plain, name)
+    for name, _ in parameters_of(layer):
+        parametrize.register_parametrization(layer, name, Scale())
+        scale(plain, name)
 
 
 def pruned(model, reference, path, layer, plain):
     """Prune a third of the weights, then scale the stored ones, as loading a checkpoint would."""
-    for name in list(layer._parameters):
-        if getattr(layer, name) is not None:
-            mask = (torch.arange(getattr(layer, name).numel()) % 3 > 0).view_as(getattr(layer, name))
-            prune.custom_from_mask(layer, name, mask)
-            getattr(layer, f'{name}_orig').data *= FACTOR
-            getattr(plain, name).data *= mask.to(WIDE) * FACTOR
-
-
-class Adapter(nn.Module):
-    """Adapter with the base layer's ``weight`` and ``bias`` as properties, as LoRA of PEFT."""
-
-    weight = property(lambda self: self.base.weight)
-    bias = property(lambda self: self.base.bias)
-
-    def __init__(self, base, delta):
-        super().__init__()
-        self.base, self.delta = base, delta
-
-    def forward(self, x):
-        return self.base(x) + self.delta(x)
+    for name, value in parameters_of(layer):
+        mask = (torch.arange(value.numel()) % 3 > 0).view_as(value)
+        prune.custom_from_mask(layer, name, mask)
+        getattr(layer, f'{name}_orig').data *= FACTOR
+        getattr(plain, name).data *= mask.to(WIDE) * FACTOR
 
 
 def adapted(model, reference, path, layer, plain):
@@ -152,51 +135,39 @@ def adapted_by_a_property(model, reference, path, layer, plain):
     plain.weight.data += delta
 
 
-def with_buffers(model, reference, path, layer, plain):
-    for name, value in list(layer._parameters.items()):
-        if value is not None:
+def stored_by(register):
+    """Replace parameters by scaled buffers, or by plain tensors, as replicas of ``nn.DataParallel`` have them."""
+
+    def change(model, reference, path, layer, plain):
+        for name, value in parameters_of(layer):
             delattr(layer, name)
-            layer.register_buffer(name, FACTOR * value.data)
+            register(layer, name, FACTOR * value.data)
             scale(plain, name)
 
-
-def with_tensors(model, reference, path, layer, plain):
-    """Replace parameters by plain tensors, as replicas of ``nn.DataParallel`` have them."""
-    for name, value in list(layer._parameters.items()):
-        if value is not None:
-            delattr(layer, name)
-            setattr(layer, name, FACTOR * value.data)
-            scale(plain, name)
+    return change
 
 
+with_buffers, with_tensors = stored_by(nn.Module.register_buffer), stored_by(setattr)
 CHANGES = {
     hooked: lambda layer: is_affine(layer) or is_product(layer) or hasattr(layer, 'table'),
     hooked_before: lambda layer: is_affine(layer) and is_product(layer),
-    own_forward: lambda layer: is_affine(layer) or is_product(layer),
-    subclassed: lambda layer: is_affine(layer) or is_product(layer),
-    parametrised: lambda layer: True,
-    pruned: lambda layer: True,
+    **dict.fromkeys((own_forward, subclassed), lambda layer: is_affine(layer) or is_product(layer)),
+    **dict.fromkeys((parametrised, pruned, with_buffers, with_tensors), lambda layer: True),
     adapted: is_product,
     adapted_by_a_property: lambda layer: 'weight' in layer._parameters,
-    with_buffers: lambda layer: True,
-    with_tensors: lambda layer: True,
 }
 
-
-# --- models -----------------------------------------------------------------------------------------------------------
 
 CASES = [(backbone, mix) for backbone in ARCHS for mix in range(len(small_backbones.mixes(backbone)))]
 every_model = pytest.mark.parametrize(
     ('backbone', 'mix'),
     [pytest.param(*case, marks=mix.marks) for case, mix in zip(CASES, small_backbones.every_mix(), strict=True)],
 )
-every_change = pytest.mark.parametrize('change', CHANGES, ids=[change.__name__ for change in CHANGES])
+every_change = pytest.mark.parametrize('change', CHANGES)
 
 
 @functools.cache
 def build(backbone, mix):
-    """Build a small model in float64 with one of three mixes of attentions, and compact feed-forward networks in some
-    stages."""
     ffn = [None, dict(type='compact'), dict(type='compact', matrix='M1', ffn='dwconv'), None]
     ffn = dict(type='compact') if backbone == 'LinearDeiT' else ffn
     arch, attns = dict(ARCHS[backbone], ffn=ffn), small_backbones.mixes(backbone)[mix]
@@ -211,15 +182,6 @@ def layers_of(model):
     return {path: m for path, m in model.named_modules() if path and any(True for _ in m.parameters(recurse=False))}
 
 
-def changes_of(layer):
-    return [change for change, takes in CHANGES.items() if takes(layer)]
-
-
-def kind_of(model, path, layer):
-    owner, _, name = path.rpartition('.')
-    return type(model.get_submodule(owner)), name, type(layer)
-
-
 @functools.cache
 def layers_by_kind():
     """Return the layers of all models as (case, path, layer), grouped by kind; a case is (backbone, mix)."""
@@ -227,16 +189,16 @@ def layers_by_kind():
     for case in CASES:
         model = build(*case)
         for path, layer in layers_of(model).items():
-            kinds[kind_of(model, path, layer)].append((case, path, layer))
+            owner, _, name = path.rpartition('.')
+            kinds[type(model.get_submodule(owner)), name, type(layer)].append((case, path, layer))
     return kinds.values()
 
 
 def mixed_changes(case):
-    """Return a change for each layer of a model, by path. Layers of one kind cycle through their changes and no
-    change."""
+    """Return a change for each layer by path. Layers of one kind cycle through their changes and no change."""
     plan = {}
     for places in layers_by_kind():
-        options = [*changes_of(places[0][2]), None]
+        options = [*(change for change, takes in CHANGES.items() if takes(places[0][2])), None]
         for turn, (place, path, _) in enumerate(places):
             if place == case and options[turn % len(options)]:
                 plan[path] = options[turn % len(options)]
@@ -244,7 +206,6 @@ def mixed_changes(case):
 
 
 def changed(model, changes):
-    """Return a copy of a model with changed layers, and its reference. ``changes`` maps paths to changes."""
     model, reference = copy.deepcopy(model), copy.deepcopy(model)
     for path, change in changes.items():
         change(model, reference, path, model.get_submodule(path), reference.get_submodule(path))
@@ -255,11 +216,7 @@ def image(height=46, width=39):
     return torch.randn(2, 3, height, width, dtype=WIDE)
 
 
-# --- forms ------------------------------------------------------------------------------------------------------------
-
-
 def with_gradient(model, x):
-    """Return the outputs, and the gradient of the image."""
     x = x.clone().requires_grad_()
     outs = model(x)
     probes = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out) for out in outs]
@@ -272,16 +229,10 @@ def without_gradient(model, x):
         return model(x)
 
 
-def on_gpu(model, x):
-    with ops.dispatch.as_on_gpu():
-        return with_gradient(model, x)
-
-
 def training(model, x):
-    try:
-        return with_gradient(model.train(), x)
-    finally:
-        model.eval()
+    found = with_gradient(model.train(), x)
+    model.eval()
+    return found
 
 
 def narrowed(model):
@@ -303,8 +254,7 @@ def assert_near(found, wanted, tolerance=1e-6):
 
 
 def check_forms(model, reference, x):
-    """Compare a model with its reference: with gradients, without (fused on CPUs), as on a GPU, and in training. Errors
-    may be as large as those of the reference in the same dtype."""
+    """Compare a model with its reference. Errors may be as large as those of the reference in the same dtype."""
     with ops.use('reference'):
         in_eval, in_training = with_gradient(reference, x), training(reference, x)
         reference, small = narrowed(reference), x.float()
@@ -312,18 +262,15 @@ def check_forms(model, reference, x):
     outs = in_eval[:-1]
     wide = [1e-8 + 1e-5 * usual for usual in narrow]
     assert_near(with_gradient(model, x), in_eval, wide[0])
-    assert_near(on_gpu(model, x), in_eval, wide[0])
+    with ops.dispatch.as_on_gpu():
+        assert_near(with_gradient(model, x), in_eval, wide[0])
     assert_near(training(model, x), in_training, wide[1])
     assert_near(without_gradient(model, x), outs, wide[0])
     assert_near(without_gradient(narrowed(model), x.float()), outs, 1e-4 + 30 * narrow[0])
 
 
-# --- tests ------------------------------------------------------------------------------------------------------------
-
-
 @every_model
 def test_changed_layers_act_in_every_form(backbone, mix):
-    """Change some layers of a model. Each kind of layer gets each change in some model."""
     check_forms(*changed(build(backbone, mix), mixed_changes((backbone, mix))), image())
 
 
@@ -349,9 +296,19 @@ def test_shared_layers_act_in_every_form(backbone):
     check_forms(model, reference, image())
 
 
+@pytest.mark.parametrize('backbone', ARCHS)
+def test_parameters_have_the_same_gradients_in_every_form(backbone):
+    model, x, found = copy.deepcopy(build(backbone, 1)).train(), image(), []
+    for which in FORMS:
+        with form(which):
+            loss = sum((out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum() for out in model(x))
+            found.append(torch.autograd.grad(loss, list(model.parameters())))
+    for fast in found[:-1]:
+        torch.testing.assert_close(fast, found[-1], rtol=1e-5, atol=1e-7)
+
+
 @functools.cache
 def merged_model():
-    """Two stages of RAVLT, the second with a compact network."""
     arch, attns = dict(ARCHS['RAVLT'], ffn=[None, dict(type='compact'), None, None]), ('rala', 'softmax') * 2
     return small_backbones.build('RAVLT', arch=arch, stage_attns=attns, out_indices=(0, 1)).to(WIDE).eval()
 
@@ -425,26 +382,14 @@ def test_large_maps_without_running_statistics(kind):
     assert_near(without_gradient(model, x), expected, 1e-4)
 
 
-# --- other changes ----------------------------------------------------------------------------------------------------
-
-
 class Centred(nn.Module):
     def forward(self, x):
         return x - x.mean(1, keepdim=True)
 
 
-def of_block(name):
-    """Something else in place of a part of the first block."""
-
-    def put(make):
-        def change(model):
-            owner, _, part = f'stages.0.0.{name}'.rpartition('.')
-            owner = model.get_submodule(owner)
-            setattr(owner, part, make(getattr(owner, part)))
-
-        return change
-
-    return put
+def of_block(name, make):
+    path = f'stages.0.0.{name}'
+    return lambda model: replace(model, path, make(attrgetter(path)(model)))
 
 
 def twice(function):
@@ -452,7 +397,6 @@ def twice(function):
 
 
 def of_all(kind, change):
-    """Change all modules of a class."""
     return lambda model: [change(module) for module in model.modules() if isinstance(module, kind)]
 
 
@@ -507,14 +451,12 @@ def with_spans(**spans):
 
 
 def dense(conv):
-    """Return a dense convolution in place of a depth-wise one."""
     new = nn.Conv2d(len(conv.weight), len(conv.weight), 3, padding=1)
     conv.groups, conv.weight, conv.bias = 1, new.double().weight, None
     return conv
 
 
 def written(model):
-    """Write weights as EMA swaps them."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.data.copy_(tensor.data * 1.1)
@@ -529,24 +471,24 @@ REPLACED = {
     'no padding': with_spans(padding=(0, 0)),
     'strides of two lengths': with_spans(stride=(2, 1)),
     'holes': with_spans(dilation=(2, 2), padding=(2, 2)),
-    'a dense position encoding': of_block('position')(dense),
+    'a dense position encoding': of_block('position', dense),
     'circular padding': of_all(nn.Conv2d, padded_in_a_circle),
     'batch norms that train': of_all(nn.BatchNorm2d, recalibrated),
     'batch norms without statistics': of_all(nn.BatchNorm2d, without_statistics),
     'stochastic depth that trains': of_all(DropPath, nn.Module.train),
     'a hook on tokens': without_first_token,
-    'a norm over tokens': of_block('norm2')(lambda norm: Centred()),
+    'a norm over tokens': of_block('norm2', lambda norm: Centred()),
     'a stem without GELU': plain_stem,
     'one more layer of the stem': lambda model: model.patch_embeds[0].layers.append(nn.Hardtanh()),
     'a norm of down-sampling': lambda model: model.patch_embeds[1].layers.append(filled(nn.BatchNorm2d(16)).eval()),
-    'low rank': of_block('attn.qkv')(lambda old: nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 32)).double()),
-    'no convolution of values': of_block('attn.local')(lambda conv: nn.Identity()),
-    'a norm of values': of_block('attn.local')(lambda conv: nn.Sequential(conv, filled(nn.BatchNorm2d(8))).eval()),
-    'no convolution': of_block('ffn.dwconv')(lambda conv: nn.Identity()),
-    'weights of another type': of_block('ffn.fc1')(tagged),
+    'low rank': of_block('attn.qkv', lambda old: nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 32)).double()),
+    'no convolution of values': of_block('attn.local', lambda conv: nn.Identity()),
+    'a norm of values': of_block('attn.local', lambda conv: nn.Sequential(conv, filled(nn.BatchNorm2d(8))).eval()),
+    'no convolution': of_block('ffn.dwconv', lambda conv: nn.Identity()),
+    'weights of another type': of_block('ffn.fc1', tagged),
     'a mixer without rotation': lambda model: setattr(model.stages[0][0].attn.mixer, 'rotary', False),
-    'its own mix': of_block('attn.mix')(twice),
-    'its own network': of_block('feed_forward')(twice),
+    'its own mix': of_block('attn.mix', twice),
+    'its own network': of_block('feed_forward', twice),
 }
 
 
@@ -565,46 +507,37 @@ def test_replaced_parts_act_without_gradients(change):
     torch.testing.assert_close(model(x), expected)
 
 
-METHODS = [
-    (nn.Linear, 'forward'),
-    *((nn.Module, name) for name in ('__call__', '_call_impl')),
-    # that a class only inherits
-    *((ConvFFN, 'forward'), (GlobalAttention, 'mix'), (nn.Linear, '__call__')),
-]
-
-
-@pytest.mark.parametrize(('kind', 'name'), METHODS)
+@pytest.mark.parametrize(
+    ('kind', 'name'),
+    [
+        *((nn.Linear, 'forward'), (nn.Module, '__call__'), (nn.Module, '_call_impl')),
+        *((ConvFFN, 'forward'), (GlobalAttention, 'mix'), (nn.Linear, '__call__')),  # that a class only inherits
+    ],
+)
 @torch.no_grad()
 def test_replaced_methods_are_called(monkeypatch, kind, name):
-    """For all modules of a class, as tools that quantise or count do."""
     model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
-    inherited, calls = getattr(kind, name), []
-    monkeypatch.setattr(
-        kind, name, lambda self, *args, **kwargs: calls.append(self) or inherited(self, *args, **kwargs)
-    )
+    inherited, seen = getattr(kind, name), []
+    monkeypatch.setattr(kind, name, lambda self, *args, **kwargs: seen.append(self) or inherited(self, *args, **kwargs))
     model(x)
-    count = len(calls)
+    count = len(seen)
     with torch.enable_grad():
         model(x)
-    assert count > 0 and len(calls) == 2 * count
+    assert count > 0 and len(seen) == 2 * count
 
 
 linear = nn.functional.linear
 
 
-def half_linear(*args):
-    return linear(*args) / 2
-
-
 class Halved(TorchFunctionMode):
-    """Mode that halves the results of ``linear``, as modes that quantise change them."""
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         return out / 2 if func is linear else out
 
 
-@pytest.mark.parametrize('change', [Halved, lambda: mock.patch.object(nn.functional, 'linear', half_linear)])
+@pytest.mark.parametrize(
+    'change', [Halved, lambda: mock.patch.object(nn.functional, 'linear', lambda *args: linear(*args) / 2)]
+)
 @torch.no_grad()
 def test_replaced_functions_are_called(change):
     """In float32, which has operators of its own."""

@@ -20,16 +20,12 @@ CASES = [
 ]
 
 
-def cases():
-    return [pytest.param(backbone, options, id=f'{backbone}-{i}') for i, (backbone, options) in enumerate(CASES)]
-
-
 def assert_near(outs, expected):
     for out, other in zip(outs, expected, strict=True):
         assert (out - other).norm() < 1e-4 * other.norm()
 
 
-@pytest.mark.parametrize(('backbone', 'options'), cases())
+@pytest.mark.parametrize(('backbone', 'options'), CASES, ids=lambda case: case if isinstance(case, str) else '')
 def test_the_merged_model_computes_the_same_and_its_weights_load(backbone, options, tmp_path):
     """Strictly, and through ``init_cfg``; merging twice changes nothing. Norms without statistics stay."""
     model, x = build(backbone, 'rala', **options).eval(), image(2, 70, 99)
@@ -58,7 +54,6 @@ def test_the_merged_model_computes_the_same_and_its_weights_load(backbone, optio
 
 
 def hooked(path, change):
-    """Change the output of a part."""
     return lambda model: model.get_submodule(path).register_forward_hook(lambda module, inputs, out: change(out))
 
 
@@ -76,7 +71,6 @@ class Sharpened(Block):
 
 
 def own_parts(model):
-    """Add an own stem, an own block and an own attention."""
     model.patch_embeds[0] = PatchEmbed(3, model.embed_dims[0], 4, 4)
     model.stages[0][0].__class__ = Sharpened
     attn = model.stages[1][0].attn = nn.Sequential(model.stages[1][0].attn)
@@ -94,8 +88,6 @@ def padded_in_a_circle(model):
 
 
 def shared(part):
-    """Share a part of two blocks, or the blocks themselves; the stem goes without a bias."""
-
     def share(model):
         first, second = model.stages[2]
         if part is None:
@@ -119,7 +111,6 @@ STAY = {
 
 @pytest.mark.parametrize('change', STAY.values(), ids=STAY)
 def test_layer_scales_beside_a_change_stay(change):
-    """Other changes: test_changed_modules.py."""
     model, x = build('RAVLT').eval(), image(2, 70, 99)
     change(model)
     expected = model(x)

@@ -18,7 +18,6 @@ from mmlinattn.checkpoints.loading import load_pretrained
 from mmlinattn.checkpoints.states import backbone_state
 from mmlinattn.ops import maps
 
-NAME = 'softmax_nextvit_s'
 ARCH = small_backbones.ARCHS['LinearNextViT']
 BN = dict(type='BN', eps=1e-5)
 COMPACT = dict(ARCH, ffn=dict(type='compact'), stage_attns=('hallucinated',) * 4)
@@ -26,21 +25,14 @@ COMPACT = dict(ARCH, ffn=dict(type='compact'), stage_attns=('hallucinated',) * 4
 
 @functools.cache
 def file():
-    return goldens.state_dict(NAME)
-
-
-def dense_state():
-    """Return the state dict of a segmentation backbone: a norm per stage, and an unused fourth norm in the list."""
-    state = {key: value for key, value in file().items() if not key.startswith('proj_head')}
-    for i, dim in enumerate((96, 256, 512, 1024)):
-        for role in ('weight', 'bias', 'running_mean', 'running_var'):
-            key = f'extra_norm_list.{i}.{role}'
-            state[key] = goldens.weight(key, (dim,))
-    return state
+    return goldens.state_dict('softmax_nextvit_s')
 
 
 def test_released_dense_backbones(tmp_path):
-    state = dense_state()
+    state = {key: value for key, value in file().items() if not key.startswith('proj_head')}
+    for i, dim in enumerate((96, 256, 512, 1024)):  # a norm per stage, and an unused fourth norm in the list
+        for key in (f'extra_norm_list.{i}.{role}' for role in ('weight', 'bias', 'running_mean', 'running_var')):
+            state[key] = goldens.weight(key, (dim,))
     torch.save({'model': state}, tmp_path / 'released.pth')
     model = LinearNextViT('softmax-small')
     report = load_pretrained(model, str(tmp_path / 'released.pth'), logger='silent')
@@ -67,7 +59,10 @@ def test_files_of_every_size_load(size, params):
     """Load files of each size. The third stage has groups of five blocks, and files count blocks across stages."""
     with torch.device('meta'):
         model = LinearNextViT(f'softmax-{size}', out_indices=(3,))
-    own = {key: value.shape for key, value in model.state_dict().items() if not key.endswith('num_batches_tracked')}
+
+    def shapes(state):
+        return {key: value.shape for key, value in state.items() if not key.endswith('num_batches_tracked')}
+
     # published with their second digit cut off; a linear classifier has 1.025 M
     assert params <= sum(p.numel() for p in model.parameters()) / 1e6 + 1.025 < params + 0.1
     # the small model's keys, with its second group of the third stage repeated
@@ -79,16 +74,8 @@ def test_files_of_every_size_load(size, params):
             number = int(block[1]) + shift * (int(block[1]) >= middle) if block else 0
             state[re.sub(r'^features\.\d+', f'features.{number}', key)] = value
     backbone, head, dropped = backbone_state(state, 'file')
-    found = {
-        key: value.shape
-        for key, value in model.adapt_state_dict(backbone).items()
-        if not key.endswith('num_batches_tracked')
-    }
-    assert found == own
+    assert shapes(model.adapt_state_dict(backbone)) == shapes(model.state_dict())
     assert set(head) == {'head.fc.weight', 'head.fc.bias'} and not dropped
-
-
-# --- averaged keys ------------------------------------------------------------------------------
 
 
 def patches(x, side):
@@ -102,7 +89,6 @@ def patches(x, side):
 
 
 def affine(norm, x):
-    """Apply a batch norm with running statistics to the last axis."""
     return (x - norm.running_mean) / (norm.running_var + norm.eps).sqrt() * norm.weight + norm.bias
 
 
@@ -114,8 +100,7 @@ static_or_dynamic = pytest.mark.parametrize('is_dynamic', [False, True], ids=['s
 @pytest.mark.parametrize('reduction', ['sequence', 'grid'])
 @static_or_dynamic
 def test_keys_are_those_of_averaged_tokens(size, reduction, is_dynamic, monkeypatch):
-    """Average r^2 consecutive tokens and drop the remainder, as the release does, or average patches of r x r
-    tokens."""
+    """Average r^2 consecutive tokens and drop the remainder, as the release does, or patches of r x r tokens."""
     monkeypatch.setattr(maps, 'is_known', lambda *sizes: not is_dynamic)
     attn = goldens.fill(AveragedKeysAttention(8, 2, 'hallucinated', 2, reduction, BN)).double().eval()
     x, count = torch.randn(2, *size, 8, dtype=torch.float64), size[0] * size[1] // 4
@@ -135,15 +120,9 @@ def test_averages_of_keys():
 
     assert kinds() == [('grid', 3), ('grid', 2)]
     assert kinds(key_reduction='sequence') == [('sequence', 3), ('sequence', 2)]
-    arch = dict(ARCH, key_reduction='sequence')
-    assert kinds(arch=arch, stage_attns=(None, ['hallucinated'], [None, 'softmax'], 'softmax')) == [
-        ('grid', 3),
-        ('sequence', 2),
-    ]
+    arch, mixed = dict(ARCH, key_reduction='sequence'), (None, ['hallucinated'], [None, 'softmax'], 'softmax')
+    assert kinds(arch=arch, stage_attns=mixed) == [('grid', 3), ('sequence', 2)]
     assert kinds(stage_attns=(None, 'inline', [None, 'softmax'], 'softmax')) == [('grid', 2)]
-
-
-# --- blocks -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('size', [(4, 6), (5, 7), (1, 1), (1, 4)], ids=str)
@@ -161,9 +140,6 @@ def test_down_sampling_averages_the_pixels_that_are_there(size, is_dynamic, monk
 def test_channels_of_attentions_are_three_quarters_in_whole_groups():
     arch = dict(ARCH, group_dim=8, embed_dims=(8, 24, 48, 56), num_heads=(1, 1, 1, 1))
     assert small_backbones.build('LinearNextViT', arch=arch).attn_dims == (8, 16, 40, 40)  # 18, 36 and 42
-
-
-# --- norms --------------------------------------------------------------------------------------
 
 
 def test_norms_by_option():
@@ -193,26 +169,15 @@ def test_norm_cfg_is_of_all_norms():
     assert found == [{maps, branches}, set(synced), {maps, synced[1]}]
 
 
-class Factor(nn.Module):
-    """Constant factor in place of stochastic depth."""
-
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return self.factor * x
-
-
 def test_each_branch_of_a_block_has_its_own_stochastic_depth():
-    """Drop the attention of a transformer block at 3/4 of its rate, its convolution at 1/4, its feed-forward network at
-    the whole rate; convolution blocks have one rate. Then Eq. 6 with factors 2, 3 and 5 in place of dropping."""
+    """Drop by 3/4, 1/4 and the whole rate. Then compare Eq. 6 with factors 2, 3 and 5 in place of dropping."""
     assert ConvBlock(8, 8, 4, ReLUMLP(8, 12), BN, 0.4).drop_path.drop_prob == 0.4
     attn, x = GlobalAttention(8, 2, 'softmax'), torch.randn(2, 3, 5, 8)
     block = goldens.fill(TransformerBlock(8, attn, 8, 12, 4, ReLUMLP(12, 6), BN, 0.4)).eval()
     paths = block.attn_drop_path, block.conv_drop_path, block.drop_path
     assert [path.drop_prob for path in paths] == pytest.approx([0.3, 0.1, 0.4])
-    block.attn_drop_path, block.conv_drop_path, block.drop_path = Factor(2), Factor(3), Factor(5)
+    for path, factor in zip(paths, (2, 3, 5)):
+        path.register_forward_hook(lambda module, args, out, factor=factor: factor * out)
     context = StageContext.of(x)
     y = x + 2 * block.attn(affine(block.norm1, x), context)
     z = block.narrow(y)

@@ -3,7 +3,7 @@
 
 import copy
 import functools
-import math
+import itertools
 import pickle
 
 import pytest
@@ -18,11 +18,7 @@ from torch import nn
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
-HALF = [torch.float16, torch.bfloat16]
-every_pair = pytest.mark.parametrize(
-    ('backbone', 'attn'),
-    [pytest.param(name, attn, id=f'{name}-{attn}') for name in ARCHS for attn in EVERY_ATTN],
-)
+every_pair = pytest.mark.parametrize(('backbone', 'attn'), itertools.product(ARCHS, EVERY_ATTN))
 every_mix = pytest.mark.parametrize(('backbone', 'stage_attns'), [*small_backbones.every_mix()])
 few = settings(deadline=None, derandomize=True, max_examples=2, suppress_health_check=[HealthCheck.too_slow])
 
@@ -32,23 +28,13 @@ def model_of(backbone, attn):
     return small_backbones.build(backbone, attn).double()
 
 
-def shapes(backbone, height, width):
-    if backbone == 'LinearDeiT':
-        return [(math.ceil(height / 16), math.ceil(width / 16))]
-    return [(math.ceil(height / 4 / 2**i), math.ceil(width / 4 / 2**i)) for i in range(4)]
-
-
 def assert_trains(model, x, dtype, loss_scale=2**10):
-    """Train one step with gradients scaled by ``loss_scale``, as by a gradient scaler."""
     with torch.autocast('cpu', dtype):
         outs = model(x)
     assert all(out.isfinite().all() for out in outs)
     (loss(outs) * loss_scale).backward()
     bad = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert not bad
-
-
-# --- sizes and batches --------------------------------------------------------------------------
 
 
 @every_pair
@@ -61,19 +47,11 @@ def test_maps_of_any_size(backbone, attn, height, width):
     with torch.no_grad():
         outs = model_of(backbone, attn).eval()(image(2, height, width).double())
     assert isinstance(outs, tuple) and all(out.is_contiguous() for out in outs)
-    assert [tuple(out.shape[2:]) for out in outs] == shapes(backbone, height, width)
-
-
-@every_pair
-def test_every_parameter_takes_part(backbone, attn):
-    model = model_of(backbone, attn).train()
-    model.zero_grad()
-    sum(out.square().mean() for out in model(image(2, 33, 47).double())).backward()
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    strides = (16,) if backbone == 'LinearDeiT' else (4, 8, 16, 32)
+    assert [out.shape[2:] for out in outs] == [(-(-height // stride), -(-width // stride)) for stride in strides]
 
 
 def inferred(backbone, stage_attns):
-    """Return a model in eval mode whose parameters need no gradient."""
     return torch.no_grad()(small_backbones.build(backbone, stage_attns=stage_attns).double().eval())
 
 
@@ -105,17 +83,10 @@ def test_a_batch_of_no_images_gives_empty_maps(backbone, stage_attns, training):
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-# --- precision ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('dtype', HALF, ids=str)
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
 @every_mix
 def test_half_precision_is_finite_and_close_to_float32(backbone, stage_attns, dtype):
-    """Train under autocast with usual inputs and with inputs 100 times larger, and infer in half precision.
-
-    The median of five images counts: ReLU kernels may map a query to no key, and rounding decides whether it is zero or
-    a mean of values.
-    """
+    """Compare the median of five images: rounding decides if a query without a key is zero or a mean of values."""
     model, x = small_backbones.build(backbone, stage_attns=stage_attns), image(5, 64, 80)
     assert_trains(model.train(), x[:3], dtype)
     assert_trains(model, 100 * x[:3], dtype, loss_scale=1)
@@ -132,14 +103,13 @@ def test_half_precision_is_finite_and_close_to_float32(backbone, stage_attns, dt
         assert deviation.median() < 6 * torch.finfo(dtype).eps
 
 
-TINY = [f'{attn}-tiny' for attn in EVERY_ATTN]
 PUBLISHED = [
     ('RAVLT', 'tiny'),
     *(('LinearPVT', 'inline-tiny'), ('LinearPVTv2', 'hmhsa-b1'), ('LinearCSWin', 'flatten-tiny')),
     *(
         pytest.param(name, arch, marks=pytest.mark.slow)
         for name in ('LinearSwin', 'LinearDeiT')
-        for arch in TINY
+        for arch in [f'{attn}-tiny' for attn in EVERY_ATTN]
         if arch in MODELS.get(name).arch_zoo
     ),
 ]
@@ -147,8 +117,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(('backbone', 'arch'), PUBLISHED, ids=str)
 def test_autocast_is_finite_at_published_depths(backbone, arch):
-    """Train the published sizes under autocast, each attention at least once. Detector sizes: tests/test_cuda.py, and
-    below."""
+    """Train published sizes; detector sizes: tests/test_cuda.py, and below."""
     options = dict(out_type='featmap') if backbone == 'LinearDeiT' else {}
     model = MODELS.build(dict(type=backbone, arch=arch, **options)).train()
     assert_trains(model, image(2, 64, 64), torch.bfloat16)
@@ -166,25 +135,17 @@ def test_float16_is_finite_at_the_size_of_a_detector(backbone, attn):
     assert_trains(small_backbones.build(backbone, attn).train(), torch.randn(1, 3, 800, 1333), torch.float16)
 
 
-# --- hooks, recomputing, copies -----------------------------------------------------------------
-
-
 def layers_of(model):
     kinds = nn.Linear, nn.Conv2d, _BatchNorm, nn.LayerNorm
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def with_compact(backbone, stage_attns):
-    arch = dict(ARCHS[backbone], ffn=dict(type='compact'))
-    return small_backbones.build(backbone, arch=arch, stage_attns=stage_attns).eval(), image(1)
-
-
 @pytest.mark.parametrize('kind', ['forward', 'forward_pre', 'full_backward', 'full_backward_pre', 'module'])
 @every_mix
 def test_layers_with_hooks_are_called(backbone, stage_attns, kind):
-    """Hook every layer. Inference calls all of them and overwrites nothing that a hook keeps; removing the hooks
-    restores the results."""
-    (model, x), seen, kept = with_compact(backbone, stage_attns), [], []
+    """Overwrite nothing that a hook keeps. Removing the hooks restores the results."""
+    arch, x, seen, kept = dict(ARCHS[backbone], ffn=dict(type='compact')), image(1), [], []
+    model = small_backbones.build(backbone, arch=arch, stage_attns=stage_attns).eval()
 
     def hook(module, *tensors):
         seen.append(module)
@@ -211,7 +172,7 @@ def test_layers_with_hooks_are_called(backbone, stage_attns, kind):
 
 @every_mix
 def test_recomputed_blocks_give_the_same_gradients(backbone, stage_attns):
-    """Compare gradients with ``with_cp``. Drop paths are drawn equally, and batch statistics are updated once."""
+    """Draw drop paths equally, and update batch statistics once."""
     options = dict(arch=dict(ARCHS[backbone], ffn=dict(type='compact')), stage_attns=stage_attns, drop_path_rate=0.3)
     plain, saving = (small_backbones.build(backbone, with_cp=cp, **options).train() for cp in (False, True))
     calls, x = [], image()
@@ -241,7 +202,6 @@ def test_several_backward_passes_of_recomputed_blocks(backbone):
 
 @pytest.fixture(scope='module')
 def process_group(tmp_path_factory):
-    """Process group of one process, enough for DistributedDataParallel to check for unused parameters."""
     store = tmp_path_factory.mktemp('group') / 'store'
     torch.distributed.init_process_group('gloo', init_method=f'file://{store}', rank=0, world_size=1)
     yield
@@ -260,8 +220,7 @@ def test_trains_in_parallel_without_find_unused_parameters(process_group, backbo
 
 @every_mix
 def test_copies_after_a_forward_pass(backbone, stage_attns):
-    """Copy and pickle a model after a forward pass: cached tables do not follow the copy. Weights suffice to fill a
-    model built on the meta device."""
+    """Let no cached table follow a copy. Weights suffice to fill a model built on the meta device."""
     model, x = small_backbones.build(backbone, stage_attns=stage_attns).eval(), image()
     keys = list(model.state_dict())
     with torch.no_grad():

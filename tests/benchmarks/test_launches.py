@@ -38,8 +38,6 @@ def test_launches_of_a_training_step(name, small, large, side):
 
 
 class Adapter(nn.Module):
-    """Low-rank adapter beside a linear layer."""
-
     def __init__(self, layer):
         super().__init__()
         self.layer, self.down = layer, nn.Linear(layer.in_features, 2)
@@ -89,8 +87,7 @@ def test_swin_of_mmdetection():
 
 
 def test_counts_of_operators_and_calls():
-    """Count no launch for views and allocations, and one per 64 tensors of a foreach copy (two lists) or 110 of an
-    in-place operator."""
+    """Count one launch per 64 tensors of a foreach copy (two lists), or 110 in place."""
     x, many = torch.randn(4, 6), [torch.zeros(8) for _ in range(100)]
     assert launches.launches(lambda: x.view(6, 4).t()[1:].detach()) == 0
     assert launches.launches(lambda: (torch.empty_like(x), x.new_empty(3))) == 0

@@ -1,4 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from unittest import mock
+
 import pytest
 import torch
 from mmengine.registry import MODELS
@@ -60,10 +62,7 @@ def test_a_failed_write_leaves_the_old_file(config, tmp_path, monkeypatch):
     (tmp_path / 'b.pth').write_text('yesterday')
     torch.save(sevens(), tmp_path / 'a.pth')
 
-    def fails(*args):
-        raise RuntimeError('disk\nfull')
-
-    monkeypatch.setattr(torch, 'save', fails)
+    monkeypatch.setattr(torch, 'save', mock.Mock(side_effect=RuntimeError('disk\nfull')))
     with pytest.raises(CheckpointError, match=f'^cannot write {tmp_path}/b.pth: disk$'):
         convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'b.pth', config)
     assert (tmp_path / 'b.pth').read_text() == 'yesterday'

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""``mmlinattn://NAME``: from the cache, else from the authors' link, whole or not at all."""
+"""``mmlinattn://NAME`` of the released table: from the cache, else from the authors' link, whole or not at all."""
 
 import socket
 
@@ -7,14 +7,13 @@ import pytest
 from helpers.checkpoint_helpers import released_ravlt, saved
 from mmengine.runner import CheckpointLoader
 
-from mmlinattn.checkpoints import CheckpointError, download, released, released_checkpoints
+from mmlinattn.checkpoints import CheckpointError, download, find_released, released, released_checkpoints
 
 LOAD = CheckpointLoader.load_checkpoint
 WHOLE = saved({'model': released_ravlt()})
 
 
 def link_to(root, monkeypatch):
-    """Replace the links of the released table by those of a server."""
     entries = released_checkpoints().items()
     table = {name: entry._replace(link=f'{root}/{entry.name}/?dl=1') for name, entry in entries}
     monkeypatch.setattr(released, 'released_checkpoints', lambda: table)
@@ -32,8 +31,8 @@ def serve(server, name, *reply) -> str:
 
 
 def error_line(name) -> str:
-    """Return the error for a name that cannot be fetched. It contains link and path, and no file is left."""
-    entry = released.find_released(name.rpartition('/')[2])
+    """Return the error for a name that cannot be fetched, with link and path; no file is left."""
+    entry = find_released(name.rpartition('/')[2])
     with pytest.raises(CheckpointError) as caught:
         LOAD(name, 'cpu')
     line = str(caught.value)
@@ -56,28 +55,21 @@ def test_a_link_of_the_table_is_converted_as_well(server):
     assert 'head.fc.weight' in found['state_dict'] and server.kept() == ['RAVLT_T.pth']
 
 
-@pytest.fixture
-def hub(server, monkeypatch):
-    """Serve links of Hugging Face's hub from this machine."""
-    link_to(download.HUB, monkeypatch)
-    return server
-
-
 @pytest.mark.parametrize('slash', ['', '/'])
-def test_a_mirror_of_hugging_face(hub, monkeypatch, slash):
-    monkeypatch.setenv('HF_ENDPOINT', hub.root + slash)
-    name = serve(hub, 'ravlt_t', 200, WHOLE)
+def test_a_mirror_of_hugging_face(server, monkeypatch, slash):
+    link_to(download.HUB, monkeypatch)
+    monkeypatch.setenv('HF_ENDPOINT', server.root + slash)
+    name = serve(server, 'ravlt_t', 200, WHOLE)
     state = LOAD(name, 'cpu')['state_dict']
-    assert state.keys() == LOAD(name, 'cpu')['state_dict'].keys() and len(hub.requests) == 1
-    whole = LOAD(f'{hub.root}/ravlt_t_in1k/?dl=1', 'cpu')['state_dict']  # the file is cached
-    assert 'head.fc.weight' in whole and len(hub.requests) == 1
+    assert state.keys() == LOAD(name, 'cpu')['state_dict'].keys() and len(server.requests) == 1
+    whole = LOAD(f'{server.root}/ravlt_t_in1k/?dl=1', 'cpu')['state_dict']  # the file is cached
+    assert 'head.fc.weight' in whole and len(server.requests) == 1
     link = download.mirrored('https://example.com/ravlt.pth')  # of the authors' own servers
     assert link == 'https://example.com/ravlt.pth'
 
 
 @pytest.mark.parametrize('value', ['1', 'true', 'ON', '0', ''])
 def test_without_network_only_cached_files_load(server, monkeypatch, value):
-    """Set Hugging Face's offline variable; it holds for links of any server."""
     monkeypatch.setenv('HF_HUB_OFFLINE', value)
     name = serve(server, 'ravlt_t', 200, WHOLE)
     if value in ('0', ''):
@@ -108,8 +100,27 @@ def test_an_unreachable_or_silent_server(server, monkeypatch):
     server.stop()
     error_line('mmlinattn://ravlt_t')
     with socket.create_server(('127.0.0.1', 0)) as silent:
-        entry = released.find_released('ravlt_t')._replace(link=f'http://127.0.0.1:{silent.getsockname()[1]}/a')
+        entry = find_released('ravlt_t')._replace(link=f'http://127.0.0.1:{silent.getsockname()[1]}/a')
         monkeypatch.setattr(released, 'released_checkpoints', lambda: {'ravlt_t': entry})
         monkeypatch.setattr(download, 'TIMEOUT', 0.2)
         assert 'timed out' in error_line('mmlinattn://ravlt_t')
     assert socket.getdefaulttimeout() is None and server.kept() == []
+
+
+def test_names_of_backbones_and_files(monkeypatch, tmp_path):
+    monkeypatch.setenv('TORCH_HOME', str(tmp_path))
+    table = released_checkpoints()
+    backbones = {name for name, entry in table.items() if entry.bare}
+    assert len(backbones) == 24 and len(table) == 24 + 45
+    assert all(table[name].path == table[f'{name}_in1k'].path for name in backbones)
+    assert len({entry.file_name.lower() for entry in table.values()}) == 45
+    assert table['ravlt_b'].path == tmp_path / 'hub' / 'checkpoints' / 'mmlinattn' / 'RAVLT_B.pth'
+    assert table['ravlt_b_cascade_3x'].path.name == 'Casmaskrcnn_b_3x_36_epoch.pth'
+    assert table['inline_deit_t'].path.name == 'inline_deit_t.pth'  # its link ends in /?dl=1
+
+
+def test_an_unknown_name_lists_the_known_ones_closest_first():
+    with pytest.raises(CheckpointError, match="'ravlt_b_cascade_1x'; known names: ravlt_b_cascade_3x") as caught:
+        find_released('ravlt_b_cascade_1x')
+    known = str(caught.value).split('known names: ')[1].split(', ')
+    assert sorted(known) == sorted(released_checkpoints())  # each once

@@ -24,8 +24,7 @@ class Tensors(nn.Module):
 
 
 def test_every_key_is_in_one_list():
-    """Sort each key into one list. Only floating-point weights compare dtypes, as counters of old files have 32
-    bits."""
+    """Compare dtypes of floating-point weights only, as counters of old files have 32 bits."""
     shape, ints = torch.ones(2, 3), torch.ones(1, dtype=torch.int64)
     model = Tensors(
         dict(same=ONE, shape=shape, kind=ONE, absent=ONE), dict(count=ints[0], num_batches_tracked=ints[0], table=ONE)

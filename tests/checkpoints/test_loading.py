@@ -20,8 +20,6 @@ def model(**kwargs) -> RAVLT:
 
 @pytest.fixture
 def load(caplog, tmp_path):
-    """Save an object and load it; return the fit and the logged warnings."""
-
     def run(backbone, thing):
         torch.save(thing, tmp_path / 'a.pth')
         fit = load_pretrained(backbone, str(tmp_path / 'a.pth'), logger=logging.getLogger('of-loading'))

@@ -44,9 +44,6 @@ def error_line(path) -> str:
     return line
 
 
-# data of training frameworks
-
-
 def test_history_buffers_keep_statistics_without_functions(save):
     given = HistoryBuffer([3.0, 1.0], [1, 1], max_length=3)
     vars(given).update(update=1, _statistics_methods={'mean': HistoryBuffer.max})
@@ -84,7 +81,6 @@ def test_plain_data(save):
 
 
 def renamed(path, *names: bytes) -> Path:
-    """Replace all names in the pickle of a file by the last one given."""
     with zipfile.ZipFile(path) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, 'w') as archive:
@@ -112,8 +108,7 @@ class Settings(dict):
 
 @pytest.mark.parametrize('name', [b'yacs.config\nCfgNode', b'addict.addict\nDict', b'mmcv.utils.config\nConfigDict'])
 def test_settings_of_packages_not_installed(tmp_path, name):
-    """Read the yacs node of Swin's files and the ConfigDict of MMCV 1.x. Attributes of a dict could replace its
-    methods."""
+    """Read yacs nodes of Swin's files, and dicts whose attributes could replace their methods."""
     node = Settings(MODEL=Settings(DEPTHS=[2, 2]))
     vars(node).update(__immutable__=True, pop=Settings)
     torch.save(dict(config=node, meta=node), tmp_path / 'a.pth')
@@ -121,8 +116,6 @@ def test_settings_of_packages_not_installed(tmp_path, name):
     found = load_file(renamed(tmp_path / 'a.pth', own, name))
     assert found['config'] == {'MODEL': {'DEPTHS': [2, 2]}} and not vars(found['config'])
 
-
-# hostile files
 
 HOSTILE = {
     'posix.system': touch_when_loaded,
@@ -212,7 +205,6 @@ def test_the_config_text_of_meta_is_dropped(save):
 
 
 def test_reading_changes_no_global_state(save, tmp_path, monkeypatch):
-    """Warn about no pickle protocol, and leave PyTorch's safe globals unchanged."""
     theirs, allowed, load = get_safe_globals(), [], torch.load
     monkeypatch.setattr(
         torch, 'load', lambda *args, **kwargs: allowed.extend(get_safe_globals()) or load(*args, **kwargs)
@@ -233,14 +225,9 @@ def test_reading_changes_no_global_state(save, tmp_path, monkeypatch):
 
 
 def test_concurrent_threads(save, monkeypatch):
-    """Start the second read before the first ends, and end it later."""
     path, load, found = save(dict(loss=HistoryBuffer([1.0], [1]))), torch.load, []
 
-    def slow(*args, **kwargs):
-        time.sleep(0.2)
-        return load(*args, **kwargs)
-
-    monkeypatch.setattr(torch, 'load', slow)
+    monkeypatch.setattr(torch, 'load', lambda *args, **kwargs: time.sleep(0.2) or load(*args, **kwargs))
     threads = [threading.Thread(target=lambda: found.append(load_file(path))) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -24,10 +24,8 @@ LOAD = CheckpointLoader.load_checkpoint
 
 
 def runner(work_dir, **kwargs) -> Runner:
-    schedule = [
-        dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=2),
-        dict(type='MultiStepLR', milestones=[1]),
-    ]
+    schedule = [dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=2)]
+    schedule.append(dict(type='MultiStepLR', milestones=[1]))
     loop = dict(by_epoch=True, max_epochs=1)
     return make_runner(work_dir, [dict(type='EMAHook')], loop, param_scheduler=schedule, **kwargs)
 
@@ -78,9 +76,6 @@ def test_an_import_registers_loaders_and_patches_nothing(tmp_path):
     command = [sys.executable, '-c', textwrap.dedent(script)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(mmlinattn.__file__).parents[1])
     assert done.stdout.splitlines()[-1:] == ['1 True'], done.stderr
-
-
-# --- addresses
 
 
 def test_links_are_cached_in_mmengine_s_folder(server):

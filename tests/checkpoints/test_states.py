@@ -9,8 +9,7 @@ ONE = torch.ones(1)
 
 
 def test_order_of_state_dicts_in_a_file():
-    """Prefer trained weights to their average, in any order of the file. Skip nested dicts and other values, such as a
-    model's name."""
+    """Prefer trained weights to their average, in any order. Skip nested dicts and other values."""
     names = ['state_dict', 'model', 'model_ema', 'state_dict_ema']
     for first in range(4):
         parts = {name: dict(w=torch.tensor(float(i))) for i, name in enumerate(names) if i >= first}

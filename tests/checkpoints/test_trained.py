@@ -43,8 +43,6 @@ def test_a_trained_model_needs_all_weights(tmp_path, monkeypatch):
             trained_model(cfg, str(checkpoint), name='c.py')
 
 
-# --- adapters -------------------------------------------------------------------------------------------------------
-
 ARCH = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4))
 
 
@@ -54,7 +52,6 @@ def lora(*targets):
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """Return the config of an adapted classifier, the trained model and its checkpoint."""
     pytest.importorskip('mmpretrain')
     init_default_scope('mmpretrain')
     base = RAVLT(ARCH, out_indices=(3,))

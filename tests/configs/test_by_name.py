@@ -42,8 +42,6 @@ CHANGED = dict(
 @pytest.mark.slow
 @pytest.mark.parametrize('task', TASKS)
 def test_every_config_is_the_same_by_name(task, tmp_path):
-    """Compare the values of each config inherited by ``mmlinattn::``, and the classes of its types in either default
-    scope."""
     pytest.importorskip(task)
     child, types = tmp_path / 'child.py', {*CHANGED[task].split()}
     for path in sorted((CONFIG_DIR / task).glob('*.py')):

@@ -14,17 +14,12 @@ from mmlinattn.checkpoints.convert import convert_state
 pytest.importorskip('mmpretrain')
 
 # a file of each layout; all sizes and methods: tests/backbones
-CLASSIFIERS = (
-    'ravlt_t inline_pvt_t inline_deit_t flatten_pvt_t flatten_pvt_v2_b1 flatten_swin_t inline_cswin_t softmax_nextvit_s'
-).split()
-FAST = {'ravlt_t', 'inline_pvt_t', 'inline_deit_t', 'flatten_pvt_t'}
+FAST = 'ravlt_t inline_pvt_t inline_deit_t flatten_pvt_t'.split()
+SLOW = 'flatten_pvt_v2_b1 flatten_swin_t inline_cswin_t softmax_nextvit_s'.split()
 
 
-@pytest.mark.parametrize(
-    'case', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CLASSIFIERS]
-)
+@pytest.mark.parametrize('case', [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_released_classifier(case):
-    """Convert a released file as tools/convert_checkpoint.py does, load it strictly, and compare the logits."""
     # a baseline is its sibling's config with another arch
     arch = dict(model__backbone__arch='softmax-small') if case.startswith('softmax') else {}
     model, _ = build(f'mmpretrain/{case.replace("softmax", "hmhsa")}_in1k', random_init=False, **arch)

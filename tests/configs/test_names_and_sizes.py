@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.config_helpers import CONFIG_DIR, CONFIGS, build, configs_of, load
+from helpers.config_helpers import BACKBONES, CONFIG_DIR, CONFIGS, SIZES, build, configs_of, load
 
 import mmlinattn  # noqa: F401
 from mmlinattn.checkpoints.released import released_checkpoints
@@ -24,9 +24,6 @@ NAMES = {
     'mmseg': r'[a-z0-9_]+_(fpn_80k|upernet_160k)',
     'mmpretrain': r'[a-z0-9_]+_in1k',
 }
-
-
-# ---- names, scopes, inheritance
 
 
 def bases_of(path: Path) -> set:
@@ -62,18 +59,6 @@ def test_upstream_tools_can_run_it(name):
     assert len(statements) <= 35, 'a config says only what differs from its bases'
 
 
-# ---- published rows
-
-BACKBONES = dict(
-    ravlt='RAVLT',
-    pvt='LinearPVT',
-    pvt_v2='LinearPVTv2',
-    swin='LinearSwin',
-    cswin='LinearCSWin',
-    deit='LinearDeiT',
-    nextvit='LinearNextViT',
-)
-SIZES = dict(t='tiny', s='small', m='medium', b='base', l='large')
 # In these rows paper and released code disagree; the release decides.
 CONTRADICTORY = {'mmpretrain/inline_pvt_l_in1k', 'mmpretrain/inline_swin_t_in1k'}
 # Sizes that are not rounded from our count but explained by it (in millions).
@@ -153,8 +138,7 @@ def test_backbone_is_the_one_in_the_name(name):
 
 @pytest.mark.parametrize('name', configs_of('mmpretrain/'))
 def test_features_of_a_classifier(name):
-    """Expect the class token of plain backbones, RAVLT's projection, and average pooling of the others. RAVLT and PVT
-    have no norm there, as released."""
+    """Expect no norm in RAVLT and PVT, as released."""
     model = load(name).model
     neck, backbone, kind = (model.get('neck') or {}).get('type'), model.backbone, model.backbone.type
     expected = dict(LinearDeiT=None, RAVLT='ConvProjectionNeck').get(kind, 'GlobalAveragePooling')

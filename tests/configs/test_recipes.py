@@ -1,11 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Recipes of the configs beside the published ones, weight decay of parameters, and pipelines."""
+"""Recipes of the configs beside the published ones, weight decay of parameters, pipelines, and a training step."""
 
 import json
 
 import pytest
 import torch
-from helpers.config_helpers import CONFIGS, ROOT, build, load, one_size
+from helpers.config_helpers import CONFIGS, ROOT, build, load, one_size, without_gradient
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import TRANSFORMS, init_default_scope
 
@@ -27,7 +27,6 @@ def line(step) -> str:
 
 
 def steps(pipeline) -> list[str]:
-    """List the transforms of a pipeline that change images, one line each."""
     lines = []
     for step in pipeline:
         if step['type'] == 'RandomChoice':
@@ -74,8 +73,6 @@ def test_a_config_is_its_published_recipe(name):
     assert load(name).optim_wrapper.constructor == 'MergedOptimWrapperConstructor'
 
 
-# ---- weight decay, as the Runner would build the optimizer
-
 KINDS = dict(
     norms=lambda key, norms: key in norms,
     # dense recipes match the name, absent in norms of heads and of RAVLT's stem
@@ -83,14 +80,6 @@ KINDS = dict(
     tables=lambda key, norms: key.endswith(('relative_bias.table', '.position_table.weight', 'cls_token')),
     biases=lambda key, norms: key.endswith('.bias'),
 )
-
-
-def undecayed_kinds(name: str) -> str:
-    if name.endswith('in1k'):
-        return 'norms biases tables'
-    if 'fpn_80k' in name or (name.startswith('mmdet') and 'pvt' in name):
-        return 'tables'
-    return 'named tables'
 
 
 @pytest.mark.parametrize('name', one_size(CONFIGS))
@@ -108,7 +97,8 @@ def test_parameters_without_weight_decay(name):
         if isinstance(module, (torch.nn.LayerNorm, torch.nn.modules.batchnorm._BatchNorm))
         for leaf in ('weight', 'bias')
     }
-    kinds = undecayed_kinds(name).split()
+    by_name = 'tables' if 'fpn_80k' in name or (name.startswith('mmdet') and 'pvt' in name) else 'named tables'
+    kinds = ('norms biases tables' if name.endswith('in1k') else by_name).split()
     assert found == {key for key, _ in model.named_parameters() if any(KINDS[kind](key, norms) for kind in kinds)}
     assert set(decay.values()) - {0} == {cfg.optim_wrapper.optimizer.weight_decay}
 
@@ -119,3 +109,23 @@ def test_transforms_of_pipelines_exist(name):
     init_default_scope(cfg.default_scope)
     for loader in (cfg.train_dataloader, cfg.test_dataloader):
         assert [TRANSFORMS.build(dict(step)) for step in loader.dataset.pipeline]
+
+
+# each kind of head on some backbone, and the features of each backbone for a classifier; parameters of all backbones:
+# tests/backbones; cascades: tests/tools/test_rounds.py
+NAMES = """
+mmdet/ravlt_t_maskrcnn_1x mmdet/ravlt_t_retinanet_1x mmdet/inline_deit_t_maskrcnn_1x
+mmdet/flatten_pvt_v2_b1_retinanet_1x mmdet/flatten_cswin_t_maskrcnn_1x mmseg/ravlt_t_fpn_80k mmseg/inline_pvt_t_fpn_80k
+mmseg/flatten_swin_t_upernet_160k mmpretrain/ravlt_t_in1k mmpretrain/inline_pvt_t_in1k mmpretrain/flatten_swin_t_in1k
+mmpretrain/inline_cswin_t_in1k mmpretrain/inline_deit_t_in1k mmpretrain/hmhsa_nextvit_s_in1k
+"""
+
+
+@pytest.mark.parametrize('name', NAMES.split())
+def test_every_parameter_gets_a_gradient(name):
+    """Find no unused parameter, at which DistributedDataParallel would stop (``find_unused_parameters`` is off)."""
+    options = dict(model__data_preprocessor__size=(64, 64)) if name.startswith('mmseg') else {}
+    options.update(dict(model__train_cfg__rcnn__sampler__num=16) if 'maskrcnn' in name else {})
+    model, cfg = build(name, **options)
+    model.init_weights()
+    assert without_gradient(model, cfg) == []

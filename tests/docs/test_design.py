@@ -23,8 +23,6 @@ def test_rooms_import_only_the_rooms_of_the_table():
             if isinstance(node, ast.ImportFrom) and (node.level or (node.module or '').startswith('mmlinattn.')):
                 base = place[: -node.level] if node.level else ()
                 module = '/'.join((*base, *(node.module or '').removeprefix('mmlinattn.').split('.'))).strip('/')
-                found[room_of('/'.join(place))] |= {
-                    room_of(f'{module}/{alias.name}'.strip('/')) for alias in node.names
-                }
+                found[room_of('/'.join(place))] |= {room_of(f'{module}/{each.name}'.strip('/')) for each in node.names}
     assert {room: others - {room, ''} for room, others in found.items()} == ROOMS
     assert {room.name for room in rooms} <= ROOMS.keys()

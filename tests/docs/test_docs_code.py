@@ -51,8 +51,7 @@ class Block:
 
     @property
     def kind(self) -> str:
-        """Return the first word of the comment before the block. Without one it is ``config`` for Python with a base,
-        else ``run``."""
+        """Return the first word of its comment, else ``config`` for Python with a base, else ``run``."""
         if self.note:
             return re.split(r'[\s:]', self.note)[0]
         return 'config' if self.language == 'python' and '_base_ =' in self.text else 'run'
@@ -61,10 +60,7 @@ class Block:
 def blocks_of(path: Path, text: str) -> list[Block]:
     fences = re.finditer(r'(?:^<!-- ([^\n]*?) -->\n\s*)?^```([^\n]*)\n(.*?)^```', text, re.M | re.S)
     name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
-    return [
-        Block(name, text[: found.start()].count('\n') + 1, found[2].strip(), found[1] or '', found[3])
-        for found in fences
-    ]
+    return [Block(name, text[: m.start()].count('\n') + 1, m[2].strip(), m[1] or '', m[3]) for m in fences]
 
 
 BLOCKS = [block for path in PAGES for block in blocks_of(path, path.read_text(encoding='utf-8'))]
@@ -96,11 +92,7 @@ def test_readme_begins_with_the_commands():
     assert max(map(len, front.text.splitlines())) <= 80  # the site scrolls longer lines
 
 
-# ---- commands ----
-
-
 def parser_of(tool: str) -> argparse.ArgumentParser:
-    """Return the argument parser of a tool. The tool runs until it parses its arguments."""
     found = []
 
     def stop(self, *_, **__):
@@ -125,8 +117,7 @@ def commands(text: str) -> list[list]:
 
 
 def as_tool(words: list) -> list:
-    """Return ``[tool, argument, ...]`` of a command, or []. Arguments of a launcher are those of the tool that it
-    starts."""
+    """Return ``[tool, argument, ...]`` of a command, or []; of a launcher those of the tool that it starts."""
     if words[0] == 'mmlinattn':
         return [f'tools/{COMMANDS[words[1]]}', *words[2:]]
     if words[0] in ('python', 'bash'):
@@ -154,7 +145,6 @@ def test_commands_that_are_not_run_have_options_of_the_tools(block):
 
 
 def spoken(path: Path) -> list[list]:
-    """Return the commands in sentences and tables: `python tools/TOOL.py ...`."""
     text = re.sub(r'^```.*?^```', '', path.read_text(encoding='utf-8'), flags=re.M | re.S)
     spans = re.findall(r'`((?:python |bash )?(?:tools|benchmarks)/[^`]+ [^`]+)`', text)
     return [shlex.split(re.sub(r'[\[\]]', '', ' '.join(span.split()))) for span in spans]
@@ -173,9 +163,6 @@ def test_commands_in_sentences_have_options_of_the_tools(page):
             assert options <= set(parser_of(tool[0])._option_string_actions), words
         else:
             assert all(option in (ROOT / tool[0]).read_text() for option in options), words
-
-
-# ---- Python ----
 
 
 def scripts():
@@ -227,8 +214,7 @@ def test_configs_load_and_build(block, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_page_on_deployment(tmp_path, monkeypatch, capsys):
-    """Run the Python of the page with small models: boxes and masks equal MMDetection's, and a user's model is
-    exported."""
+    """Compare boxes and masks with MMDetection's, and export a user's model."""
     for package in ('mmdet', 'onnx', 'onnxscript', 'onnxruntime'):
         pytest.importorskip(package)
     import cv2
@@ -266,10 +252,8 @@ def test_page_on_deployment(tmp_path, monkeypatch, capsys):
     assert (names['mask'] == truth.masks[i].numpy()).mean() > 0.98
 
     # one block a stage: exporters take seconds for each
-    small = dict(
-        embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1,) * 4, stage_attns=('rala', *['softmax'] * 3)
-    )
-    names = {'torch': torch, 'model': RAVLT(arch=small).eval()}
+    arch = dict(embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1,) * 4, stage_attns=('rala', *['softmax'] * 3))
+    names = {'torch': torch, 'model': RAVLT(arch).eval()}
     exec(graphs, names)
     image = torch.rand(1, 3, 96, 130)
     with torch.no_grad():

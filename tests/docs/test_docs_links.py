@@ -21,7 +21,6 @@ def prose(path) -> str:
 
 
 def anchors(path) -> set:
-    """Return the anchors that GitHub gives the headings of a page."""
     found = set()
     for heading in re.findall(r'^#+ (.+)$', prose(path), re.M):
         plain = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', heading).strip().lower()
@@ -29,22 +28,16 @@ def anchors(path) -> set:
     return found
 
 
-def broken_links(path) -> list:
-    broken = []
-    text = prose(path)
-    for link in re.findall(r'\[[^]]*\]\(([^)\s]+)[^)]*\)', text) + re.findall(r'src="([^"]+)"', text):
-        if re.match(r'[a-z]+:', link):
-            continue
-        target, _, anchor = link.partition('#')
-        file = (path.parent / target).resolve() if target else path
-        if not file.exists() or (anchor and file.suffix == '.md' and anchor not in anchors(file)):
-            broken.append(link)
-    return broken
-
-
 @pytest.mark.parametrize('path', PAGES, ids=[path.relative_to(ROOT).as_posix() for path in PAGES])
 def test_links_and_named_files_are_there(path):
-    assert broken_links(path) == []
+    broken, text = [], prose(path)
+    for link in re.findall(r'\[[^]]*\]\(([^)\s]+)[^)]*\)', text) + re.findall(r'src="([^"]+)"', text):
+        target, _, anchor = link.partition('#')
+        file = (path.parent / target).resolve() if target else path
+        is_there = file.exists() and (not anchor or file.suffix != '.md' or anchor in anchors(file))
+        if not is_there and not re.match(r'[a-z]+:', link):
+            broken.append(link)
+    assert broken == []
     named = re.findall(
         r'(?<![\w/.])((?:tools|configs|docs|tests|benchmarks|projects)/[\w/.-]+\.(?:py|sh|md|csv))\b', path.read_text()
     )

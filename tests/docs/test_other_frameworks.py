@@ -9,17 +9,11 @@ from helpers.config_helpers import ROOT
 from test_docs_code import blocks_of
 
 
-def run_block(test):
-    path = ROOT / 'docs' / 'other_frameworks.md'
-    (block,) = [block for block in blocks_of(path, path.read_text(encoding='utf-8')) if block.note.endswith(test)]
-    names = {'__name__': 'page'}
-    exec(compile(block.text, str(block), 'exec'), names)
-    return names
-
-
 def test_timm():
     pytest.importorskip('timm')
-    found = run_block('::test_timm')
+    path, found = ROOT / 'docs' / 'other_frameworks.md', {'__name__': 'page'}
+    (block,) = (each for each in blocks_of(path, path.read_text(encoding='utf-8')) if each.note.endswith('::test_timm'))
+    exec(compile(block.text, str(block), 'exec'), found)
     assert found['info'].channels()[-2:] == [x.shape[1] for x in found['maps']]
     assert found['info'].reduction()[-2:] == [64 // x.shape[2] for x in found['maps']]
     scales = {group['lr_scale'] for group in found['optimizer'].param_groups}

@@ -31,8 +31,7 @@ def without_heads(q, k, v, num_heads, mask=None, op=None):
 
 
 def public_ops():
-    """Return the public attention functions of (q, k, v, num_heads) by name, with default flags and with each flag
-    inverted."""
+    """Return the attention functions by name, with default flags and with each flag inverted."""
     found = {}
     for name, op in vars(ops).items():
         parameters = inspect.signature(op).parameters.values() if name.endswith('_attention') else ()
@@ -57,6 +56,4 @@ LINEAR = {
     'focused, positions': focused_with_positions,
     **{name: call for name, call in PUBLIC.items() if name not in ('linear', 'softmax')},
 }
-ATTENTIONS = dict(
-    LINEAR, softmax=PUBLIC['softmax'], **{'softmax, rotary': partial(with_rotary, op=ops.softmax_attention)}
-)
+ATTENTIONS = {**LINEAR, 'softmax': PUBLIC['softmax'], 'softmax, rotary': partial(with_rotary, op=ops.softmax_attention)}

@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Calls of ``mmcv.ops`` with recorded values and gradients of compiled MMCV.
+"""Calls of ``mmcv.ops`` on PyTorch's default device, and values and gradients of compiled MMCV.
 
-Tensors are on PyTorch's default device.
+``python tests/helpers/cases.py`` records them with installed compiled MMCV.
 """
 
 import sys
@@ -16,7 +16,6 @@ RECORDS = Path(__file__).resolve().parents[1] / 'data' / 'mmcv_ops' / 'records.n
 
 
 def users() -> list:
-    """Return the modules of ``mmcv.ops`` that call MMCV's compiled extension."""
     return [module for name, module in sys.modules.items() if name[:9] == 'mmcv.ops.' and hasattr(module, 'ext_module')]
 
 
@@ -60,7 +59,6 @@ def rois(seed: int, count: int) -> torch.Tensor:
 
 
 def with_gradients(function, *tensors) -> list:
-    """Return the value of a function, and its gradients with respect to the tensors for a random cotangent."""
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     value = function(*leaves)
     value.backward(normal(99, *value.shape).to(value.dtype))
@@ -131,3 +129,11 @@ def make_cases() -> dict:
             x_mask = normal(13, 2, size[0] * size[1], 3, 4)
             cases[f'psamask-{kind}-{size[0]}'] = lambda k=kind, s=size, m=x_mask: with_gradients(ops.PSAMask(k, s), m)
     return cases
+
+
+if __name__ == '__main__':
+    import mmcv._ext
+
+    if mmcv._ext.__file__.endswith('.py'):
+        raise SystemExit(f'{mmcv._ext.__file__} is not compiled MMCV')
+    np.savez_compressed(RECORDS, **{name: summary(case()) for name, case in make_cases().items()})

@@ -21,11 +21,14 @@ CONFIGS = sorted(
     name for path in CONFIG_DIR.glob('mm*/*.py') if (name := f'{path.parent.name}/{path.stem}') not in UNPUBLISHED
 )
 
+# by parts of names of configs and released files
+BACKBONES = dict(ravlt='RAVLT', pvt='LinearPVT', pvt_v2='LinearPVTv2', swin='LinearSwin', cswin='LinearCSWin')
+BACKBONES.update(deit='LinearDeiT', nextvit='LinearNextViT')
+SIZES = dict(t='tiny', s='small', m='medium', b='base', l='large')
 _INITIALISERS = 'kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ uniform_ normal_'.split()
 
 
 def configs_of(prefix: str) -> list[str]:
-    """Return the published configs as ``task/name`` that start with ``prefix``."""
     return [name for name in CONFIGS if name.startswith(prefix)]
 
 
@@ -45,12 +48,9 @@ def load(name: str) -> Config:
 
 
 def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Config]:
-    """Return the model of a config without pretrained weights, and the config.
+    """Return the model of the config ``task/name`` without pretrained weights, and the config.
 
-    Args:
-        name: Task and config name, ``task/name``.
-        random_init: Initialise the weights; False leaves memory uninitialised, which is faster.
-        options: Values of ``--cfg-options``, with ``__`` for dots.
+    Without ``random_init``, memory is left uninitialised. ``options`` are ``--cfg-options``, with ``__`` for dots.
     """
     cfg = copy.deepcopy(load(name))  # cascades change lists of their training settings
     cfg.merge_from_dict({'model.backbone.init_cfg': None})
@@ -73,9 +73,8 @@ def without_gradient(model: nn.Module, cfg: Config) -> list[str]:
     if cfg.default_scope == 'mmpretrain':
         batch = dummy_inputs.classification_batch((64, 64), cfg.model.head.num_classes)
     else:
-        batch = dict(mmdet=dummy_inputs.detection_batch, mmseg=dummy_inputs.segmentation_batch)[cfg.default_scope](
-            (64, 64)
-        )
+        batches = dict(mmdet=dummy_inputs.detection_batch, mmseg=dummy_inputs.segmentation_batch)
+        batch = batches[cfg.default_scope]((64, 64))
     model.train()
     loss, _ = model.parse_losses(model(**model.data_preprocessor(batch, training=True), mode='loss'))
     loss.backward()

@@ -13,8 +13,6 @@ from torch import nn
 
 
 class Loop(BaseLoop):
-    """Loop of a runner over one data set, with metrics."""
-
     def __init__(self, dataset, *metrics):
         self.dataloader, self.evaluator = SimpleNamespace(dataset=dataset), SimpleNamespace(metrics=metrics)
 
@@ -33,8 +31,6 @@ DETECTOR, SEGMENTOR, CLASSIFIER = model(bbox_head=3), model(decode_head=2), mode
 
 
 class Data(list):
-    """Data set of the given information dicts, with class names."""
-
     get_data_info = list.__getitem__
 
     def __init__(self, *infos, classes=(), **more):
@@ -68,7 +64,6 @@ def coco(folder, names=NAMES, name='a.json', box=(), **changes):
 
 
 def coco_data(file, classes=NAMES, **settings):
-    """Return MMDetection's data set of a COCO file."""
     folder = str(file.parent) + '/'
     config = dict(type='CocoDataset', ann_file=str(file), data_prefix=dict(img=folder), metainfo=dict(classes=classes))
     return build('mmdet', dict(config, **settings))
@@ -83,10 +78,7 @@ def segmentation(root, *pictures, names=('sky', 'bird'), dtype=np.uint8, loading
         labels = np.resize(np.array(values, dtype), (8, 8) + np.shape(values)[1:])
         Image.fromarray(labels).save(root / 'ann' / f'{i}.png')
     prefix = dict(img_path=str(root / 'img'), seg_map_path=str(root / 'ann'))
-    pipeline = [
-        dict(type='LoadImageFromFile'),
-        dict(type='LoadAnnotations', **(loading or {})),
-        dict(type='PackSegInputs'),
-    ]
+    load = dict(type='LoadAnnotations', **(loading or {}))
+    pipeline = [dict(type='LoadImageFromFile'), load, dict(type='PackSegInputs')]
     config = dict(type='BaseSegDataset', data_prefix=prefix, metainfo=dict(classes=names), pipeline=pipeline)
     return build('mmseg', dict(config, **settings))

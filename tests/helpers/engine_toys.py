@@ -1,14 +1,18 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Runner that trains a linear model on random vectors, with random augmentation."""
+"""Runner that trains a linear model on random vectors, with random augmentation; a hook that waits."""
 
+import os
 import random
+import time
+from pathlib import Path
 
 import numpy as np
 import torch
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
+from mmengine.hooks import Hook
 from mmengine.model import BaseModel
-from mmengine.registry import DATASETS, MODELS
+from mmengine.registry import DATASETS, HOOKS, MODELS
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
 from torch import nn
@@ -33,13 +37,7 @@ class ToyDataset(BaseDataset):
 
 @MODELS.register_module(force=True)
 class ToyModel(BaseModel):
-    """Linear layer behind dropout.
-
-    Args:
-        bad_at: Number of steps with a finite loss; None for all.
-        break_weights: Keep the loss finite, and break the gradient of the weights.
-        bad: Factor of the loss or gradient after ``bad_at`` steps.
-    """
+    """Linear layer behind dropout. After ``bad_at`` steps ``bad`` multiplies the loss or the weights' gradient."""
 
     def __init__(self, bad_at=None, break_weights=False, bad=float('nan')):
         super().__init__()
@@ -80,6 +78,18 @@ class SkippingModel(BaseModel):
         x = self.backbone.stem(torch.stack(list(inputs)))
         norms = list(self.backbone.out_norms.values())[self.skips :]
         return dict(loss=sum(norm(x).square().sum() for norm in norms) + 0 * x.sum())
+
+
+@HOOKS.register_module(force=True)
+class HoldHook(Hook):
+    """Wait in iteration ``HOLD`` (from 1) for a file ``go_on`` in the work dir or a SIGTERM seen by ``StopHook``."""
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter + 1 != int(os.environ.get('HOLD', '0')):
+            return
+        go_on = Path(runner.work_dir, 'go_on')
+        while not (go_on.exists() or any(getattr(hook, 'is_signalled', False) for hook in runner.hooks)):
+            time.sleep(0.02)
 
 
 class Count(BaseMetric):

@@ -20,17 +20,14 @@ FOLDER = Path(__file__).resolve().parents[1] / 'data' / 'goldens'
 
 
 def cases() -> list[str]:
-    """Return the names of all cases."""
     return sorted(path.stem for path in FOLDER.glob('*.json'))
 
 
 def info(name: str) -> dict:
-    """Return the JSON file of a case."""
     return json.loads((FOLDER / f'{name}.json').read_text())
 
 
 def outputs(name: str) -> dict[str, np.ndarray]:
-    """Return the stored outputs of a case: ``logits``, ``feat0`` ... ``feat3``, or both."""
     with np.load(FOLDER / f'{name}.npz') as archive:
         return dict(archive)
 
@@ -49,7 +46,6 @@ def weight(key: str, shape) -> Tensor:
 
 
 def state_dict(name: str) -> dict[str, Tensor]:
-    """Return a state dict with the keys and shapes of the released file."""
     stored = FOLDER / f'{name}.const.npz'
     constants = dict(np.load(stored)) if stored.exists() else {}
     state = {}
@@ -70,7 +66,6 @@ def fill(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def image(name: str) -> Tensor:
-    """Return the input of a case, (B, 3, H, W) in float32."""
     case = info(name)
     noise = np.random.RandomState(case['seed']).standard_normal(case['input'])
     return torch.from_numpy(noise.astype(np.float32))

@@ -7,9 +7,8 @@ import json
 import warnings
 
 import torch
-from mmengine.registry import MODELS
 
-from helpers import goldens, small_backbones
+from helpers import small_backbones
 from mmlinattn.tooling.export.models import deviation
 
 # one block per stage; two in the middle stages of Swin, the second with shifted windows
@@ -33,18 +32,12 @@ def one_per_stage(stages=4):
 
 
 def build(backbone, attns):
-    """Build a small backbone with the weights of :func:`goldens.fill`.
-
-    Args:
-        backbone: Type of the backbone.
-        attns: One attention for all stages, or one for each of the first stages.
-    """
-    arch = copy.deepcopy(ARCHS[backbone])
-    stages = len(arch['depths'])
+    """Build a small backbone with one attention for all stages, or one for each of the first stages."""
+    stages = len(ARCHS[backbone]['depths'])
     attns = (attns,) * stages if isinstance(attns, str) else tuple(attns)[:stages]
-    options = dict(out_type='featmap') if backbone == 'LinearDeiT' else dict(out_indices=tuple(range(len(attns))))
+    options = {} if backbone == 'LinearDeiT' else dict(out_indices=tuple(range(len(attns))))
     attns += ('softmax',) * (stages - len(attns))  # of stages that are not built
-    return goldens.fill(MODELS.build(dict(type=backbone, arch=arch, stage_attns=attns, **options))).eval()
+    return small_backbones.build(backbone, arch=copy.deepcopy(ARCHS[backbone]), stage_attns=attns, **options).eval()
 
 
 def image(shape):
@@ -53,14 +46,12 @@ def image(shape):
 
 @torch.no_grad()
 def check(graph, model, shapes=SHAPES):
-    """Check the outputs of a graph against its model on images of several shapes (batch, height, width)."""
     for shape in shapes:
         x = image(shape)
         assert deviation(graph(x), model(x)) < TOLERANCE, shape
 
 
 def metadata_of(form, path):
-    """Read the metadata of an exported file of the format ``form``."""
     files = {'metadata.json': ''}
     if form == 'torch-export':
         with open(path, 'rb') as file:

@@ -34,7 +34,6 @@ def text(path, content):
 
 
 def read(root, task='detection', **options):
-    """Read a data set as make_config does."""
     data = Data(root, Options(**options))
     if task == 'segmentation':
         return read_masks(data, data.root.parent / 'mine_labels')
@@ -42,7 +41,6 @@ def read(root, task='detection', **options):
 
 
 def counts(data, *splits):
-    """Return the number of images of each split."""
     return [len(data.images[split]) for split in splits or data.images]
 
 
@@ -63,7 +61,6 @@ def boxes_of(data, *splits):
 
 
 def assert_refused(said, read, *args):
-    """Check that ``read(*args)`` raises one line with the given words."""
     with pytest.raises(RunError) as error:
         read(*args)
     line = str(error.value)

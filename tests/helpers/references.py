@@ -100,27 +100,19 @@ def form(name):
             yield
 
 
-# --- equations ---------------------------------------------------------------------------------
-
-
 def side_by_side(x):
-    """Merge heads: (B, heads, N, d) -> (B, N, heads * d)."""
     return x.transpose(1, 2).flatten(2)
 
 
 def by_head(x, heads):
-    """Split heads: (B, N, heads * d) -> (B, heads, N, d)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def rotate(x, height, width, base=10000.0):
-    """Apply the released rotary encoding by complex numbers.
+    """Apply the released rotary encoding by complex numbers ``x[2c] + i x[2c + 1]``, (B, heads, N, d / 2).
 
-    Channel pair c of d / 2 is the complex number ``x[2c] + i x[2c + 1]``. The first half of the pairs rotates with the
-    row, the second with the column: pair c of a half by ``base ** -(c / (d / 4 - 1))`` radians per token.
-
-    Returns:
-        complex Tensor: (B, heads, N, d / 2).
+    The first half of them rotates with the row, the second with the column: number c of a half by
+    ``base ** -(c / (d / 4 - 1))`` radians per token.
     """
     quarter = x.shape[-1] // 4
     speed = base ** -(torch.arange(quarter, dtype=x.dtype) / max(quarter - 1, 1))
@@ -184,15 +176,11 @@ def unit(x):
 
 
 def sum_of(kernels, v, grid):
-    """Convolve the patches of each item of ``v`` (B, N, C) with ``kernels`` (B or 1, C, 1, k, k); zero at class
-    tokens."""
+    """Convolve the patches of ``v`` (B, N, C) with ``kernels`` (B or 1, C, 1, k, k); zero at class tokens."""
     images = v[:, grid.prefix :].unflatten(1, grid[:2]).permute(0, 3, 1, 2)
     kernels = kernels.expand(len(v), *kernels.shape[1:])
     local = [conv2d(x, w, padding=w.shape[-1] // 2, groups=len(w)) for x, w in zip(images, kernels)]
     return pad(torch.stack(local).flatten(2).transpose(1, 2), (0, 0, grid.prefix, 0))
-
-
-# --- attentions --------------------------------------------------------------------------------
 
 
 def rala(mixer, spec, q, k, v, grid, size, bias, context):
@@ -233,8 +221,7 @@ def inline(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def focused(mixer, spec, q, k, v, grid, size, bias, context):
-    """Focused attention (FLatten): positions are added to the keys, and the feature map is applied before the split
-    into heads."""
+    """Add positions to the keys, and map features before the split into heads (FLatten)."""
     q, k, values = (side_by_side(t) for t in (q, k, v))
     if mixer.position is not None:  # class tokens have no position
         k = k + mixer.position(grid)
@@ -252,11 +239,9 @@ def focused(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def hallucinated(mixer, spec, q, k, v, grid, size, bias, context):
-    """Hallucinated attention with twice the heads of half the channels; queries and keys are those of the computed
-    heads.
+    """Compute twice the heads of half the channels; queries and keys are those of the computed heads.
 
-    IHH convolves the other logits (hMHSA Eq. 2) over the keys' grid, query by query. Keys of class tokens have no
-    neighbours; biases are added to all logits.
+    IHH convolves the other logits (hMHSA Eq. 2) over the keys' grid. Keys of class tokens have no neighbours.
     """
     q, k = (by_head(side_by_side(t), HEADS) for t in (q, k))
     maps = real = similarity(q, k) / math.sqrt(HEAD_DIM // 2)
@@ -309,10 +294,7 @@ def angular(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def reference(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=None, context=None):
-    """Compute ``W_o ((mix(q, k, v) + DWConv(v)) * gate)`` of tokens ``x`` (B, N, C).
-
-    Queries and keys are rotated (rotary encoding) if ``size``, the feature map's (height, width), is given.
-    """
+    """Compute ``W_o ((mix(q, k, v) + DWConv(v)) * gate)`` of tokens (B, N, C), rotated if a ``size`` is given."""
     spec, key_grid, widths = ATTENTIONS[name], key_grid or grid, attention.mixer.widths
     weights = attention.qkv.weight.split(attention.widths)
     biases = [0.0] * 4 if attention.qkv.bias is None else attention.qkv.bias.split(attention.widths)
@@ -320,10 +302,8 @@ def reference(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=
     q, k, v = (source @ w.T + b for source, w, b in zip(sources, weights, biases))
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == widths
     mix = globals()[spec['type']]
-    out = mix(
-        attention.mixer, spec, *(by_head(t, HEADS) for t in (q, k, v)), key_grid, size, bias,
-        x if context is None else context,
-    )  # fmt: skip
+    context = x if context is None else context
+    out = mix(attention.mixer, spec, *(by_head(t, HEADS) for t in (q, k, v)), key_grid, size, bias, context)
     if attention.local is not None:
         out = out + sum_of(attention.local.weight[None], v, grid)
         out = out + torch.arange(out.shape[1]).ge(grid.prefix)[:, None] * attention.local.bias
@@ -335,7 +315,6 @@ def reference(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=
 
 
 def attend(attention, x, grid, kv=None, key_grid=None, source=None, mask=None, rotary=None, bias=None):
-    """Apply projections, convolution and gate around the mixer to tokens (B, N, C)."""
     if hasattr(attention, 'qkv'):
         q, k, v, *gate = attention.qkv(x).split(attention.widths, dim=-1)
         if kv is not None:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from mmengine.registry import MODELS
+from torch import nn
 
 import mmlinattn  # noqa: F401  registers the backbones
 from helpers import goldens
@@ -62,10 +63,7 @@ def mixes(backbone):
 
 
 def every_mix():
-    """Yield all mixes as parameters ``(backbone, stage_attns)`` of a test.
-
-    One mix per backbone is fast; together these cover all attentions.
-    """
+    """Yield all mixes as ``(backbone, stage_attns)``. One mix per backbone is fast; together they cover all."""
     for number, backbone in enumerate(ARCHS):
         for i, attns in enumerate(mixes(backbone)):
             marks = [] if i == number % len(mixes(backbone)) else [pytest.mark.slow]
@@ -77,8 +75,21 @@ def build(backbone, attn=None, **options):
     return goldens.fill(MODELS.build(config(backbone, attn, **options)))
 
 
+class Adapter(nn.Module):
+    """Adapter with the base layer's ``weight`` and ``bias`` as properties, as LoRA of PEFT."""
+
+    weight = property(lambda self: self.base.weight)
+    bias = property(lambda self: self.base.bias)
+
+    def __init__(self, base, delta):
+        super().__init__()
+        self.base, self.delta = base, delta
+
+    def forward(self, x):
+        return self.base(x) + self.delta(x)
+
+
 def image(batch=2, height=64, width=96, channels=3):
-    """Return random images (batch, channels, height, width)."""
     return torch.randn(batch, channels, height, width)
 
 

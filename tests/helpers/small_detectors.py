@@ -32,7 +32,6 @@ def smaller(node):
 
 
 def small(name):
-    """Return the model of an MMDetection config with a small backbone."""
     model = smaller(Config.fromstring(f"_base_ = 'mmdet::{name}.py'", '.py').model.to_dict())
     model.update(backbone=dict(type='RAVLT', arch=ARCH, drop_path_rate=0.0), train_cfg=None)
     model['neck']['in_channels'] = list(ARCH['embed_dims'])

@@ -24,7 +24,7 @@ TOOLS = ROOT / 'tools'
 # config of the small model of each task, for a data set of shapes
 QUICK = {task: str(ROOT / 'configs' / task / 'ravlt_shapes_quickstart.py') for task in ('mmdet', 'mmseg', 'mmpretrain')}
 
-# quick-start config for a run that is stopped: few epochs on a data set beside it, with the hook of ``hold.py``
+# quick-start config for a run that is stopped: few epochs on a data set beside it, with a hook that waits
 HELD = """
 _base_ = {base!r}
 train_cfg = dict(max_epochs=3, val_interval=3)
@@ -33,7 +33,7 @@ val_dataloader = dict(num_workers=1, dataset=dict(data_root='shapes'))
 test_dataloader = val_dataloader
 default_hooks = dict(logger=dict(interval=1))
 log_processor = dict(window_size=1)
-custom_imports = dict(imports=['mmlinattn', 'helpers.hold'], allow_failed_imports=False)
+custom_imports = dict(imports=['mmlinattn', 'helpers.engine_toys'], allow_failed_imports=False)
 custom_hooks = [*_base_.custom_hooks, dict(type='HoldHook')]
 """
 
@@ -51,7 +51,6 @@ def options(cwd, env):
 
 
 def run(*command, cwd, **env):
-    """Run a command, check its status, and return its output."""
     done = subprocess.run([str(word) for word in command], timeout=300, **options(cwd, env))
     assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout
@@ -82,7 +81,6 @@ def python(script, *args, **kwargs):
 
 
 def in_this_process(tool, *args):
-    """Run a script of ``tools/`` with arguments."""
     with mock.patch.object(sys, 'argv', [tool, *map(str, args)]):
         runpy.run_path(str(TOOLS / tool), run_name='__main__')
 

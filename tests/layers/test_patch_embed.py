@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Down-sampling, and convolutions with norms. RAVLT's stem: tests/backbones/test_ravlt.py."""
+"""Down-sampling, and convolutions with norms. RAVLT's stem: tests/backbones/test_backbone_options.py."""
 
 import pytest
 import torch
@@ -30,7 +30,6 @@ def test_patches_may_be_made_to_overlap():
 
 
 def padded(x, multiple):
-    """Pad a map with zeros at the bottom and right to multiples of ``multiple``."""
     out = x.new_zeros(len(x), *(-(-side // multiple) * multiple for side in x.shape[1:3]), x.shape[-1])
     out[:, : x.shape[1], : x.shape[2]] = x
     return out

@@ -64,7 +64,6 @@ class Tables(nn.Module):
 
 
 def test_state_dicts_of_other_grids_and_windows_load():
-    """``load_state_dict`` resizes every kind of table, leaves the given dict alone, and reports other shapes."""
     given, model = Tables(4).state_dict(), Tables(6)
     shapes = {key: value.shape for key, value in given.items()}
     model.load_state_dict(given)

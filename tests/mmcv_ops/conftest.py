@@ -20,7 +20,6 @@ def ext():
 
 @pytest.fixture(autouse=True)
 def used(ext, monkeypatch):
-    """Let ``mmcv.ops`` call the module of this checkout."""
     from helpers import cases
 
     for user in cases.users():

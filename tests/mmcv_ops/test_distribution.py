@@ -11,11 +11,10 @@ import pytest
 import torch
 from mmcv import ops
 
-SOURCE = Path(__file__).resolve().parents[2] / 'mmcv_ops'
-
 
 def test_the_wheel_adds_operators_and_find_loader(tmp_path):
-    shutil.copytree(SOURCE, tmp_path / 'source', ignore=shutil.ignore_patterns('build', '*.egg-info', '__pycache__'))
+    source = Path(__file__).resolve().parents[2] / 'mmcv_ops'
+    shutil.copytree(source, tmp_path / 'source', ignore=shutil.ignore_patterns('build', '*.egg-info', '__pycache__'))
     options = ('--quiet', '--no-build-isolation', '--no-deps', '--no-index', '--wheel-dir', '.')
     subprocess.run([sys.executable, '-m', 'pip', 'wheel', *options, './source'], cwd=tmp_path, check=True)
     with zipfile.ZipFile(next(tmp_path.glob('*.whl'))) as wheel:

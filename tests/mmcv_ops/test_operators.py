@@ -12,7 +12,6 @@ from mmcv import ops
 from mmcv.ops import multi_scale_deform_attn as attention
 
 RECORDS = np.load(cases.RECORDS)
-LOWER = [torch.float16, torch.bfloat16]
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 
 
@@ -27,6 +26,12 @@ def assert_close(result, expected, tolerance=1e-5):
     assert (result - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+def assert_same(ours, theirs, *inputs, tolerance=1e-5):
+    pairs = zip(*(cases.with_gradients(function, *inputs) for function in (ours, theirs)))
+    for result, expected in pairs:
+        assert_close(result, expected, tolerance)
+
+
 @pytest.mark.parametrize('name', cases.make_cases())
 def test_results_are_those_of_compiled_mmcv(name):
     result, expected = cases.summary(cases.make_cases()[name]()), RECORDS[name]
@@ -36,9 +41,7 @@ def test_results_are_those_of_compiled_mmcv(name):
 
 def test_two_boxes_without_area_suppress_nothing():
     """Keep both boxes: their overlap is 0 / 0, and NaN exceeds no threshold."""
-    dets = torch.tensor(
-        [[0.0, 0, 0, 0, 0.9], [5, 5, 5, 5, 0.8], [5, 5, 5, 5, 0.7], [0, 0, 4, 4, 0.6], [4, 4, 8, 8, 0.5]]
-    )
+    dets = torch.tensor([[0, 0, 0, 0, 0.9], [5, 5, 5, 5, 0.8], [5, 5, 5, 5, 0.7], [0, 0, 4, 4, 0.6], [4, 4, 8, 8, 0.5]])
     # with one area, an overlap of 0 is the threshold
     assert [[int(i) for i in group] for group in ops.nms_match(dets.cpu(), 0.0)] == [[0, 3, 4], [1], [2]]
     for method in ('naive', 'linear'):
@@ -50,7 +53,7 @@ def test_two_boxes_without_area_suppress_nothing():
     assert torch.equal(found[:, 4], scores) and kept.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize('dtype', LOWER)
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_lower_precision(dtype):
     """Keep the boxes that float32 keeps. Pooled and sampled values are close to float32 on average."""
     boxes, scores = (tensor.to(dtype) for tensor in cases.boxes(1, 200))
@@ -101,7 +104,6 @@ def test_several_backward_passes_without_input_gradient():
 
 
 def pooled(x, rois, size, scale):
-    """Compute the maximum over each bin of each RoI, pixel by pixel."""
     output = x.new_zeros(len(rois), x.shape[1], size, size)
     for n, (image, *box) in enumerate(rois.tolist()):
         x1, y1, x2, y2 = box[0] * scale, box[1] * scale, (box[2] + 1) * scale, (box[3] + 1) * scale
@@ -120,16 +122,13 @@ def pooled(x, rois, size, scale):
 def test_roi_pool_is_its_definition():
     x, rois = cases.normal(1, 2, 3, 25, 38).double(), cases.rois(2, 6).double()
     rois[1, 3] = rois[1, 1] - 3
-    results = cases.with_gradients(lambda x: ops.roi_pool(x, rois, 3, 0.25), x)
-    for result, expected in zip(results, cases.with_gradients(lambda x: pooled(x, rois, 3, 0.25), x)):
-        assert_close(result, expected, 1e-12)
+    assert_same(lambda x: ops.roi_pool(x, rois, 3, 0.25), lambda x: pooled(x, rois, 3, 0.25), x, tolerance=1e-12)
     assert ops.roi_pool(x, rois[:0], 3, 0.25).shape == (0, 3, 3, 3)
 
 
 @pytest.mark.parametrize('weight', [None, torch.tensor([1.0, 2, 3, 4]).double()])
 def test_focal_losses_are_their_definitions(weight, device):
-    """Compare the sigmoid and softmax losses. Background has no weight, and the softmax loss backpropagates as a
-    sum."""
+    """Give background no weight, and backpropagate the softmax loss as a sum."""
     weight = weight if weight is None else weight.to(device)
     x, target = cases.normal(1, 6, 4).double() * 3, torch.tensor([0, 1, 2, 3, 4, 4])
     own = F.one_hot(target, 5)[:, :4].double()
@@ -147,9 +146,8 @@ def test_focal_losses_are_their_definitions(weight, device):
         (ops.softmax_focal_loss, softmax, torch.where(target == 4, -1, target)),
     ):
         assert_close(ours(x, classes, 2.0, 0.25, weight, 'none'), plain(x), 1e-12)
-        results = cases.with_gradients(lambda x: ours(x, classes, 2.0, 0.25, weight, 'sum'), x)  # noqa: B023
-        for result, expected in zip(results, cases.with_gradients(lambda x: plain(x).sum(), x)):  # noqa: B023
-            assert_close(result, expected, 1e-12)
+        options = classes, 2.0, 0.25, weight, 'sum'
+        assert_same(lambda x: ours(x, *options), lambda x: plain(x).sum(), x, tolerance=1e-12)  # noqa: B023
     assert ops.sigmoid_focal_loss(x[:0], target[:0], 2.0, 0.25, None, 'none').shape == (0, 4)
 
 
@@ -162,9 +160,7 @@ def test_carafe_is_its_definition(scale, groups):
         windows = windows.repeat_interleave(scale, 4).repeat_interleave(scale, 5)
         return (windows * masks.view(2, groups, 1, 9, 5 * scale, 3 * scale)).sum(3).flatten(1, 2)
 
-    results = cases.with_gradients(lambda *inputs: ops.carafe(*inputs, 3, groups, scale), *inputs)
-    for result, expected in zip(results, cases.with_gradients(by_hand, *inputs)):
-        assert_close(result, expected)
+    assert_same(lambda *inputs: ops.carafe(*inputs, 3, groups, scale), by_hand, *inputs)
     assert_close(ops.CARAFENaive(3, groups, scale)(*inputs), by_hand(*inputs))
 
 
@@ -178,8 +174,7 @@ def test_masked_convolution_is_the_convolution_at_the_mask(kernel, padding):
 
 @pytest.fixture(params=['rows', 'levels'])
 def form(request, ext, monkeypatch):
-    """Choose the implementation of deformable attention: by rows (CPUs, deterministic algorithms) or by levels (other
-    devices)."""
+    """Choose deformable attention by rows (CPUs, deterministic algorithms) or by levels (other devices)."""
     monkeypatch.setattr(ext, '_takes_rows', lambda value: request.param == 'rows')
 
 
@@ -192,12 +187,10 @@ def test_deformable_attention_is_that_of_mmcv_on_cpus():
     def ours(value, at, weights):
         return attention.MultiScaleDeformableAttnFunction.apply(value, shapes, starts, at, weights, 64)
 
-    results, expected = (
-        cases.with_gradients(function, value, locations, weights)
-        for function in (ours, lambda v, at, w: attention.multi_scale_deformable_attn_pytorch(v, shapes, at, w))
-    )
-    for result, reference in zip(results, expected):
-        assert_close(result, reference)
+    def theirs(value, at, weights):
+        return attention.multi_scale_deformable_attn_pytorch(value, shapes, at, weights)
+
+    assert_same(ours, theirs, value, locations, weights)
     nothing = value.requires_grad_(), locations[:, :0], weights[:, :0]
     assert ours(*nothing).shape == (2, 0, 6)
     assert not torch.autograd.grad(ours(*nothing).sum(), value)[0].any()
@@ -206,11 +199,8 @@ def test_deformable_attention_is_that_of_mmcv_on_cpus():
 @pytest.mark.usefixtures('form')
 def test_shapes_that_change_in_place():
     shapes, starts = torch.tensor([[4, 6]]), torch.tensor([0])
-    value, weights, locations = (
-        cases.normal(1, 1, 24, 1, 2),
-        torch.ones(1, 1, 1, 1, 1),
-        torch.full((1, 1, 1, 1, 1, 2), 0.3),
-    )
+    value, weights = cases.normal(1, 1, 24, 1, 2), torch.ones(1, 1, 1, 1, 1)
+    locations = torch.full((1, 1, 1, 1, 1, 2), 0.3)
     found = []
     for height, width in ((4, 6), (6, 4)):
         shapes.copy_(torch.tensor([[height, width]]))

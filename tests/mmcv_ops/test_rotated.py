@@ -12,7 +12,6 @@ PI = torch.pi
 
 
 def boxes(seed, count):
-    """Crowded boxes (N, 5), a third of them axis-aligned."""
     made = uniform(seed, count, 5) * torch.tensor([60.0, 60, 50, 20, 2 * PI]) + torch.tensor([0.0, 0, 2, 2, -PI])
     made[::3, 4] = 0
     return made

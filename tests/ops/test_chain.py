@@ -12,17 +12,7 @@ from helpers.references import DIM, HEADS, filled
 from torch import nn
 
 from mmlinattn.attention import GlobalAttention, StageContext, TokenMixer
-from mmlinattn.layers import (
-    MLP,
-    Block,
-    ConvDownsample,
-    ConvFFN,
-    ConvStem,
-    DWConvFFN,
-    Linear,
-    ResidualDWConv,
-    compact,
-)
+from mmlinattn.layers import MLP, Block, ConvDownsample, ConvFFN, ConvStem, DWConvFFN, Linear, ResidualDWConv, compact
 from mmlinattn.ops import fused, leaves
 from mmlinattn.utils import private_apis
 
@@ -77,7 +67,6 @@ FFNS = {
 @pytest.mark.parametrize('size', [(20, 3), (17, 3), (41, 3)], ids=str)
 @pytest.mark.parametrize('name', FFNS)
 def test_feed_forward_networks(name, size, kernels, monkeypatch):
-    """Compare with and without fusing, in strips of rows and as a whole."""
     make, expected = FFNS[name]
     module, x = filled(make()).eval(), torch.randn(2, *size, DIM, dtype=torch.float64)
     for numel in (fused.STRIP_NUMEL, 40 * 8 * size[1]):
@@ -88,7 +77,6 @@ def test_feed_forward_networks(name, size, kernels, monkeypatch):
 
 
 def test_strips_save_memory(monkeypatch):
-    """The hidden map is not allocated whole."""
     sizes, linear = [], fused.linear
 
     def noted(*args):
@@ -166,13 +154,9 @@ def test_circular_padding_of_a_convolution_of_gelu():
     torch.testing.assert_close(padded_in_a_circle(layer, 1)(x), expected)
 
 
-# --- products ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize('onednn', [True, False])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
 def test_products(dtype, onednn, monkeypatch):
-    """Multiply by oneDNN's operators, or by PyTorch's in builds without oneDNN."""
     monkeypatch.setattr(private_apis, 'HAS_ONEDNN', private_apis.HAS_ONEDNN and onednn)
     layer = Linear(12, 10).to(dtype)
     tolerance = dict(rtol=0.05, atol=0.1) if dtype == torch.bfloat16 else {}
@@ -205,12 +189,7 @@ def test_autocast_leaves_float64_alone():
     torch.testing.assert_close(out, without_gradients(model, x))
 
 
-# --- layers of others -------------------------------------------------------------------------------------------------
-
-
 class Identity(TokenMixer):
-    """Mixer that returns its values as a view of the projection."""
-
     def forward(self, q, k, v, grid, key_grid, mask=None, **_):
         return v
 

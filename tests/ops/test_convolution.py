@@ -21,7 +21,7 @@ def maps(draw, fewest=0):
 
 
 def compare(function, expected, *tensors):
-    """Compare values with and without gradients, and gradients, on the CPU path and on the path of other devices."""
+    """Compare values and gradients on the CPU path and on the path of other devices."""
     for which in FORMS[:2]:
         leaves = [t.clone().requires_grad_() for t in tensors]
         references = [t.clone().requires_grad_() for t in tensors]
@@ -51,7 +51,6 @@ def test_kernels_of_each_image_are_its_own(x, size):
 @draws
 @given(maps(), st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]), st.sampled_from([1, 3, 5]), st.booleans())
 def test_convolutions_of_gelu(x, steps, size, residual):
-    """Compare with and without the residual, which needs equal channels and stride 1."""
     stride, groups = (1, steps[1]) if residual else steps
     dim = 4 if residual else 8
     weight, bias = torch.randn(dim, 4 // groups, size, size, dtype=x.dtype), torch.randn(dim, dtype=x.dtype)

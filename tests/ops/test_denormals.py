@@ -17,8 +17,6 @@ DIM, TOKENS = 64, 200
 
 
 class Denormals(TorchDispatchMode):
-    """Count the denormal numbers in the results of all operations."""
-
     def __init__(self):
         super().__init__()
         self.found = {}
@@ -34,32 +32,6 @@ class Denormals(TorchDispatchMode):
         return out
 
 
-def inputs():
-    """Return tokens like those of trained networks: an unused channel, tokens without a positive channel, large tokens,
-    and some of nearly no weight."""
-    q, k, v = torch.randn(3, 2, TOKENS, DIM)
-    q[..., :5] = k[..., 2:9] = -1
-    q[:, 3] = k[:, 4] = -2
-    q[:, 5] *= 100
-    k[:, 6:56] *= torch.linspace(50, 1, 50).unsqueeze(-1)
-    return [t.contiguous().requires_grad_() for t in (q, k, v)]
-
-
-def steps(op, which, monkeypatch):
-    """Return the denormal numbers by operation of a training step and an inference of ``op``."""
-    if which != 'reference':  # dispatch modes get the reference otherwise
-        monkeypatch.setattr(dispatch, 'needs_reference', lambda *tensors: False)
-    leaves = inputs()
-    with form(which), Denormals() as denormals:
-        out = op(*leaves)
-        out.backward(torch.randn_like(out))
-        if which != 'reference':
-            with torch.no_grad():
-                op(*(leaf.clone() for leaf in leaves))
-    assert out.isfinite().all()
-    return denormals.found
-
-
 CALLS = {f'focused, {power}': partial(focused, power=power) for power in (1, 1.5, 2, 3, 5.5, 8, 32)}
 CALLS.update({name: call for name, call in LINEAR.items() if name.startswith(('rala', 'inline', 'linear'))})
 
@@ -67,6 +39,21 @@ CALLS.update({name: call for name, call in LINEAR.items() if name.startswith(('r
 @pytest.mark.parametrize('which', ['auto', 'reference'])  # GPUs compute with denormal numbers at full speed
 @pytest.mark.parametrize('name', CALLS)
 def test_linear_attentions(name, which, monkeypatch):
-    found = steps(partial(CALLS[name], num_heads=2), which, monkeypatch)
+    """Train and infer with tokens like those of trained networks, some of them of nearly no weight."""
+    if which != 'reference':  # dispatch modes get the reference otherwise
+        monkeypatch.setattr(dispatch, 'needs_reference', lambda *tensors: False)
+    q, k, v = torch.randn(3, 2, TOKENS, DIM)
+    q[..., :5] = k[..., 2:9] = -1
+    q[:, 3] = k[:, 4] = -2
+    q[:, 5] *= 100
+    k[:, 6:56] *= torch.linspace(50, 1, 50).unsqueeze(-1)
+    op, leaves = partial(CALLS[name], num_heads=2), [t.contiguous().requires_grad_() for t in (q, k, v)]
+    with form(which), Denormals() as denormals:
+        out = op(*leaves)
+        out.backward(torch.randn_like(out))
+        if which != 'reference':
+            with torch.no_grad():
+                op(*(leaf.clone() for leaf in leaves))
+    assert out.isfinite().all()
     # of 150,000 and more: a power of 32 passes through the range now and then
-    assert sum(found.values()) < (200 if 'focused' in name else 1)
+    assert sum(denormals.found.values()) < (200 if 'focused' in name else 1)

@@ -23,7 +23,6 @@ from mmlinattn.ops import dispatch
 pytestmark = pytest.mark.usefixtures('fast_forms')
 GRID = Grid(3, 4)
 MIXERS = sorted(name for name in TOKEN_MIXERS.module_dict if name.isidentifier())
-every_mixer = pytest.mark.parametrize('mixer', MIXERS)
 
 
 def tokens():
@@ -91,10 +90,7 @@ def test_tensor_subclasses_get_the_reference():
     assert dispatch.backend(x) == 'cpu'
 
 
-# --- transforms and derivatives of derivatives ------------------------------------------------------------------------
-
-
-@every_mixer
+@pytest.mark.parametrize('mixer', MIXERS)
 def test_transforms_of_functions(mixer):
     attention, x = build_local(mixer), tokens().double()
     rotary = rotary_table(*GRID[:2], DIM // HEADS, dtype=x.dtype)
@@ -119,9 +115,6 @@ def test_transforms_of_functions(mixer):
     gradients = grad(lambda p: functional_call(attention, p, (x, stage)).sum())(parameters)
     attention(x, stage).sum().backward()
     torch.testing.assert_close(gradients, {name: parameter.grad for name, parameter in parameters.items()})
-
-
-# --- graphs -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -153,8 +146,7 @@ def test_a_training_step_compiles(mixer, dynamic, backend):
 
 
 def compiled_nodes(function, *inputs):
-    """Return (operator, floating-point result) of each node of the graph that ``torch.compile`` hands to its code
-    generator."""
+    """Return (operator, floating-point result) of each node that ``torch.compile`` hands to its code generator."""
     nodes = []
 
     def keep(graph, _):
@@ -170,8 +162,7 @@ def compiled_nodes(function, *inputs):
 
 @pytest.mark.parametrize(('name', 'masked'), [(name, name != 'rala') for name in LINEAR if name != 'hydra'])
 def test_compiled_heads_are_no_axis_of_channels_last_maps(name, masked):
-    """Keep heads out of the channel axis: Inductor's code for sums in that order writes out of bounds
-    (pytorch/pytorch#196681)."""
+    """Avoid Inductor's code for sums in that order, which writes out of bounds (pytorch/pytorch#196681)."""
     mask = torch.arange(GRID.num_tokens).expand(2, -1) < 9 if masked else None
     inputs = [tokens() for _ in range(3)]
     nodes = compiled_nodes(partial(LINEAR[name], num_heads=HEADS, mask=mask), *inputs)
@@ -198,8 +189,7 @@ class Asks(nn.Module):
 
 @pytest.mark.parametrize('strict', [False, True])
 def test_graphs_are_told_of_their_tracing_and_python_code_of_an_export(strict):
-    """Check both predicates in eager mode and under each recorder; strict export and ``torch.compile`` are not seen as
-    an export."""
+    """Expect that strict export and ``torch.compile`` are not seen as an export."""
     traced, exported, x = Asks(dispatch.is_traced), Asks(dispatch.is_exported), torch.zeros(3)
     assert not traced(x).any() and not exported(x).any()
     assert torch.export.export(traced, (x,), strict=strict).module()(x).all()

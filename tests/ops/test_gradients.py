@@ -10,18 +10,14 @@ from helpers.attentions import ATTENTIONS, FORMS, LINEAR, form
 from mmlinattn import ops
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
-every_attention = pytest.mark.parametrize('name', ATTENTIONS)
 by_hand = pytest.mark.parametrize('which', FORMS[:2])
 HALF = [torch.float16, torch.bfloat16]
 
 
 def layer(x, other, v):
-    """Chain convolutions and a rotation of tokens (2, 9, 8)."""
     weight = v[0, :8].sin()
     image = x.unflatten(1, (3, 3)).permute(0, 3, 1, 2)
-    image = image + ops.conv_of_gelu(
-        image, weight[:, :3].reshape(8, 3, 1, 1).expand(8, 3, 3, 3)[:, :1], None, 1, 1, groups=8
-    )
+    image = image + ops.conv_of_gelu(image, weight[:, :1, None, None].expand(8, 1, 3, 3), None, 1, 1, groups=8)
     kernel = weight[:, None, :5, None] * weight[:, None, None, :5]
     image = ops.conv_of_gelu(image, kernel, None, 1, 2, groups=8, residual=True)
     tokens = (image.flatten(2).transpose(1, 2) * x.sin() + other).unflatten(-1, (2, 4)).transpose(1, 2)
@@ -43,7 +39,6 @@ MADE = {
 @pytest.mark.parametrize('made', MADE)
 @pytest.mark.parametrize('name', ALL)
 def test_gradients_of_gradients_and_batched_ones(name, made, which):
-    """Compare first and second derivatives (``create_graph=True``), and first ones with ``is_grads_batched=True``."""
     x, results = (torch.rand(2, 9, 8, dtype=torch.float64) + 0.2).requires_grad_(), []
     for choice in (which, 'reference'):
         with form(choice):
@@ -72,7 +67,7 @@ def test_gradients_of_gradients_of_tokens_of_zeros(name):
 
 
 @by_hand
-@every_attention
+@pytest.mark.parametrize('name', ATTENTIONS)
 def test_a_backward_pass_under_autocast_is_that_outside(name, which):
     x = torch.randn(2, 9, 8, requires_grad=True)
     grads = []
@@ -108,14 +103,12 @@ def test_queries_and_keys_of_zero_learn(which):
     torch.testing.assert_close(grads, others, rtol=1e-6, atol=1e-9)
 
 
-DEAD = ['rala, relu', 'rala, relu, rotary', 'linear, relu', 'focused, 3', 'rala, elu', 'focused, 4.5']
-
-
 @pytest.mark.parametrize('which', FORMS)
-@pytest.mark.parametrize('name', DEAD)
+@pytest.mark.parametrize(
+    'name', ['rala, relu', 'rala, relu, rotary', 'linear, relu', 'focused, 3', 'rala, elu', 'focused, 4.5']
+)
 def test_a_query_that_meets_no_key_in_float16(name, which):
-    """Divide a query by eps alone, as its only channels are dead in the keys. Its gradient is finite, and the others
-    are accurate."""
+    """Divide a query by eps alone. Its gradient is finite, and the others are accurate."""
     call = partial(ops.rala, kernel='relu', rotary=ops.rotary_table(3, 3, 8)) if 'rotary' in name else LINEAR[name]
     x = torch.randn(3, 1, 9, 8, generator=torch.Generator().manual_seed(0))
     q, k, v = x
@@ -148,12 +141,12 @@ def test_keys_with_a_mean_of_a_hundred_deviations(which):
         assert (ours - theirs).norm() < 1e-4 * theirs.norm()
 
 
-# --- kept tensors and number of operations
-# -----------------------------------------------------------------------------
-
-
-def kept(function, *leaves) -> int:
-    """Return the bytes saved for the backward pass besides the leaves."""
+@by_hand
+@pytest.mark.parametrize('dtype', [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize('name', LINEAR)
+def test_tensors_kept_besides_queries_keys_and_values(name, dtype, which):
+    """Save at most a tenth of the queries, whatever the device; a rotary encoding adds its rotated map."""
+    leaves = [torch.randn(1, 4096, 128).to(dtype).requires_grad_() for _ in range(3)]
     storages, own = {}, {t.untyped_storage().data_ptr() for t in leaves}
 
     def pack(tensor):
@@ -162,18 +155,8 @@ def kept(function, *leaves) -> int:
             storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = function(*leaves)
+    with form(which), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = LINEAR[name](*leaves, 2)
     storages.pop(out.untyped_storage().data_ptr(), None)
-    return sum(storages.values())
-
-
-@by_hand
-@pytest.mark.parametrize('dtype', [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize('name', LINEAR)
-def test_tensors_kept_besides_queries_keys_and_values(name, dtype, which):
-    """Save at most a tenth of the queries, whatever the device; a rotary encoding adds its rotated map."""
-    leaves = [torch.randn(1, 4096, 128).to(dtype).requires_grad_() for _ in range(3)]
-    with form(which):
-        size = kept(lambda *t: LINEAR[name](*t, 2), *leaves)
-    assert size <= 0.1 * leaves[0].numel() * dtype.itemsize + (4096 * 64 * 4 if 'rotary' in name else 0)
+    most = 0.1 * leaves[0].numel() * dtype.itemsize + (4096 * 64 * 4 if 'rotary' in name else 0)
+    assert sum(storages.values()) <= most

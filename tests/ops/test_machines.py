@@ -47,19 +47,14 @@ print(json.dumps(result))
 
 
 def run(threads: int = 1, **environment: str) -> list[list[float]]:
-    done = subprocess.run(
-        [sys.executable, '-W', 'ignore', '-c', CODE, str(threads)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, '-W', 'ignore', '-c', CODE, str(threads)]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope='module')
 def expected():
-    """Results on the oldest CPU, by the reference implementations."""
     return run(ONEDNN_MAX_CPU_ISA='AVX2', ATEN_CPU_CAPABILITY='default', MMLINATTN_OPS='reference')
 
 

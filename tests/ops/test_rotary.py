@@ -16,7 +16,6 @@ HEIGHT, WIDTH, DIM = 3, 5, 8
 
 @pytest.mark.parametrize(('size', 'dim', 'base'), [((3, 5), 8, 10000.0), ((1, 3), 4, 10000.0), ((50, 2), 16, 100.0)])
 def test_rotate_turns_pairs_by_the_angles_of_the_release(size, dim, base):
-    """Rotate the first half of the pairs by rows, the second by columns, with angles computed in float64."""
     x = torch.randn(2, 2, size[0] * size[1], dim, dtype=torch.float64)
     table = rotary_table(*size, dim, dtype=torch.float64, base=base)
     expected = torch.view_as_real(references.rotate(x, *size, base)).flatten(-2)
@@ -27,7 +26,6 @@ def test_rotate_turns_pairs_by_the_angles_of_the_release(size, dim, base):
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_rotate_takes_every_layout_and_type(dtype):
-    """Rotate columns of a wider tensor at an odd offset, transposed tensors, and strided tables."""
     x, turn = torch.randn(2, 3, 6, 8).to(dtype), rotary_table(2, 3, 8, dtype=dtype)
     with ops.use('reference'):
         expected = rotate(x, turn)
@@ -45,13 +43,11 @@ def test_rotate_takes_every_layout_and_type(dtype):
 
 
 @pytest.mark.parametrize('learned', [False, True])
-@pytest.mark.parametrize(
-    ('dtype', 'angles'),
-    [('float64', 'float64'), ('bfloat16', 'bfloat16'), ('bfloat16', 'float32'), ('float16', 'float32')],
-)
-def test_gradients_of_a_rotation(dtype, angles, learned):
-    tokens = torch.randn(2, HEIGHT * WIDTH, 2 * DIM).to(getattr(torch, dtype))
-    turn = rotary_table(HEIGHT, WIDTH, DIM).to(getattr(torch, angles)).requires_grad_(learned)
+@pytest.mark.parametrize('types', ['float64 float64', 'bfloat16 bfloat16', 'bfloat16 float32', 'float16 float32'])
+def test_gradients_of_a_rotation(types, learned):
+    dtype, angles = (getattr(torch, name) for name in types.split())
+    tokens = torch.randn(2, HEIGHT * WIDTH, 2 * DIM).to(dtype)
+    turn = rotary_table(HEIGHT, WIDTH, DIM).to(angles).requires_grad_(learned)
     found = []
     for which in FORMS:
         x = tokens.clone().requires_grad_()
@@ -74,6 +70,6 @@ def test_rotate_in_half_precision_uses_the_angles_of_float32():
 
 
 def test_rotate_in_place_takes_large_maps_of_several_images():
-    """Rotate images larger than a block, which are processed in blocks."""
+    """Process images larger than a block."""
     x, table = torch.randn(2, 1, 600 * 500, DIM).bfloat16(), rotary_table(600, 500, DIM)
     torch.testing.assert_close(rotate(x.clone(), table, inplace=True), rotate(x, table))

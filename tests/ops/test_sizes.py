@@ -36,7 +36,7 @@ def test_known_sizes_copy_no_map():
 
 @pytest.mark.parametrize(('least', 'copied'), [(1, True), (2, False)])
 def test_dynamic_shapes_that_may_be_one_are_copied(least, copied):
-    """Heights as ``torch.export`` passes them. A copy is contiguous; without a copy the strides stay."""
+    """Expect a contiguous copy, or the strides of the tensor."""
     environment = ShapeEnv()
     height = environment.create_unbacked_symint()
     torch._check(height >= least)

@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = Path(sysconfig.get_paths()['purelib'])
 # installed into each environment, without their requirements; the others are seen from this one
 OWN = ('pip', 'setuptools', 'numpy', 'torchvision', 'mmengine', 'mmcv-lite', 'mmpretrain', 'mmdet', 'mmsegmentation')
-HEADLESS = 'opencv-python-headless'
 NOT_SEEN = (*OWN, 'pkg_resources', '_distutils', 'distutils-', 'cv2', 'opencv', 'transformers', 'mmcv', 'mmseg', 'ftfy')
 NOT_SEEN += ('mmlinattn_mmcv',)
 SETUPTOOLS, OPERATORS = '"setuptools>=77,<82"', str(ROOT / 'mmcv_ops')
@@ -31,7 +30,10 @@ def overlay(folder: Path, commands) -> Path:
     (site,) = folder.glob('env/lib/python3*/site-packages')
     (site / 'view.pth').write_text(f"import site; site.addsitedir('{view}')\n")
     own = ' '.join(f'{name}=={version(name).partition("+")[0]}' for name in OWN)
-    first = f'install --no-deps {own} {HEADLESS} ftfy', f'install --no-deps --no-build-isolation {OPERATORS}'
+    first = (
+        f'install --no-deps {own} opencv-python-headless ftfy',
+        f'install --no-deps --no-build-isolation {OPERATORS}',
+    )
     for command in (*first, *commands):
         verb, *names = command.split()
         uv = [sys.executable, '-m', 'uv', 'pip', verb, '-q', '--python', python, *names]
@@ -42,7 +44,6 @@ def overlay(folder: Path, commands) -> Path:
 
 
 def lines(python: Path, env) -> list:
-    """Return the output lines of tools/check_env.py."""
     command = [python, '-W', 'ignore', ROOT / 'tools' / 'check_env.py']
     return subprocess.run(command, capture_output=True, text=True, env=env).stderr.splitlines()
 

@@ -29,8 +29,5 @@ def test_names_of_late_modules_become_their_classes():
         assert all(root.get(name) is getattr(module, name) for name in names)
     ours = {name for name, kind in HOOKS.module_dict.items() if getattr(kind, '__module__', '')[:9] == 'mmlinattn'}
     assert ours == {*registry.LATE['engine.hooks'][1]}
-
-
-def test_a_late_name_builds_an_instance():
     build = registry._builder('engine.hooks', 'StopHook')
     assert inspect.isfunction(build) and build(interval=3).interval == 3

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Content of wheel, source archive and editable install; pinned versions."""
+"""Content of wheel and source archive; pinned versions; model index and metafiles beside configs and tables."""
 
 import email
 import json
@@ -15,21 +15,18 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from mmlinattn.checkpoints.released import find_link, released_checkpoints
+
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = runpy.run_path(str(ROOT / 'mmlinattn' / 'version.py'))['__version__']
-ONEDL = {
-    'mmengine': 'onedl-mmengine',
-    'mmcv': 'onedl-mmcv',
-    'mmdet': 'onedl-mmdetection',
-    'mmsegmentation': 'onedl-mmsegmentation',
-    'mmpretrain': 'onedl-mmpretrain',
-}
+ONEDL = {name: f'onedl-{name}' for name in ('mmengine', 'mmcv', 'mmsegmentation', 'mmpretrain')}
+ONEDL['mmdet'] = 'onedl-mmdetection'
 # a PYTHONPATH of another checkout would come before installed packages
 CLEAN = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
-EXAMPLE = ROOT / 'docs' / 'examples' / 'downstream' / 'fruit_detector.py'
 REGISTERED = r'^@(?:MODELS|MODEL_WRAPPERS|HOOKS|OPTIM_WRAPPER_CONSTRUCTORS)\.register_module\(.*\)\nclass (\w+)'
 DOWNSTREAM = """
 import json, mmlinattn
@@ -57,23 +54,16 @@ def run(*command, cwd, env=CLEAN) -> str:
     return done.stdout
 
 
-def copied(folder: Path) -> Path:
-    copy = folder / 'checkout'
-    copy.mkdir()
-    ignore = shutil.ignore_patterns('__pycache__', '.mim', '*.egg-info', 'build')
-    for name in ('mmlinattn', 'configs', 'tools', 'projects', 'mmcv_ops', 'requirements'):
-        shutil.copytree(ROOT / name, copy / name, ignore=ignore)
-    for path in ROOT.iterdir():
-        if path.is_file():
-            shutil.copy2(path, copy)
-    return copy
-
-
 @pytest.fixture(scope='module')
 def installed(tmp_path_factory):
     """Return a copy of the checkout, the content of the wheel built from its source archive, and the install folder."""
     folder = tmp_path_factory.mktemp('wheel')
-    checkout, site = copied(folder), folder / 'site'
+    checkout, site = folder / 'checkout', folder / 'site'
+    ignore = shutil.ignore_patterns('__pycache__', '.mim', '*.egg-info', 'build')
+    for name in ('mmlinattn', 'configs', 'tools', 'projects', 'mmcv_ops', 'requirements'):
+        shutil.copytree(ROOT / name, checkout / name, ignore=ignore)
+    for path in filter(Path.is_file, ROOT.iterdir()):
+        shutil.copy2(path, checkout)
     archive = "from setuptools.build_meta import build_sdist; build_sdist('..')"
     run(sys.executable, '-c', archive, cwd=checkout)
     with tarfile.open(folder / f'mmlinattn-{VERSION}.tar.gz') as archive:
@@ -124,7 +114,7 @@ def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
     """Build the model from its ``mmlinattn::`` base, and start a tool of the wheel."""
     pytest.importorskip('mmdet')
     site, env = installed[2], {**CLEAN, 'PYTHONPATH': str(installed[2])}
-    shutil.copy2(EXAMPLE, tmp_path)
+    shutil.copy2(ROOT / 'docs' / 'examples' / 'downstream' / 'fruit_detector.py', tmp_path)
     sources = (path.read_text() for path in (ROOT / 'mmlinattn').rglob('*.py'))
     offered = [name for text in sources for name in re.findall(REGISTERED, text, re.MULTILINE)]
     offered.remove('CPUDistributedDataParallel')  # MMEngine asks for a class, and our tools import it
@@ -166,7 +156,6 @@ def requirements(name: str) -> list:
 
 
 def pins(name: str, python: str = '3.11') -> dict:
-    """Return the versions of a lock file by distribution, for a Python on Linux."""
     locked = {}
     machine = dict(
         python_version=python, python_full_version=f'{python}.0', sys_platform='linux', platform_machine='x86_64'
@@ -209,3 +198,37 @@ def test_oldest_lock_is_the_lower_bounds():
     for requirement in requirements('runtime') + requirements('mminstall'):
         for specifier in requirement.specifier:
             assert specifier.operator != '>=' or locked[canonicalize_name(requirement.name)] == specifier.version
+
+
+@pytest.fixture(scope='module')
+def models() -> dict:
+    index = yaml.safe_load((ROOT / 'model-index.yml').read_text())
+    found = {}
+    for path in index['Import']:
+        content = yaml.safe_load((ROOT / path).read_text())
+        collections = {collection['Name'] for collection in content['Collections']}
+        for model in content['Models']:
+            assert model['In Collection'] in collections
+            assert model['Name'] not in found
+            found[model['Name']] = model
+    return found
+
+
+def test_every_config_has_an_entry(models):
+    configs = {path.relative_to(ROOT).as_posix() for path in ROOT.glob('configs/mm*/*.py')}
+    assert {model['Config'] for model in models.values()} == configs
+    # unique, although three tasks have a config of the same name
+    for name, model in models.items():
+        task, stem = model['Config'][:-3].split('/')[1:]
+        assert name in (stem, f'{stem}_{task}')
+
+
+def test_links_are_those_of_the_released_table(models):
+    released = released_checkpoints()
+    for name, model in models.items():
+        assert ('Weights' in model) == (name in released)
+        if 'Weights' in model:
+            assert model['Converted From']['Weights'] == released[name].link
+            assert find_link(model['Weights']).name == name  # loaded by MMEngine with its layout
+            # name of the file that mim saves
+            assert model['Weights'].split('/')[-1] == released[name].file_name

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(os.name == 'nt' or not shutil.which('git'), reas
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs a script of a copied checkout; words that contain ``broken`` exit with a status."""
+    """Return a function that runs a script; words that contain ``broken`` exit with a status."""
     checkout = tmp_path / 'checkout'
     for name in ('tools', 'requirements'):
         shutil.copytree(ROOT / name, checkout / name)
@@ -37,11 +37,9 @@ def run(tmp_path):
 
 def test_tests_run_although_the_types_fail(run):
     done, noted = run('run_tests.sh', "'-m mypy'", 1)
-    results = {
-        line.split(',')[0].split('  ')[0]: line.split()[-1] for line in done.stderr.splitlines() if ' s  ' in line
-    }
+    found = {line.split(',')[0].split('  ')[0]: line.split()[-1] for line in done.stderr.splitlines() if ' s  ' in line}
     expected = dict.fromkeys(['lint', 'types', 'fast tests', 'reference backends', 'slow tests'], 'passed')
-    assert results == dict(expected, types='FAILED') and done.returncode == 1, done.stderr
+    assert found == dict(expected, types='FAILED') and done.returncode == 1, done.stderr
     assert 'ruff check' in noted and 'tools/train.py' in noted and 'mine.py' not in noted
 
 

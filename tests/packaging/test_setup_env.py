@@ -25,7 +25,6 @@ def setup_env(*arguments, **environment):
 
 
 def error_line(done) -> str:
-    """Return the error line of a run that must fail and print nothing to stdout."""
     assert done.returncode != 0
     assert done.stdout == ''
     (line,) = [line for line in done.stderr.splitlines() if 'ERROR' in line]
@@ -74,7 +73,6 @@ def test_missing_compiler_and_index_are_refused_first(tmp_path):
 
 
 def wheel(folder: Path, name: str, version: str, script: str = '') -> None:
-    """Write a wheel with at most a script into a folder used as an index."""
     module, page = name.replace('-', '_'), folder / name
     page.mkdir(parents=True, exist_ok=True)
     info = f'{module}-{version}.dist-info'
@@ -149,9 +147,7 @@ def test_wrong_arguments(arguments, message):
 def test_existing_environment_lists_missing_packages(bare):
     before = sorted(path for path in bare.rglob('*') if '__pycache__' not in path.parts)
     for how in (dict(), dict(MMLINATTN_USE_EXISTING_ENV='1')):
-        done = setup_env(
-            *([] if how else ['--use-existing']), PATH=f'{bare}/bin{os.pathsep}{os.environ["PATH"]}', **how
-        )
+        done = setup_env(*([] if how else ['--use-existing']), PATH=f'{bare}/bin:{os.environ["PATH"]}', **how)
         assert 'nothing was installed' in error_line(done)
         assert re.search(r'] torch does not work in \S+: No module named .* mend it with: pip install', done.stderr)
     assert before == sorted(path for path in bare.rglob('*') if '__pycache__' not in path.parts)

@@ -20,24 +20,15 @@ class Given(nn.Module):
             raise KeyError('bad is not known')
 
 
-@pytest.mark.parametrize(
-    'named', [PRETRAINED, dict(type=PretrainedInit), dict(type='mmengine.model.weight_init.PretrainedInit')]
-)
-def test_configs_without_pretrained_weights(named):
-    other = dict(type='Normal', layer='Linear')
-    config = dict(
-        a=[dict(init_cfg=named, b=2), (dict(pretrained='x.pth', init_cfg=[other, named]), 'init_cfg')],
-        pretrained=True,
-        teacher_ckpt='y.pth',
-        keep=dict(init_cfg=other),
-    )
-    assert without_pretrained(config) == dict(
-        a=[dict(init_cfg=None, b=2), (dict(pretrained=None, init_cfg=None), 'init_cfg')],
-        pretrained=True,
-        teacher_ckpt=None,
-        keep=dict(init_cfg=other),
-    )
-    assert config['a'][0]['init_cfg'] is named  # the caller's own stays
+@pytest.mark.parametrize('kind', ['Pretrained', PretrainedInit, 'mmengine.model.weight_init.PretrainedInit'])
+def test_configs_without_pretrained_weights(kind):
+    other, named = dict(type='Normal', layer='Linear'), dict(PRETRAINED, type=kind)
+    a = [dict(init_cfg=named, b=2), (dict(pretrained='x.pth', init_cfg=[other, named]), 'init_cfg')]
+    without = [dict(init_cfg=None, b=2), (dict(pretrained=None, init_cfg=None), 'init_cfg')]
+    kept = dict(pretrained=True, keep=dict(init_cfg=other))
+    found = without_pretrained(dict(kept, a=a, teacher_ckpt='y.pth'))
+    assert found == dict(kept, a=without, teacher_ckpt=None)
+    assert a[0]['init_cfg'] is named  # the caller's own stays
 
 
 def test_models_are_built_like_those_of_a_runner():

@@ -2,23 +2,13 @@
 
 import pytest
 
-from mmlinattn.utils.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    RunError,
-    closest,
-    described,
-    printable,
-    say_last,
-)
+from mmlinattn.utils import errors
+from mmlinattn.utils.errors import CheckpointError, CheckpointNotFoundError, RunError, closest, described, printable
 
 
-@pytest.mark.parametrize(
-    ('name', 'found'),
-    [('bbox_mAP', 'coco/bbox_mAP'), ('grad_clip', 'clip_grad'), ('clip_gard', 'clip_grad'), ('zero', None)],
-)
-def test_the_closest_name(name, found):
-    assert closest(name, ['clip_grad', 'coco/bbox_mAP', 'bbox_mAP_50']) == found
+def test_the_closest_name():
+    names = dict(bbox_mAP='coco/bbox_mAP', grad_clip='clip_grad', clip_gard='clip_grad', zero=None)
+    assert {name: closest(name, ['clip_grad', 'coco/bbox_mAP', 'bbox_mAP_50']) for name in names} == names
 
 
 def test_printable_lines():
@@ -29,11 +19,11 @@ def test_printable_lines():
 
 def test_the_last_line(monkeypatch, capsys):
     print('of stdout')
-    say_last('error: x')
+    errors.say_last('error: x')
     assert capsys.readouterr() == ('of stdout\n', 'error: x\n')
     for gone in ('stdout', 'stderr'):
         monkeypatch.setattr(f'sys.{gone}', None)  # as after `>&-`
-        say_last('error: y')
+        errors.say_last('error: y')
         monkeypatch.undo()
 
 

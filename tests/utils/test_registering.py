@@ -10,19 +10,12 @@ import mmlinattn
 from mmlinattn.utils import register_all_modules, registering
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    """Empty MMPretrain's list of models, as reading its index takes seconds."""
-    models = pytest.importorskip('mmpretrain.apis').ModelHub
-    monkeypatch.setattr(models, '_models_dict', {})
-    monkeypatch.setattr(models, '_ModelHub__mmpretrain_registered', True)
-    return models
-
-
-def test_classifiers_are_known_by_name(hub, monkeypatch):
+def test_classifiers_are_known_by_name(monkeypatch):
+    hub = pytest.importorskip('mmpretrain.apis').ModelHub
     from mmpretrain import get_model, list_models
-    from mmpretrain.apis import ModelHub
 
+    monkeypatch.setattr(hub, '_models_dict', {})  # reading its index takes seconds
+    monkeypatch.setattr(hub, '_ModelHub__mmpretrain_registered', True)
     with monkeypatch.context() as patch:
         patch.setattr(registering, 'find_spec', lambda name: None)  # without MMPretrain the modules only
         register_all_modules()
@@ -36,4 +29,4 @@ def test_classifiers_are_known_by_name(hub, monkeypatch):
     assert not any('maskrcnn' in name or 'fpn' in name for name in list_models())
     model = get_model('ravlt_t_in1k', backbone=dict(init_cfg=None), head=dict(num_classes=7))
     assert isinstance(model.backbone, mmlinattn.backbones.RAVLT) and model(torch.rand(1, 3, 64, 64)).shape == (1, 7)
-    assert ModelHub.get('ravlt_t_in1k').metadata.parameters == 14_900_000
+    assert hub.get('ravlt_t_in1k').metadata.parameters == 14_900_000
