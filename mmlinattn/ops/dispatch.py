@@ -54,14 +54,6 @@ def use(backend: str):
         _choice = before
 
 
-def backend(first: Tensor, *others: Optional[Tensor]) -> str:
-    """Return the backend of an op on the given tensors: ``'reference'`` for the reference implementation, else
-    ``'cpu'`` if ``first`` is on a CPU and ``'eager'`` if it is on another device."""
-    if needs_reference(first, *others):
-        return 'reference'
-    return 'cpu' if first.is_cpu and not _as_on_gpu else 'eager'
-
-
 def on_cpu(x: Tensor) -> bool:
     """Return True if an op takes its CPU-specific path for ``x`` (cache blocking, oneDNN, channels-last)."""
     return x.is_cpu and not _as_on_gpu

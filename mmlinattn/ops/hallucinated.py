@@ -75,7 +75,7 @@ def hallucinated_attention(
     intra, cross = kernels
     # In training, fused attention of wide heads is faster than recomputing blocks of maps in the backward pass.
     whole = q.dtype == accumulation_dtype(q) == v.dtype and not dispatch.autocasts(q)
-    in_blocks = whole and not (torch.is_grad_enabled() or cross_first) and dispatch.backend(q, k, v) == 'cpu'
+    in_blocks = whole and not cross_first and dispatch.writes_in_place(q, k, v)
     mixed_heads = _mixed_maps if in_blocks else _wide_heads
     half = num_heads // 2
     dtype, width = v.dtype, int(q.shape[-1]) // half  # numbers: torch.jit.trace hands out sizes as tensors

@@ -6,7 +6,6 @@ The config has SyncBN, and a CPU has none."""
 import os
 import signal
 import sys
-import time
 
 import psutil
 import pytest
@@ -65,10 +64,8 @@ def test_ctrl_c_is_one_line(root, processes):
     process = start(*command, '--work-dir', name, cwd=root, HOLD=at)
     wait_for(process, lambda: len(losses(root / name)) == at - 1)
     running = descendants(process)
-    began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=60)
-    seconds = time.monotonic() - began
     assert process.returncode == 130, out[-3000:]
     assert 'Traceback' not in out
     how = 'the same command with --resume continues.'
@@ -77,7 +74,6 @@ def test_ctrl_c_is_one_line(root, processes):
     lines = [line for line in out.splitlines() if 'interrupted' in line]
     assert lines == [f'interrupted: the last checkpoint is {last!r}; {how}']
     assert_gone(running)
-    assert seconds < 4.5 * processes  # PyTorch's loaders wait 5 s for a worker; torchrun comes on top
 
 
 def test_sigterm_to_two_processes_saves_in_the_middle_of_an_epoch(root, whole):
