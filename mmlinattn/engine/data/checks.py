@@ -3,6 +3,7 @@
 
 import os.path as osp
 from collections.abc import Iterator, Sequence
+from itertools import product
 from numbers import Integral
 from typing import Any, Optional
 
@@ -88,13 +89,12 @@ def check_labels(view: View) -> Iterator[Finding]:
     """Check that the heads know each label, and that data sets have labelled objects or images of each class."""
     key, classes, samples = view.key, view.classes, view.samples
     heads = {} if not view.is_training and is_metric_learning(view.model) else num_classes_of_heads(view.model)
-    for label, path in sorted(samples.labels.items()):
-        for head, count in heads.items():
-            if not 0 <= label < count and head not in _OF_PIXELS:
-                name = f' ({classes[label]})' if 0 <= label < len(classes) else ''
-                found = f'{path} has label {label}{name}, and the data set {len(classes)} classes'
-                yield _too_small(key, head, count, f'for the data: {found}')
-                return
+    for (label, path), (head, count) in product(sorted(samples.labels.items()), heads.items()):
+        if not 0 <= label < count and head not in _OF_PIXELS:
+            name = f' ({classes[label]})' if 0 <= label < len(classes) else ''
+            found = f'{path} has label {label}{name}, and the data set {len(classes)} classes'
+            yield _too_small(key, head, count, f'for the data: {found}')
+            return
     if samples.error:
         yield Finding(f'{key}: {samples.error}. Put it there, or take it out of the data set.')
         return
@@ -152,20 +152,16 @@ def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
     folders, classes = getattr(dataset, 'folder_to_idx', None), classes_of(dataset)
     if not isinstance(folders, dict) or not classes:
         return
-    hidden = [folder for folder in folders if folder.startswith(('.', '__'))]
-    if hidden:
-        root = dataset.data_prefix['img_path']
-        yield Finding(
-            f'{key}: {osp.join(root, hidden[0])} counts as a class, of label {folders[hidden[0]]}. Remove it.'
-        )
-        return
-    labels = {str(name): label for label, name in enumerate(classes)}
+    root, labels = dataset.data_prefix['img_path'], {str(name): label for label, name in enumerate(classes)}
     for folder, label in folders.items():
+        if folder.startswith(('.', '__')):
+            yield Finding(f'{key}: {osp.join(root, folder)} counts as a class, of label {label}. Remove it.')
+            return
         if labels.get(folder, label) != label:
             yield Finding(
-                f'{key}: labels follow the alphabetical order of the folders in {dataset.data_prefix["img_path"]}, not '
-                f'that of metainfo.classes: label {label} is the folder {folder!r}, and {classes[label]!r} in the '
-                f'config. Write classes={format_names(sorted(folders, key=folders.__getitem__))}'
+                f'{key}: labels follow the alphabetical order of the folders in {root}, not that of metainfo.classes: '
+                f'label {label} is the folder {folder!r}, and {classes[label]!r} in the config. Write '
+                f'classes={format_names(sorted(folders, key=folders.__getitem__))}'
             )
             return
 
@@ -213,9 +209,9 @@ def check_stages(views: Sequence[View]) -> Iterator[Finding]:
 
 def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Finding]:
     """Check that the class names in a checkpoint of MMEngine are those of the data set."""
-    meta = checkpoint.get('meta') if isinstance(checkpoint, dict) else None
-    meta = (meta.get('dataset_meta') if isinstance(meta, dict) else None) or {}
-    trained = meta.get('classes') if isinstance(meta, dict) else None
+    trained: Any = checkpoint
+    for part in ('meta', 'dataset_meta', 'classes'):
+        trained = trained.get(part) if isinstance(trained, dict) else None
     if not isinstance(trained, (list, tuple)) or getattr(dataset, 'return_classes', False):
         return
     names = classes_of(dataset)

@@ -17,11 +17,8 @@ _NUM_SIZES = 200  # images compared by size
 
 
 def load_coco(path: str) -> tuple[dict, str]:
-    """Load an annotation file, and check its structure, ids and boxes.
-
-    Returns:
-        tuple[dict, str]: Its content ({} if it cannot be used), and its first error ('' without errors).
-    """
+    """Return the content of an annotation file ({} without the lists of COCO), and the first error in its structure,
+    ids and boxes ('' without errors)."""
     try:
         with open(path, encoding='utf-8-sig') as file:
             content = json.load(file)
@@ -39,8 +36,7 @@ def error_of_coco(content: Any) -> str:
     if error:
         return error
     try:
-        for key in ('categories', 'images'):
-            error = error or _repeated_id(content[key], key)
+        error = _repeated_id(content['categories'], 'categories') or _repeated_id(content['images'], 'images')
         return error or _error_of_boxes(content['annotations'], {entry.get('id') for entry in content['categories']})
     except TypeError:  # an id without hash
         return 'has ids that are neither numbers nor texts'
@@ -71,12 +67,11 @@ def _error_of_annotation_ids(annotations: list) -> str:
 
 def _error_of_boxes(annotations: list, category_ids: set) -> str:
     for entry in annotations:
-        name = f'annotation {entry.get("id")} of image {entry.get("image_id")}'
+        name, box = f'annotation {entry.get("id")} of image {entry.get("image_id")}', entry.get('bbox')
         if 'segments_info' in entry:  # a panoptic file
             continue
         if entry.get('category_id') not in category_ids:
             return f'{name}: category_id {entry.get("category_id")!r} is the id of none of its categories'
-        box = entry.get('bbox')
         try:
             is_box = len(box) == 4 and math.isfinite(sum(box))
         except TypeError:
@@ -89,25 +84,25 @@ def _error_of_boxes(annotations: list, category_ids: set) -> str:
 def _error_of_boxes_in_images(content: dict) -> str:
     """Describe boxes in normalised coordinates or as two corners; '' if there are none."""
     sizes = {image.get('id'): (image.get('width'), image.get('height')) for image in content['images']}
-    boxes = [
-        (entry, entry['bbox'], sizes.get(entry.get('image_id'))) for entry in content['annotations'] if 'bbox' in entry
-    ]
-    if boxes and all(max(box) <= 1 for _, box, _ in boxes):
-        return f'has boxes that are shares of the image, {boxes[0][1]}: expected pixels: x, y, width, height'
-    beyond = [
-        (entry, box, size)
-        for entry, box, size in boxes
-        if size and all(isinstance(side, (int, float)) for side in size)
-        if box[0] + box[2] > size[0] + 2 or box[1] + box[3] > size[1] + 2
-        # only boxes that would fit as two corners count; boxes of partly hidden objects may extend beyond the edge
-        if box[0] < box[2] <= size[0] + 2 and box[1] < box[3] <= size[1] + 2
-    ]
-    if len(beyond) <= len(boxes) / 5:
+    entries = [entry for entry in content['annotations'] if 'bbox' in entry]
+    if entries and all(max(entry['bbox']) <= 1 for entry in entries):
+        return f'has boxes that are shares of the image, {entries[0]["bbox"]}: expected pixels: x, y, width, height'
+
+    def is_corners(entry: dict) -> bool:
+        """Return True if a box passes the edge, as those of hidden objects may, and would fit as two corners."""
+        (x, y, width, height), size = entry['bbox'], sizes.get(entry.get('image_id'), ())
+        if not size or not all(isinstance(side, (int, float)) for side in size):
+            return False
+        right, bottom = size[0] + 2, size[1] + 2
+        return (x + width > right or y + height > bottom) and x < width <= right and y < height <= bottom
+
+    beyond = [entry for entry in entries if is_corners(entry)]
+    if len(beyond) <= len(entries) / 5:
         return ''
-    entry, box, size = beyond[0]
+    width, height = sizes[beyond[0].get('image_id')]
     return (
-        f'has {len(beyond)} of {len(boxes)} boxes that pass the edge of their image, annotation {entry.get("id")} with '
-        f'bbox = {box} in {size[0]}x{size[1]} first: expected x, y, width, height'
+        f'has {len(beyond)} of {len(entries)} boxes that pass the edge of their image, annotation '
+        f'{beyond[0].get("id")} with bbox = {beyond[0]["bbox"]} in {width}x{height} first: expected x, y, width, height'
     )
 
 
@@ -131,19 +126,14 @@ def _error_of_polygons(content: dict) -> str:
 
 
 def error_of_sizes(images: list, folder: str, turns: bool) -> str:
-    """Describe the first image with another size than in its annotation; '' if there is none.
+    """Describe the first image, of a sample, with another size than in its annotation; '' if there is none.
 
-    Args:
-        images: Entries of the annotation file; a sample of them is compared.
-        folder: Folder of the images.
-        turns: Images are rotated by their EXIF data when loaded, which is MMCV's default.
+    ``turns``: images are rotated by their EXIF data when loaded, which is MMCV's default.
     """
     for image in (images[i] for i in spread(len(images), _NUM_SIZES)):
         with suppress(Exception):  # missing and broken images are reported with the samples
-            expected, size = (
-                (image['width'], image['height']),
-                oriented_size(osp.join(folder, image['file_name']), turns),
-            )
+            expected = image['width'], image['height']
+            size = oriented_size(osp.join(folder, image['file_name']), turns)
             if size != expected:
                 turned = ' (turned by its EXIF data, as MMCV loads it)' if size[::-1] == expected else ''
                 return (
@@ -164,13 +154,8 @@ def check_categories(
 ) -> Iterator[Finding]:
     """Check that labels, numbered in the order of a COCO file's categories, have the class names of the config.
 
-    Args:
-        key: Config key of the data set, for messages.
-        file: The annotation file.
-        in_file: Names of all categories in the file.
-        of_labels: Category name of each label.
-        classes: Class names of the config.
-        needs_all: Report a class without a category as an error rather than a warning.
+    The names of all categories are ``in_file``, those of the labels ``of_labels``. With ``needs_all`` a class without a
+    category is an error rather than a warning.
     """
     if not set(of_labels) <= set(classes):
         return  # data sets that choose categories by something else
