@@ -12,7 +12,7 @@ from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
 from mmengine.registry import PARAM_SCHEDULERS
 
-from mmlinattn.engine.hooks.schedule_check import Length, ScheduleCheckHook, check_custom_keys, schedule_errors
+from mmlinattn.engine.hooks.schedule_check import ScheduleCheckHook, check_custom_keys, schedule_errors
 from mmlinattn.utils.errors import RunError
 
 WARM_UP = dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=500)
@@ -26,8 +26,7 @@ def errors(schedules, epochs, rates=(1.0,), by_iteration=False, begin=0):
     default = dict(optimizer=wrapper, epoch_length=100)
     built = [PARAM_SCHEDULERS.build(dict(schedule), default_args=default) for schedule in schedules]
     before = [dict(vars(each)) for each in built], [group['lr'] for group in wrapper.param_groups]
-    length = Length(epochs * 100, 0 if by_iteration else 100)
-    found = [*schedule_errors(built, wrapper.param_groups, length, begin)]
+    found = [*schedule_errors(built, wrapper.param_groups, epochs * 100, 0 if by_iteration else 100, begin)]
     assert before == ([vars(each) for each in built], [group['lr'] for group in wrapper.param_groups])
     return found
 
