@@ -127,22 +127,16 @@ def _copied(metric: Any, folder: str) -> Any:
 
 
 def _add_boxes(sample: Any, label: int, counts: list[int]) -> None:
-    """Add boxes of the whole image to the predictions of a detector, so that metrics meet all that a validation has.
+    """Add boxes of the whole image to the predictions of a detector, until their number is none of ``counts``.
 
     Without predictions metrics have no names. Some fail only for the last label, or for different numbers of boxes.
-
-    Args:
-        sample: Data sample; those of other models stay as they are.
-        label: Label of the added boxes.
-        counts: Number of boxes of each sample before; that of this sample is appended.
     """
     found = sample.get('pred_instances') if hasattr(sample, 'get') else None
     if found is None or not {'bboxes', 'labels', 'scores'} <= {*found.keys()} <= _BOXES:
         return
     boxes, masks, shape = found.bboxes, found.get('masks'), sample.get('ori_shape')
-    if shape is None or type(boxes) is not torch.Tensor or boxes.shape[1:] != (4,):
-        return
-    if masks is not None and not isinstance(masks, torch.Tensor):
+    has_boxes = type(boxes) is torch.Tensor and boxes.shape[1:] == (4,)  # not rotated
+    if shape is None or not has_boxes or not isinstance(masks, (torch.Tensor, type(None))):
         return
     made = InstanceData(bboxes=boxes.new_tensor([[0, 0, shape[1], shape[0]]]), scores=found.scores.new_ones(1))
     made.labels = found.labels.new_full((1,), label)
@@ -263,25 +257,6 @@ def _copied_transforms(dataset: Any) -> Iterator[None]:
             each.pipeline = pipeline
 
 
-def _masks_of(sample: Any) -> tuple:
-    """Return masks, boxes and size of a loaded training image; None for those that it lacks."""
-    packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
-    found = packed.get('gt_instances') if hasattr(packed, 'get') else None
-    return (None,) * 3 if found is None else (found.get('masks'), found.get('bboxes'), sample['inputs'].shape[-2:])
-
-
-def _mask_error(masks: Any, boxes: Any, size: Any) -> str:
-    """Describe masks that do not fit the boxes and the image; '' if they do."""
-    if masks is None or boxes is None or not hasattr(masks, 'height') or not len(masks):
-        return ''
-    shape, expected = (len(masks), masks.height, masks.width), (len(boxes), *size)
-    if shape == expected:
-        return ''
-    return (
-        f'{shape[0]} masks of {shape[1]}x{shape[2]} for {expected[0]} boxes in an image of {expected[1]}x{expected[2]}'
-    )
-
-
 def rehearse_training_data(runner: Any) -> None:
     """Load two training images, and compare masks with boxes and image: some transforms move boxes alone.
 
@@ -294,10 +269,14 @@ def rehearse_training_data(runner: Any) -> None:
     steps = getattr(dataset, 'pipeline', ())
     names = ', '.join(type(step).__name__ for step in getattr(steps, 'transforms', steps))
 
-    def misfit(*of_image: Any) -> str:
-        error = _mask_error(*of_image)
-        return error and (
-            f'Masks do not fit: {error}. One of the transforms ({names}) moves boxes and leaves masks behind: leave it '
+    def misfit(masks: Any, boxes: Any, size: Any) -> str:
+        if masks is None or boxes is None or not hasattr(masks, 'height') or not len(masks):
+            return ''
+        if (len(masks), masks.height, masks.width) == (len(boxes), *size):
+            return ''
+        return (
+            f'Masks do not fit: {len(masks)} masks of {masks.height}x{masks.width} for {len(boxes)} boxes in an image '
+            f'of {size[0]}x{size[1]}. One of the transforms ({names}) moves boxes and leaves masks behind: leave it '
             'out where masks are learnt.'
         )
 
@@ -322,9 +301,13 @@ def rehearse_training_data(runner: Any) -> None:
             if switch is not None:
                 dataset.pipeline = Compose(switch.switch_pipeline)
             for index in sorted({0, len(dataset) // 2}):
-                line = misfit(*_masks_of(dataset[index]))
-                if line:
-                    raise RunError(f'train_dataloader: {line}')
+                sample = dataset[index]
+                packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
+                found = packed.get('gt_instances') if hasattr(packed, 'get') else None
+                if found is not None:
+                    line = misfit(found.get('masks'), found.get('bboxes'), sample['inputs'].shape[-2:])
+                    if line:
+                        raise RunError(f'train_dataloader: {line}')
 
 
 def monitored(runner: Any) -> Iterator[tuple[str, str, Any]]:
@@ -363,10 +346,8 @@ def check_monitors(runner: Any, metrics: dict) -> None:
                 ) from error
             rule = trial.rules[0]
         if name not in metrics:
-            raise RunError(
-                f'{setting}={name!r}: the validation has no such metric.{meant(name, names)} Expected one of '
-                f'{some(names, 12)}.'
-            )
+            hint = f'{meant(name, names)} Expected one of {some(names, 12)}.'
+            raise RunError(f'{setting}={name!r}: the validation has no such metric.{hint}')
         value = metrics[name]
         if not isinstance(value, (int, float, np.number)) and not (torch.is_tensor(value) and value.numel() == 1):
             raise RunError(f'{setting}={name!r}: expected a metric with one number, not a {type(value).__name__}.')
