@@ -31,14 +31,9 @@ def open_image(path: Any) -> Iterator[Image.Image]:
 
 
 def oriented_size(path: Any, turns: bool = True) -> tuple[int, int]:
-    """Return width and height of an image in pixels from its header, swapped if its EXIF data turns it by 90 degrees.
+    """Return width and height of an image in pixels from its header; with ``turns``, as its EXIF data turns it.
 
-    Args:
-        path: The image.
-        turns: Apply the EXIF orientation.
-
-    Raises:
-        Exception: Errors of any type, raised by Pillow's plugins for a broken file.
+    Pillow's plugins raise errors of any type for a broken file.
     """
     with open_image(path) as image:
         is_turned = turns and image.getexif().get(_ORIENTATION) in _ROTATED

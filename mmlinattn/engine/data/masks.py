@@ -18,14 +18,10 @@ _MIN_OPENED = 16  # masks that are opened, however slow
 
 
 class Masks:
-    """Segmentation masks of a data set, read by its own ``LoadAnnotations``.
+    """Segmentation masks of a data set of MMSegmentation, read by its own ``LoadAnnotations``.
 
-    Args:
-        view (View): A data set of MMSegmentation with its model.
-
-    Attributes:
-        count (int): Number of labels that the decode head knows; 0 for other models and data sets.
-        ignored (int): Label of ignored pixels.
+    ``count`` is the number of labels that the decode head knows (0 for other models and data sets), and ``ignored`` the
+    label of ignored pixels.
     """
 
     def __init__(self, view: View):

@@ -25,11 +25,8 @@ def compile_blocks(model: nn.Module, **options) -> None:
     Heads and losses, with their data-dependent shapes, are not compiled. Image sizes are dynamic. Blocks that differ
     only in their weights share a graph; training and inference have separate graphs. PyTorch compiles another graph for
     size 1: if the first batch has several images, later batches of one image run eagerly. Keys of ``state_dict`` do not
-    change. Copies of the model are not compiled.
-
-    Args:
-        model (nn.Module): A model on its final device.
-        options: Arguments of ``torch.compile`` in place of :data:`OPTIONS`, for example ``backend``.
+    change. Copies of the model are not compiled. The model has to be on its final device. ``options`` are arguments of
+    ``torch.compile`` in place of :data:`OPTIONS`, for example ``backend``.
 
     Raises:
         RunError: ``model`` has no backbone of this package.
@@ -67,12 +64,8 @@ def _call(block: nn.Module, x: Tensor, stage: StageContext):
 
 
 class BlockCall:
-    """Callable that runs a block compiled, or eagerly for batches of one image if the first batch had several.
-
-    Args:
-        block (nn.Module): The block.
-        compiled (Callable): :func:`_call`, compiled.
-    """
+    """Callable that runs a block by the compiled :func:`_call`, or eagerly for batches of one image if the first batch
+    had several."""
 
     def __init__(self, block: nn.Module, compiled: Any) -> None:
         self.block, self.compiled = block, compiled

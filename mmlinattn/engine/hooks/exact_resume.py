@@ -1,5 +1,4 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import inspect
 import random
 from itertools import chain, repeat
 from typing import Any, Optional
@@ -44,13 +43,9 @@ class _SeededBatch(list):
 
 
 class _SeededBatches:
-    """Batch sampler that wraps ``batch_sampler`` and gives each batch a seed from its epoch and its number in the
-    epoch.
+    """Batch sampler that gives each batch of another one a seed from ``key``, its epoch and its number in the epoch.
 
-    Args:
-        batch_sampler: The wrapped batch sampler, finite or infinite.
-        key (tuple[int, ...]): Prefix of all seeds.
-        is_endless (bool): Continue with the next epoch at the end of an epoch.
+    If it ``is_endless``, it continues with the next epoch at the end of one.
     """
 
     def __init__(self, batch_sampler: Any, key: tuple, is_endless: bool):
@@ -161,12 +156,13 @@ class ExactResumeHook(Hook):
         by_iterations = isinstance(loop, IterBasedTrainLoop)
         key = (self.seed, self.rank, _BATCH)
         self.batches = _SeededBatches(_build_batch_sampler(loader, config, self.seed), key, by_iterations)
-        loop.dataloader = _with_batches(self.batches, loader)
+        # PyTorch lets a loader be iterated anew, but not assign its sampler
+        vars(loader).update(batch_sampler=self.batches, _iterator=None)
         if by_iterations:
             self.batches.num_done = loop.iter
             # MMEngine's loop draws and drops one batch for each iteration
             num_drawn = 0 if hasattr(loop.dataloader_iterator, 'skip_iter') else loop.iter
-            loop.dataloader_iterator = _Batches(repeat(None, num_drawn), loop.dataloader)
+            loop.dataloader_iterator = _Batches(repeat(None, num_drawn), loader)
         elif self._meta.get('stopped') and (self._meta['epoch'], self._meta['iter']) == (loop.epoch, loop.iter):
             done, saved_num = (self._meta['stopped'][key] for key in ('batch', 'num_batches'))
             if done and saved_num != len(loader):
@@ -209,14 +205,6 @@ def _build_batch_sampler(loader: DataLoader, config: dict, seed: int) -> Any:
     return DATA_SAMPLERS.build(
         dict(batch_sampler), default_args=dict(sampler=sampler, batch_size=config.get('batch_size', 1))
     )
-
-
-def _with_batches(batches: _SeededBatches, loader: DataLoader) -> DataLoader:
-    names = inspect.signature(DataLoader).parameters.keys() - {'batch_size', 'shuffle', 'sampler', 'drop_last'}
-    settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
-    made = DataLoader(**{**settings, 'batch_sampler': batches})
-    vars(made).update(batch_size=loader.batch_size, drop_last=loader.drop_last)  # read by hooks of upstream
-    return made
 
 
 def is_validation_due(runner: Any) -> bool:

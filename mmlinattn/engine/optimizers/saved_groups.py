@@ -41,10 +41,8 @@ def by_settings(items: Iterable, settings: Callable[[Any], Any]) -> list[tuple[A
 
 
 def _names_of(groups: list[dict], order: list[str]) -> Optional[list[list[str]]]:
-    """Return the parameter names of each saved optimizer group.
-
-    They are stored in the group or, for groups of one parameter each, those in ``order``. None: neither applies.
-    """
+    """Return the parameter names of each optimizer group: stored in it or, for groups of one parameter, by ``order``;
+    else None."""
     if groups and all('param_names' in group for group in groups):
         return [list(group['param_names']) for group in groups]
     if len(groups) == len(order) and all(len(group['params']) == 1 for group in groups):
@@ -111,16 +109,8 @@ def fit_groups(groups: list[dict], saved: list[dict], order: list[str]) -> tuple
 
 
 def fit_checkpoint(optimizer: Any, checkpoint: dict, model: nn.Module) -> None:
-    """Rearrange the optimizer and scheduler states in a checkpoint to match the groups of an optimizer, in place.
-
-    Args:
-        optimizer (torch.optim.Optimizer): The optimizer to resume.
-        checkpoint (dict): A checkpoint of MMEngine with ``optimizer`` and ``param_schedulers``.
-        model (nn.Module): The model of the optimizer.
-
-    Raises:
-        RunError: Same as :func:`fit_groups`.
-    """
+    """Rearrange the optimizer and scheduler states in a checkpoint of MMEngine to match the groups of an optimizer of
+    ``model``, in place; errors are those of :func:`fit_groups`."""
     saved = checkpoint['optimizer']['param_groups']
     groups, sources = fit_groups(optimizer.param_groups, saved, [name for name, _ in model.named_parameters()])
     checkpoint['optimizer'] = {**checkpoint['optimizer'], 'param_groups': groups}

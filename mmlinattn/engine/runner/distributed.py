@@ -119,11 +119,8 @@ def leave_process_group(failed: bool) -> None:
     """Destroy the process group, if there is one.
 
     If a group outlives the interpreter, its threads may abort the process after its last line (``terminate called
-    without an active exception``, exit status -6).
-
-    Args:
-        failed (bool): The run ended by an error or a signal. The group is then aborted, because destroying it may wait
-            for processes that have died.
+    without an active exception``, exit status -6). After an error or a signal (``failed``) it is aborted, because
+    destroying it may wait for processes that have died.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
