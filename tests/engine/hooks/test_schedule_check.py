@@ -41,11 +41,7 @@ def errors(schedules, epochs, rates=(1.0,), by_iteration=False, begin=0):
             ['warm-up of LinearLR lasts until iteration 499 of 600', 'CosineAnnealingLR changes the rate until'],
         ),
         ([WARM_UP], 3, ['the warm-up of LinearLR does not end: the last rate is 0.603 of 1.']),
-        (
-            [dict(COSINE, convert_to_iter_based=True)],
-            200,
-            ['until iteration 30000, and the training ends at'],
-        ),
+        ([dict(COSINE, convert_to_iter_based=True)], 200, ['until iteration 30000, and the training ends at']),
         ([COSINE], 400, ['ends at epoch 300, and the training goes on at the last rate, 2.84e-05, until epoch 400']),
         ([dict(COSINE, T_max=100)], 300, ['rises again after epoch 105 of 300 (T_max = 100)']),
         ([COSINE, dict(type='ConstantLR', factor=1.0, begin=300, end=400)], 400, []),
