@@ -1,4 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import copy
 import inspect
 import math
 import os
@@ -64,18 +65,6 @@ def write_checkpoint(runner, folder: str, name: str, *args, **options) -> str:
             with atomic_write(osp.join(runner.work_dir, 'last_checkpoint')) as file:
                 file.write(path.encode())
     return path
-
-
-class _DeferRemoval:
-    """Storage backend that collects the paths to remove in ``outdated`` and removes nothing."""
-
-    def __init__(self, backend):
-        self.backend = backend
-        self.outdated: list[str] = []
-        self.remove = self.rmtree = self.outdated.append
-
-    def __getattr__(self, name):
-        return getattr(self.backend, name)
 
 
 def _remove(backend, path: str) -> None:
@@ -152,12 +141,12 @@ class SafeCheckpointHook(CheckpointHook):
                 _remove(self.file_backend, path)
 
     def _save_best_checkpoint(self, runner, metrics) -> None:
-        backend = self.file_backend
-        self.file_backend = _DeferRemoval(backend)
+        backend, outdated = self.file_backend, []
+        self.file_backend = copy.copy(backend)  # collects the paths to remove, and removes nothing
+        self.file_backend.remove = self.file_backend.rmtree = outdated.append
         try:
             with _write_errors('the best checkpoint', getattr(self, 'best_ckpt_path', None)):
                 super()._save_best_checkpoint(runner, metrics)
-            outdated = self.file_backend.outdated
         finally:
             self.file_backend = backend
         current = set(getattr(self, 'best_ckpt_path_dict', {}).values())
