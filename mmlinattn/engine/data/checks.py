@@ -9,10 +9,8 @@ from typing import Any, Optional
 
 import numpy as np
 
-from .coco import check_coco
 from .datasets import Finding, Samples, View, classes_of, format_names, reads_local_files, transforms_of
 from .heads import counts_of_stages, decode_head_of, is_metric_learning, num_classes_of_heads
-from .masks import check_masks
 
 _NUM_READ = 20_000  # samples with labels that are read, in about a second
 _NUM_FILES = 2000  # of these, images that are looked for
@@ -50,11 +48,6 @@ def check_names(key: str, meta: dict) -> Iterator[Finding]:
         )
 
 
-def _labels_of_objects(info: dict) -> list:
-    objects = [each for each in info.get('instances') or () if isinstance(each, dict)]
-    return [each.get('bbox_label') for each in objects if not each.get('ignore_flag')]
-
-
 def read_samples(dataset: Any) -> Samples:
     """Read the labels of about 20000 samples, evenly spaced in a data set, and look for some of their images."""
     labels: dict[int, str] = {}
@@ -72,7 +65,8 @@ def read_samples(dataset: Any) -> Samples:
             return Samples()
         path = str(info.get('img_path', ''))
         of_image = np.ravel(info['gt_label']).tolist() if info.get('gt_label') is not None else []
-        for label in _labels_of_objects(info) + of_image:
+        objects = [each for each in info.get('instances') or () if isinstance(each, dict)]
+        for label in [each.get('bbox_label') for each in objects if not each.get('ignore_flag')] + of_image:
             if isinstance(label, Integral):
                 labels.setdefault(int(label), path)
         inside = path[len(root) :] if root and path.startswith(root) else ''
@@ -224,12 +218,3 @@ def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Fin
             f'classes={format_names(trained)}',
             is_moved,
         )
-
-
-def check_dataset(view: View, num_images: int) -> Iterator[Finding]:
-    """Run all checks of a single data set."""
-    yield from check_names(view.key, getattr(view.dataset, 'metainfo', None) or {})
-    yield from check_coco(view)
-    yield from check_folders(view.key, view.dataset)
-    yield from check_labels(view)
-    yield from check_masks(view, num_images)

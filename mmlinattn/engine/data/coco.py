@@ -7,6 +7,7 @@ import os.path as osp
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from .datasets import MAX_NAMES, Finding, View, format_names, transforms_of
@@ -181,36 +182,35 @@ def check_categories(
         )
 
 
-def _lost_objects(content: dict) -> str:
-    """Describe annotations that MMDetection leaves out or trains as background; '' if there are none."""
+def _notes(content: dict, labels: dict, view: View) -> Iterator[str]:
+    """Describe objects that do not train, or that the detector cannot give, and classes without an object."""
     images, annotations = {image.get('id') for image in content['images']}, content['annotations']
-    lost = [entry for entry in annotations if 'segments_info' not in entry and _is_lost(entry, images)]
+    boxes = [entry for entry in annotations if 'segments_info' not in entry]  # the others are of panoptic files
+    counted = [entry for entry in annotations if not (entry.get('iscrowd') or entry.get('ignore'))]
     ignored = [entry for entry in annotations if entry.get('ignore') and not entry.get('iscrowd')]
+    lost = [entry for entry in boxes if _is_lost(entry, images)]
     if ignored:
-        return (
+        yield (
             f': {len(ignored)} of {len(annotations)} annotations have ignore = {ignored[0]["ignore"]!r}, '
             f'{ignored[0].get("id")} first: MMDetection trains them as background, and pycocotools counts them as '
             'missed. Write iscrowd = 1 for them'
         )
-    if not lost or not images:
-        return ''
-    return (
-        f': {len(lost)} of {len(annotations)} annotations are left out, {lost[0].get("id")} first: their area '
-        'is 0, their box is narrower than a pixel, or their image_id is no image of the file'
-    )
-
-
-def _crowded_images(content: dict, most: int) -> str:
-    """Describe images with more objects than the detector returns; '' if there are none."""
-    boxes = [entry for entry in content['annotations'] if 'segments_info' not in entry]
-    counts = Counter(entry.get('image_id') for entry in boxes if not (entry.get('iscrowd') or entry.get('ignore')))
-    densest = max(counts.values(), default=0)
-    if not 0 < most < densest or len(boxes) < len(content['annotations']):
-        return ''
-    return (
-        f' has up to {densest} objects an image, and max_per_img = {most} of test_cfg gives no more: raise it, and '
-        'give CocoMetric use_mp_eval=True and proposal_nums of as many'
-    )
+    elif lost and images:
+        yield (
+            f': {len(lost)} of {len(annotations)} annotations are left out, {lost[0].get("id")} first: their area '
+            'is 0, their box is narrower than a pixel, or their image_id is no image of the file'
+        )
+    most, densest = max_per_image(view.model), Counter(entry.get('image_id') for entry in counted).most_common(1)
+    if densest and 0 < most < densest[0][1] and len(boxes) == len(annotations):
+        yield (
+            f' has up to {densest[0][1]} objects an image, and max_per_img = {most} of test_cfg gives no more: raise '
+            'it, and give CocoMetric use_mp_eval=True and proposal_nums of as many'
+        )
+    segments = (segment for entry in annotations for segment in entry.get('segments_info', ()))
+    used = {entry.get('category_id') for entry in chain(counted, segments)} - {None}
+    unused = [each.get('name') for each in content['categories'] if each['id'] in labels and each['id'] not in used]
+    if view.is_training and used and unused:
+        yield f' has no object of {format_names(unused)}: nothing of these classes trains'
 
 
 def _stuff_first(content: dict) -> str:
@@ -224,15 +224,6 @@ def _stuff_first(content: dict) -> str:
         f' lists {stuff[0]!r}, which is stuff, before things: labels follow its order, and heads count things first. '
         f'Sort its categories, and write classes={format_names(things_first)}'
     )
-
-
-def _unused_categories(content: dict, labels: dict) -> str:
-    """Describe classes without an object to train on; '' if each has one. ``labels`` are those of category ids."""
-    entries = [entry for entry in content['annotations'] if not (entry.get('iscrowd') or entry.get('ignore'))]
-    entries += [segment for entry in content['annotations'] for segment in entry.get('segments_info', ())]
-    used, names = {entry.get('category_id') for entry in entries} - {None}, content['categories']
-    unused = [entry.get('name') for entry in names if entry['id'] in labels and entry['id'] not in used]
-    return f' has no object of {format_names(unused)}: nothing of these classes trains' if used and unused else ''
 
 
 def check_coco(view: View) -> Iterator[Finding]:
@@ -253,15 +244,12 @@ def check_coco(view: View) -> Iterator[Finding]:
     if error:
         yield Finding(f'{view.key}: {path} {error}.')
         return
-    for note in filter(None, (_lost_objects(content), _crowded_images(content, max_per_image(view.model)))):
+    for note in _notes(content, labels, view):
         yield Finding(f'{view.key}: {path}{note}.', False)
     order = _stuff_first(content)
     if order:
         yield Finding(f'{view.key}: {path}{order}')
         return
-    unused = _unused_categories(content, labels) if view.is_training else ''
-    if unused:
-        yield Finding(f'{view.key}: {path}{unused}.', False)
     names = {entry['id']: entry.get('name') for entry in content['categories']}
     of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
     yield from check_categories(view.key, path, list(names.values()), of_labels, view.classes, needs_all=False)

@@ -10,8 +10,10 @@ from mmengine.registry import HOOKS
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 from ..data import checks, evaluation
+from ..data.coco import check_coco
 from ..data.datasets import Finding, View, all_datasets, leaf_datasets
 from ..data.heads import is_metric_learning
+from ..data.masks import check_masks
 
 
 def extend_palette(meta: dict) -> dict:
@@ -98,7 +100,11 @@ class DataCheckHook(Hook):
                 view = View(key, dataset, model, samples._replace(is_part=is_part))
                 if view.is_training or not is_metric_learning(model):
                     views.append(view)
-                yield from checks.check_dataset(view, self.num_images)
+                yield from checks.check_names(key, getattr(dataset, 'metainfo', None) or {})
+                yield from check_coco(view)
+                yield from checks.check_folders(key, dataset)
+                yield from checks.check_labels(view)
+                yield from check_masks(view, self.num_images)
             yield from evaluation.check_sampler(key, loop)
             key = f'{stage}_evaluator'
             yield from evaluation.check_evaluator(
