@@ -141,7 +141,8 @@ class SafeCheckpointHook(CheckpointHook):
                 _remove(self.file_backend, path)
 
     def _save_best_checkpoint(self, runner, metrics) -> None:
-        backend, outdated = self.file_backend, []
+        backend = self.file_backend
+        outdated: list[str] = []
         self.file_backend = copy.copy(backend)  # collects the paths to remove, and removes nothing
         self.file_backend.remove = self.file_backend.rmtree = outdated.append
         try:

@@ -9,7 +9,7 @@ from mmengine.dist import broadcast, get_rank
 from mmengine.hooks import EarlyStoppingHook, Hook
 from mmengine.registry import DATA_SAMPLERS, HOOKS, LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler
 
 from ...utils.errors import RunError
 
@@ -143,7 +143,8 @@ class ExactResumeHook(Hook):
         if runner.iter == 0:
             runner.message_hub.update_info(_VALIDATED, 0)
         loop, config = runner.train_loop, runner._train_dataloader
-        samplers = [config.get('sampler'), config.get('batch_sampler') or {}] if isinstance(config, dict) else [None]
+        config = config if isinstance(config, dict) else {}
+        samplers: list[Any] = [config.get('sampler'), config.get('batch_sampler') or {}]
         if type(loop) not in _LOOPS or not all(isinstance(each, dict) for each in samplers):  # built ones have no seed
             runner.logger.warning(
                 f'ExactResumeHook leaves the data of {type(loop).__name__} alone: a resumed run '
@@ -154,8 +155,13 @@ class ExactResumeHook(Hook):
         if isinstance(loader.batch_sampler, _SeededBatches):
             return
         by_iterations = isinstance(loop, IterBasedTrainLoop)
-        key = (self.seed, self.rank, _BATCH)
-        self.batches = _SeededBatches(_build_batch_sampler(loader, config, self.seed), key, by_iterations)
+        # new samplers, at their beginning
+        sampler = DATA_SAMPLERS.build(dict(samplers[0]), default_args=dict(dataset=loader.dataset, seed=self.seed))
+        batches = DATA_SAMPLERS.build(
+            dict(samplers[1] or dict(type=BatchSampler, drop_last=loader.drop_last)),
+            default_args=dict(sampler=sampler, batch_size=config.get('batch_size', 1)),
+        )
+        self.batches = _SeededBatches(batches, (self.seed, self.rank, _BATCH), by_iterations)
         # PyTorch lets a loader be iterated anew, but not assign its sampler
         vars(loader).update(batch_sampler=self.batches, _iterator=None)
         if by_iterations:
@@ -196,15 +202,6 @@ class ExactResumeHook(Hook):
         """Store the position in the epoch; without it, MMEngine would repeat the epoch."""
         if self.batches is not None and self._num_trained and isinstance(runner.train_loop, EpochBasedTrainLoop):
             checkpoint['meta']['stopped'] = dict(batch=self._num_trained, num_batches=len(runner.train_dataloader))
-
-
-def _build_batch_sampler(loader: DataLoader, config: dict, seed: int) -> Any:
-    """Build new samplers, at their beginning, from the config of a loader."""
-    sampler = DATA_SAMPLERS.build(dict(config['sampler']), default_args=dict(dataset=loader.dataset, seed=seed))
-    batch_sampler = config.get('batch_sampler') or dict(type=BatchSampler, drop_last=loader.drop_last)
-    return DATA_SAMPLERS.build(
-        dict(batch_sampler), default_args=dict(sampler=sampler, batch_size=config.get('batch_size', 1))
-    )
 
 
 def is_validation_due(runner: Any) -> bool:
