@@ -31,7 +31,7 @@ from ...utils.quietness import log_level
 from ..data.datasets import all_datasets
 from ..data.heads import num_classes_of_heads
 from ..optimizers.saved_groups import all_schedulers
-from .progress import is_error
+from .progress import is_error, scalars
 
 _IMAGES = 2  # of each data set
 _FILES = ('outfile_prefix', 'out_file_path', 'output_dir', 'out_dir')  # attributes of metrics that write files
@@ -44,31 +44,26 @@ def unchanged(runner) -> Iterator[None]:
 
     Nothing is printed inside, and compiled blocks run eagerly.
     """
-    generators, flags = (random.getstate(), np.random.get_state()), {m: m.training for m in runner.model.modules()}
-    disabled, visualizer = logging.root.manager.disable, runner.visualizer
-    backends = getattr(visualizer, '_vis_backends', None)
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter('ignore')
-            stack.enter_context(torch.random.fork_rng())
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(log_level(logging.CRITICAL))
-            logging.disable(logging.CRITICAL)
-            if 'torch._dynamo' in sys.modules and hasattr(torch.compiler, 'set_stance'):  # since PyTorch 2.6
-                stack.enter_context(torch.compiler.set_stance('force_eager'))
-            if backends is not None:
-                visualizer._vis_backends = {}
-            yield
-    finally:
-        logging.disable(disabled)
-        if backends is not None:
-            visualizer._vis_backends = backends
-        for module, flag in flags.items():
-            module.training = flag
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
+    visualizer = runner.visualizer
+    with contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(logging.disable, logging.root.manager.disable)
+        for module in runner.model.modules():
+            stack.callback(setattr, module, 'training', module.training)
+        if getattr(visualizer, '_vis_backends', None) is not None:
+            stack.callback(setattr, visualizer, '_vis_backends', visualizer._vis_backends)
+            visualizer._vis_backends = {}
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter('ignore')
+        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(log_level(logging.CRITICAL))
+        logging.disable(logging.CRITICAL)
+        if 'torch._dynamo' in sys.modules and hasattr(torch.compiler, 'set_stance'):  # since PyTorch 2.6
+            stack.enter_context(torch.compiler.set_stance('force_eager'))
+        yield
 
 
 @contextlib.contextmanager
@@ -240,23 +235,6 @@ def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
     return metrics if isinstance(metrics, dict) else None
 
 
-@contextlib.contextmanager
-def _copied_transforms(dataset: Any) -> Iterator[None]:
-    """Replace the transforms of a data set, and of those inside it, by copies in this context: some keep images.
-
-    Transforms that cannot be copied are used as they are.
-    """
-    given = [(each, each.pipeline) for each in all_datasets(dataset) if 'pipeline' in getattr(each, '__dict__', ())]
-    try:
-        for each, pipeline in given:
-            with contextlib.suppress(Exception):  # open files and locks
-                each.pipeline = copy.deepcopy(pipeline)
-        yield
-    finally:
-        for each, pipeline in given:
-            each.pipeline = pipeline
-
-
 def rehearse_training_data(runner: Any) -> None:
     """Load two training images, and compare masks with boxes and image: some transforms move boxes alone.
 
@@ -293,7 +271,12 @@ def rehearse_training_data(runner: Any) -> None:
         remedy = next(filter(None, found), remedy)
         return f'train_dataloader: loading fails: {described(error)} (in {raising_object(error)}). {remedy}'
 
-    with _one_line(reason), unchanged(runner), _copied_transforms(dataset):
+    with _one_line(reason), unchanged(runner), contextlib.ExitStack() as stack:
+        for each in all_datasets(dataset):  # some transforms keep images
+            if 'pipeline' in getattr(each, '__dict__', ()):
+                stack.callback(setattr, each, 'pipeline', each.pipeline)
+                with contextlib.suppress(Exception):  # open files and locks cannot be copied
+                    each.pipeline = copy.deepcopy(each.pipeline)
         # MMDetection's PipelineSwitchHook replaces the transforms in a later epoch
         later = [hook for hook in runner.hooks if hasattr(hook, 'switch_pipeline')]
         has_transforms = 'pipeline' in getattr(dataset, '__dict__', ())  # those of most wrappers are inside
@@ -348,9 +331,9 @@ def check_monitors(runner: Any, metrics: dict) -> None:
         if name not in metrics:
             hint = f'{meant(name, names)} Expected one of {some(names, 12)}.'
             raise RunError(f'{setting}={name!r}: the validation has no such metric.{hint}')
-        value = metrics[name]
-        if not isinstance(value, (int, float, np.number)) and not (torch.is_tensor(value) and value.numel() == 1):
-            raise RunError(f'{setting}={name!r}: expected a metric with one number, not a {type(value).__name__}.')
+        if not scalars({name: metrics[name]}):
+            kind = type(metrics[name]).__name__
+            raise RunError(f'{setting}={name!r}: expected a metric with one number, not a {kind}.')
         is_score = any(key.lower() in name.lower() for key in CheckpointHook._default_greater_keys)
         if rule == 'greater' and is_error(name) or rule == 'less' and is_score and not is_error(name):
             better = 'lower' if is_error(name) else 'higher'
