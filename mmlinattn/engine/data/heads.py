@@ -16,19 +16,13 @@ def counts_of_stages(model: nn.Module) -> dict[str, list[int]]:
     """
     if hasattr(model, 'language_model'):
         return {}
-    found, roi = {}, getattr(model, 'roi_head', None)
+    found: dict[str, list[int]] = {}
     for name in _NAMES:
-        head = getattr(roi, name, None) or getattr(model, name, None)
-        stages: list[Any] = list(head) if isinstance(head, nn.ModuleList) else [head]
-        counts = [
-            stage.num_classes
-            for stage in stages
-            if type(getattr(stage, 'num_classes', None)) is int
-            and not getattr(stage, 'class_agnostic', False)
-            and not any(hasattr(stage, attribute) for attribute in _NO_CLASSES)
-        ]
-        if counts:
-            found[name] = counts
+        head: Any = getattr(getattr(model, 'roi_head', None), name, None) or getattr(model, name, None)
+        for stage in head if isinstance(head, nn.ModuleList) else [head]:
+            is_other = getattr(stage, 'class_agnostic', False) or any(hasattr(stage, each) for each in _NO_CLASSES)
+            if type(getattr(stage, 'num_classes', None)) is int and not is_other:
+                found.setdefault(name, []).append(stage.num_classes)
     return found
 
 
@@ -44,14 +38,12 @@ def decode_head_of(model: Any) -> Any:
 
 
 def is_metric_learning(model: Any) -> bool:
-    """Return True if a model compares images by prototypes or a triplet loss, and is thus validated on other
-    classes."""
+    """Return True if a model compares images by prototypes or a triplet loss: its validation has other classes."""
     return hasattr(model, 'prototype') or hasattr(getattr(model, 'head', None), 'loss_triplet')
 
 
 def max_per_image(model: nn.Module) -> int:
-    """Return the largest number of objects that a detector returns for an image; 0 if it has no limit or is no
-    detector."""
+    """Return the largest number of objects that a detector returns for an image; 0 for no limit and other models."""
     head = getattr(model, 'roi_head', None) or getattr(model, 'bbox_head', None)
     limits = getattr(head, 'test_cfg', None) or {}
     return int(limits.get('max_per_img', 0) or 0) if isinstance(limits, dict) else 0

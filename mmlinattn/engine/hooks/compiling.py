@@ -55,7 +55,7 @@ def compile_blocks(model: nn.Module, **options) -> None:
         # one compiled function for each stage: a stage is not recompiled when the guards of another one fail
         compiled = torch.compile(_call, dynamic=True, **options)
         for block in stage:
-            call_compiled(block, BlockCall(block, compiled))  # neither copied nor saved
+            call_compiled(block, _block_call(block, compiled))  # neither copied nor saved
 
 
 def _call(block: nn.Module, x: Tensor, stage: StageContext):
@@ -63,21 +63,19 @@ def _call(block: nn.Module, x: Tensor, stage: StageContext):
     return block._call_impl(x, stage._replace(windows=None))
 
 
-class BlockCall:
-    """Callable that runs a block by the compiled :func:`_call`, or eagerly for batches of one image if the first batch
-    had several."""
+def _block_call(block: nn.Module, compiled: Any) -> Any:
+    """Return a function that runs a block compiled, or eagerly batches of one image if the first batch had several."""
+    firsts: dict[tuple[bool, bool], bool] = {}  # of training and of inference: the first batch had one image
 
-    def __init__(self, block: nn.Module, compiled: Any) -> None:
-        self.block, self.compiled = block, compiled
-        self.takes_one: dict[tuple[bool, bool], bool] = {}  # by the first batch of training and of inference
-
-    def __call__(self, x: Tensor, stage: StageContext) -> Tensor:
+    def call(x: Tensor, stage: StageContext) -> Tensor:
         has_one = 1 in x.shape
-        takes_one = self.takes_one.setdefault((self.block.training, torch.is_grad_enabled()), has_one)
+        takes_one = firsts.setdefault((block.training, torch.is_grad_enabled()), has_one)
         if has_one and not takes_one:
-            return self.block._call_impl(x, stage)
+            return block._call_impl(x, stage)
         # views are copied: only the first block of a stage gets views, and PyTorch would recompile for them
-        return self.compiled(self.block, x.clone() if x._is_view() else x, stage)
+        return compiled(block, x.clone() if x._is_view() else x, stage)
+
+    return call
 
 
 def share_drop_paths(backbone: nn.Module) -> None:
