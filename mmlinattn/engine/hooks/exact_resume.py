@@ -118,7 +118,7 @@ class ExactResumeHook(Hook):
     Transforms that keep images of earlier batches (MMDetection's ``CachedMosaic``) begin with an empty cache.
 
     ``train_dataloader`` has to be a config. With a ``DataLoader`` object, or a train loop other than MMEngine's two,
-    the hook only warns. A second hook of this class has no effect.
+    the hook only warns.
 
     Raises:
         RunError: A run resumes within an epoch, and the number of batches in an epoch has changed.
@@ -151,10 +151,7 @@ class ExactResumeHook(Hook):
                 'will see other augmentations than an uninterrupted one.'
             )
             return
-        loader = loop.dataloader
-        if isinstance(loader.batch_sampler, _SeededBatches):
-            return
-        by_iterations = isinstance(loop, IterBasedTrainLoop)
+        loader, by_iterations = loop.dataloader, isinstance(loop, IterBasedTrainLoop)
         # new samplers, at their beginning
         sampler = DATA_SAMPLERS.build(dict(samplers[0]), default_args=dict(dataset=loader.dataset, seed=self.seed))
         batches = DATA_SAMPLERS.build(

@@ -50,22 +50,12 @@ def stopped(folder, kill, hooks=HOOKS, **options):
     return torch.load(found[0], weights_only=False) if found else None
 
 
-@pytest.mark.parametrize(
-    ('by_epoch', 'number'),
-    [(True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGHUP), (True, signal.SIGUSR1)],
-)
-def test_a_stopped_run_resumes_exactly(tmp_path, by_epoch, number):
-    train_cfg = dict(by_epoch=True, max_epochs=3) if by_epoch else dict(type='IterBasedTrainLoop', max_iters=9)
-    options = dict(train_cfg=train_cfg, randomness=dict(seed=1))
-    if not by_epoch:
-        options['loader'] = dict(sampler=dict(type='InfiniteSampler', shuffle=True))
-    assert stopped(tmp_path / 'work', Kill(4, number=number), **options)['meta']['iter'] == 5
-    path = (tmp_path / 'work/last_checkpoint').read_text()
-    assert path == str(tmp_path / 'work/stopped.pth')
-    resumed = make_runner(tmp_path / 'work', HOOKS, resume=True, load_from=path, **options)
-    whole = make_runner(tmp_path / 'whole', HOOKS, **options)
-    ours, theirs = (torch.cat([p.detach().flatten() for p in run.train().parameters()]) for run in (resumed, whole))
-    assert resumed.iter == 9 and torch.equal(ours, theirs)
+@pytest.mark.parametrize('number', stop.SIGNALS)
+@pytest.mark.parametrize('loop', [dict(by_epoch=True, max_epochs=3), dict(by_epoch=False, max_iters=9)])
+def test_a_stopped_run_is_saved(tmp_path, loop, number):
+    """Resumed in ``test_exact_resume_of_hooks.py``."""
+    assert stopped(tmp_path / 'work', Kill(4, number=number), train_cfg=loop)['meta']['iter'] == 5
+    assert (tmp_path / 'work/last_checkpoint').read_text() == str(tmp_path / 'work/stopped.pth')
 
 
 class Look(Hook):
