@@ -32,8 +32,7 @@ def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
 
 
 def check_names(key: str, meta: dict) -> Iterator[Finding]:
-    """Check that ``classes`` of a ``metainfo`` is a sequence of names, or an existing text file, and is not spelt
-    ``CLASSES``."""
+    """Check that ``classes`` of a ``metainfo`` are names or an existing file, and not spelt ``CLASSES``."""
     names = meta.get('classes')
     if isinstance(names, str) and names.endswith('.txt') and not osp.isfile(names):
         yield Finding(f'{key}: metainfo.classes = {names!r}: there is no such file of class names.')
@@ -171,8 +170,7 @@ def _labelled_folders(view: View) -> dict[str, int]:
 
 
 def check_stages(views: Sequence[View]) -> Iterator[Finding]:
-    """Check that each label has the same folder or class name in training, validation and all concatenated data
-    sets."""
+    """Check that each label has the same folder or class name in training, validation and concatenated data sets."""
     views = [view for view in views if not getattr(view.dataset, 'return_classes', False)]  # they are text to a model
     if not views:
         return

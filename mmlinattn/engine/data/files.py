@@ -13,8 +13,7 @@ _ORIENTATION = 274
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Return up to ``count`` evenly spaced indices below ``length``, shuffled, so that the first few are spread out
-    too."""
+    """Return up to ``count`` evenly spaced indices below ``length``, shuffled to spread out the first few too."""
     chosen = np.unique(np.linspace(0, max(length - 1, 0), min(length, count)).round().astype(int))
     return [int(i) for i in np.random.default_rng(0).permutation(chosen)]
 

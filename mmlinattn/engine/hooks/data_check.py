@@ -17,8 +17,7 @@ from ..data.masks import check_masks
 
 
 def extend_palette(meta: dict) -> dict:
-    """Return the ``metainfo`` of a data set with random colours added for classes beyond the palette, for the
-    visualizer."""
+    """Return the ``metainfo`` of a data set with random colours for classes beyond its palette, for drawing."""
     classes, palette = meta.get('classes'), meta.get('palette')
     if isinstance(classes, (list, tuple)) and isinstance(palette, (list, tuple)) and 0 < len(palette) < len(classes):
         more = np.random.default_rng(0).integers(0, 256, (len(classes) - len(palette), 3)).tolist()

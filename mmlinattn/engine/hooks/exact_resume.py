@@ -27,8 +27,7 @@ def seed_everything(*key: int) -> None:
 
 
 class _SeededBatch(list):
-    """Indices of a batch; iterating over them calls :func:`seed_everything` with ``key`` in the process that loads the
-    batch."""
+    """Indices of a batch; iterating over them, in the process that loads it, seeds all generators by ``key``."""
 
     def __init__(self, indices: list, key: tuple):
         super().__init__(indices)

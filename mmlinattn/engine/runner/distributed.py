@@ -55,8 +55,7 @@ def _slurm_master() -> str:
 
 
 def _export_rank(launcher: str) -> None:
-    """Set PyTorch's environment variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...) from those of the
-    launcher."""
+    """Set PyTorch's environment variables (``RANK``, ``MASTER_ADDR`` ...) from those of the launcher."""
     names = _RANKS[launcher]
     missing = [name for name in names if name not in os.environ]
     if missing:
@@ -100,14 +99,13 @@ def prepare_distributed(cfg: Config) -> None:
             torch.cuda.set_device(local_rank)
         return
 
-    wrapper = dict(cfg.get('model_wrapper_cfg') or {})
-    kind = wrapper.get('type', 'MMDistributedDataParallel')
+    given = cfg.get('model_wrapper_cfg') or {}
+    kind = given.get('type', 'MMDistributedDataParallel')
     if bare_name(kind) not in ('MMDistributedDataParallel', CPUDistributedDataParallel.__name__):
         raise RunError(f'model_wrapper_cfg.type = {kind!r} needs an accelerator, and there is none.')
-    wrapper.setdefault('broadcast_buffers', False)  # MMEngine's defaults without a wrapper config
-    wrapper.setdefault('find_unused_parameters', cfg.get('find_unused_parameters', False))
-    wrapper['type'] = CPUDistributedDataParallel.__name__
-    cfg.model_wrapper_cfg = wrapper
+    # MMEngine's defaults without a wrapper config
+    default = dict(broadcast_buffers=False, find_unused_parameters=cfg.get('find_unused_parameters', False))
+    cfg.model_wrapper_cfg = {**default, **given, 'type': CPUDistributedDataParallel.__name__}
     _export_rank(cfg.launcher)
     if not torch.distributed.is_initialized():
         settings = (cfg.get('env_cfg') or {}).get('dist_cfg') or {}

@@ -26,8 +26,7 @@ def _is_own_best(path: Any, folders: list[str]) -> bool:
 
 
 def _keep_own_files(runner, info: dict) -> list[str]:
-    """Remove from the runtime information of a checkpoint the file names that are not of this run; return the removed
-    keys."""
+    """Remove the file names that are not of this run from the information of a checkpoint; return their keys."""
     # before training, `out_dir` of the hook is the parent of the folders of all runs
     outs = [str(hook.out_dir) for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook.out_dir]
     name = osp.basename(runner.work_dir.rstrip(os.sep))
