@@ -114,11 +114,11 @@ def _modules_of(keys: Collection[str]) -> str:
 
     More than five are replaced by the modules that hold them.
     """
-    paths, depth = [key.split('.')[:-1] for key in keys], max(key.count('.') for key in keys)
-    names = dict.fromkeys('.'.join(path) for path in paths)
-    while len(names) > 5 and depth > 1:
-        depth -= 1
+    paths, names = [key.split('.')[:-1] for key in keys], {''}
+    for depth in range(max(map(len, paths)), 0, -1):
         names = dict.fromkeys('.'.join(path[:depth]) for path in paths)
+        if len(names) <= 5:
+            break
     return ','.join(names)
 
 
