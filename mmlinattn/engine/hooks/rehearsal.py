@@ -54,12 +54,10 @@ def unchanged(runner) -> Iterator[None]:
         if getattr(visualizer, '_vis_backends', None) is not None:
             stack.callback(setattr, visualizer, '_vis_backends', visualizer._vis_backends)
             visualizer._vis_backends = {}
-        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(warnings.catch_warnings())
+        quiet = contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), log_level(logging.CRITICAL)
+        for context in (*quiet, torch.random.fork_rng(), torch.no_grad()):
+            stack.enter_context(context)
         warnings.simplefilter('ignore')
-        stack.enter_context(torch.random.fork_rng())
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(log_level(logging.CRITICAL))
         logging.disable(logging.CRITICAL)
         if 'torch._dynamo' in sys.modules and hasattr(torch.compiler, 'set_stance'):  # since PyTorch 2.6
             stack.enter_context(torch.compiler.set_stance('force_eager'))
@@ -80,23 +78,23 @@ def _one_line(reason: Callable[[Exception], str]) -> Iterator[None]:
 
 
 class _Batches(list):
-    """Loaded batches in place of a loader."""
+    """Loaded batches in place of the loader of a loop: of each data set that MultiDatasetsEvaluator judges apart."""
 
-    def __init__(self, loader: Any, starts: Optional[list[int]]):
-        sampler, collate = getattr(loader, 'batch_sampler', None), getattr(loader, 'collate_fn', None)
-        dataset: Any = getattr(loader, 'dataset', None)
-        if not isinstance(loader, DataLoader) or sampler is None or collate is None:
+    def __init__(self, loop: Any):
+        self.loader = loader = loop.dataloader
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
             super().__init__(islice(loader, 1))
-        else:
-            batches = [list(batch)[:_IMAGES] for batch in islice(sampler, _IMAGES)]
-            if starts is not None:
-                batches = [[start + i] for start in starts for i in range(_IMAGES)]
-            elif batches:
-                batches = batches[:1] if len(batches[0]) == _IMAGES else batches
-                if type(sampler) is BatchSampler:  # often sorted by class: some metrics need two
-                    batches[-1][-1] = len(dataset) - 1
-            super().__init__(collate([dataset[i] for i in batch]) for batch in batches)
-        self.loader = loader
+            return
+        dataset: Any = loader.dataset
+        batches = [list(batch)[:_IMAGES] for batch in islice(loader.batch_sampler, _IMAGES)]
+        sizes = getattr(dataset, 'cumulative_sizes', None)
+        if sizes and hasattr(loop.evaluator, 'dataset_prefixes'):
+            batches = [[start + i] for start in (0, *sizes[:-1]) for i in range(_IMAGES)]
+        elif batches:
+            batches = batches[:1] if len(batches[0]) == _IMAGES else batches
+            if type(loader.batch_sampler) is BatchSampler:  # often sorted by class: some metrics need two
+                batches[-1][-1] = len(dataset) - 1
+        super().__init__(loader.collate_fn([dataset[i] for i in batch]) for batch in batches)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__['loader'], name)
@@ -194,13 +192,6 @@ class _Stage:
             self.metrics = kwargs.get('metrics')
 
 
-def _starts(loop: Any) -> Optional[list[int]]:
-    """Return the first index of each data set that MultiDatasetsEvaluator judges apart; None with other evaluators."""
-    evaluator = getattr(loop, 'evaluator', None)
-    sizes = getattr(loop.dataloader.dataset, 'cumulative_sizes', None)
-    return [0, *sizes[:-1]] if sizes and hasattr(evaluator, 'dataset_prefixes') else None
-
-
 def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
     """Run the validation or test loop on two images of each data set, and return its metrics; None if they are unknown.
 
@@ -226,7 +217,7 @@ def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
         )
 
     with _one_line(reason), unchanged(runner), tempfile.TemporaryDirectory() as folder:
-        made.dataloader = _Batches(loop.dataloader, _starts(loop))
+        made.dataloader = _Batches(loop)
         made.evaluator = _rehearsed(loop.evaluator, label, folder)
         if isinstance(getattr(made, 'val_loss', None), dict):
             made.val_loss = {}

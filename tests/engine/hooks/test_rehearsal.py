@@ -205,13 +205,14 @@ def test_images_of_each_data_set_that_is_judged_apart():
     from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
     parts = ConcatDataset([TensorDataset(torch.arange(5)), TensorDataset(torch.arange(10, 14))])
-    loader = DataLoader(parts, batch_size=1)
-    evaluator = SimpleNamespace(dataset_prefixes=['a', 'b'])
-    starts = rehearsal._starts(SimpleNamespace(dataloader=loader, evaluator=evaluator))
-    assert [int(batch[0]) for batch in rehearsal._Batches(loader, starts)] == [0, 1, 10, 11]
-    for size, expected in ((3, [[0, 13]]), (1, [[0], [13]])):  # the last image may be of another class
-        made = rehearsal._Batches(DataLoader(parts, batch_size=size), None)
-        assert [batch[0].tolist() for batch in made] == expected
+    apart = SimpleNamespace(dataset_prefixes=['a', 'b'])
+    for size, evaluator, expected in (
+        (1, apart, [[0], [1], [10], [11]]),
+        (3, None, [[0, 13]]),  # the last image may be of another class
+        (1, None, [[0], [13]]),
+    ):
+        loop = SimpleNamespace(dataloader=DataLoader(parts, batch_size=size), evaluator=evaluator)
+        assert [batch[0].tolist() for batch in rehearsal._Batches(loop)] == expected
 
 
 def test_files_of_metrics_are_left_alone(tmp_path):
