@@ -40,11 +40,8 @@ class CPUDistributedDataParallel(MMDistributedDataParallel):
         num_synced = sum(type(layer).__name__ in _SYNC_BN for layer in module.modules())
         if num_synced:
             module = revert_sync_batchnorm(module)
-            print_log(
-                f'On CPU {num_synced} SyncBatchNorm layers are trained as BatchNorm: '
-                'statistics are those of each process alone.',
-                logger='current',
-            )
+            line = f'On CPU {num_synced} SyncBatchNorm layers are trained as BatchNorm: '
+            print_log(f'{line}statistics are those of each process alone.', logger='current')
         super().__init__(module=module, **kwargs)
 
 
@@ -60,9 +57,8 @@ def _export_rank(launcher: str) -> None:
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise RunError(
-            f'--launcher {launcher}: {", ".join(missing)} not set in the environment. '
-            'Start through tools/dist_train.sh, tools/slurm_train.sh or mpirun, '
-            'or leave --launcher away for a single process.'
+            f'--launcher {launcher}: {", ".join(missing)} not set in the environment. Start through '
+            'tools/dist_train.sh, tools/slurm_train.sh or mpirun, or leave --launcher away for a single process.'
         )
     for target, name in zip(('RANK', 'WORLD_SIZE', 'LOCAL_RANK'), names):
         os.environ[target] = os.environ[name]
@@ -90,13 +86,11 @@ def prepare_distributed(cfg: Config) -> None:
         return
     if get_device() != 'cpu':
         if torch.cuda.is_available():
-            local_rank = int(os.environ.get(_RANKS[cfg.launcher][2], 0))
-            if local_rank >= torch.cuda.device_count():
-                raise RunError(
-                    f'process {local_rank + 1} of this machine has no GPU: there are '
-                    f'{torch.cuda.device_count()}. Start at most that many processes per machine.'
-                )
-            torch.cuda.set_device(local_rank)
+            rank, count = int(os.environ.get(_RANKS[cfg.launcher][2], 0)), torch.cuda.device_count()
+            if rank >= count:
+                remedy = 'Start at most that many processes per machine.'
+                raise RunError(f'process {rank + 1} of this machine has no GPU: there are {count}. {remedy}')
+            torch.cuda.set_device(rank)
         return
 
     given = cfg.get('model_wrapper_cfg') or {}

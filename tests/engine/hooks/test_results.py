@@ -1,5 +1,4 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import csv
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,8 +16,7 @@ HOOKS = [dict(type='ResultsHook')]
 
 
 def rows(folder):
-    with open(folder / 'results.csv', newline='') as file:
-        return [{key: value and float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+    return results.read_rows(folder / 'results.csv')
 
 
 def test_a_row_an_epoch_with_mean_losses_and_metrics(tmp_path):
