@@ -10,7 +10,7 @@ from typing import Any, Optional
 import numpy as np
 
 from .datasets import Finding, Samples, View, classes_of, format_names, reads_local_files, transforms_of
-from .heads import counts_of_stages, decode_head_of, is_metric_learning, num_classes_of_heads
+from .heads import counts_of_stages, decode_head_of, is_metric_learning
 
 _NUM_READ = 20_000  # samples with labels that are read, in about a second
 _NUM_FILES = 2000  # of these, images that are looked for
@@ -81,8 +81,9 @@ def read_samples(dataset: Any) -> Samples:
 def check_labels(view: View) -> Iterator[Finding]:
     """Check that the heads know each label, and that data sets have labelled objects or images of each class."""
     key, classes, samples = view.key, view.classes, view.samples
-    heads = {} if not view.is_training and is_metric_learning(view.model) else num_classes_of_heads(view.model)
-    for (label, path), (head, count) in product(sorted(samples.labels.items()), heads.items()):
+    heads = {} if not view.is_training and is_metric_learning(view.model) else counts_of_stages(view.model)
+    for (label, path), (head, counts) in product(sorted(samples.labels.items()), heads.items()):
+        count = min(counts)
         if not 0 <= label < count and head not in _OF_PIXELS:
             name = f' ({classes[label]})' if 0 <= label < len(classes) else ''
             found = f'{path} has label {label}{name}, and the data set {len(classes)} classes'
@@ -121,15 +122,15 @@ def _unused(view: View, is_detector: bool) -> Iterator[Finding]:
         yield Finding(text, False)
 
 
-def _other_counts(view: View, heads: dict[str, int]) -> Iterator[Finding]:
+def _other_counts(view: View, heads: dict[str, list[int]]) -> Iterator[Finding]:
     """Compare ``num_classes`` of the heads with the number of class names."""
     num = len(view.classes)
-    for head, counts in counts_of_stages(view.model).items():
+    for head, counts in heads.items():
         if len(set(counts)) > 1:
             yield Finding(f'num_classes of the stages of {head} are {counts}: expected one number, {num}.')
             return
     is_binary = getattr(decode_head_of(view.model), 'out_channels', None) == 1  # background and foreground, by a sign
-    for head, count in heads.items():
+    for head, count in ((head, min(counts)) for head, counts in heads.items()):
         if head in _OF_PIXELS and (max(count, 2) if is_binary else count) < num:
             yield _too_small(view.key, head, count, f'for the {num} classes of the data')
         elif count > num:

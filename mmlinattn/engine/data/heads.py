@@ -10,10 +10,7 @@ _NO_CLASSES = ('rpn_conv', 'max_depth', 'boundary_threshold')  # attributes of h
 
 
 def counts_of_stages(model: nn.Module) -> dict[str, list[int]]:
-    """Return ``num_classes`` of each classifying head by name, one number per stage.
-
-    Models that take class names as text have none.
-    """
+    """Return ``num_classes`` of all stages of each classifying head; models that take names as text have none."""
     if hasattr(model, 'language_model'):
         return {}
     found: dict[str, list[int]] = {}
@@ -24,11 +21,6 @@ def counts_of_stages(model: nn.Module) -> dict[str, list[int]]:
             if type(getattr(stage, 'num_classes', None)) is int and not is_other:
                 found.setdefault(name, []).append(stage.num_classes)
     return found
-
-
-def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
-    """Return ``num_classes`` of each classifying head by name; of a cascade, the smallest number."""
-    return {name: min(counts) for name, counts in counts_of_stages(model).items()}
 
 
 def decode_head_of(model: Any) -> Any:

@@ -29,7 +29,7 @@ from ...utils.building import unwrapped
 from ...utils.errors import RunError, described, meant, raising_object
 from ...utils.quietness import log_level
 from ..data.datasets import all_datasets
-from ..data.heads import num_classes_of_heads
+from ..data.heads import counts_of_stages
 from ..optimizers.saved_groups import all_schedulers
 from .progress import is_error, scalars
 
@@ -206,7 +206,7 @@ def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
         return None
     made: Any = copy.copy(loop)
     made._runner = stand_in = _Stage(runner)
-    label = max(num_classes_of_heads(unwrapped(runner.model)).get('bbox_head', 1) - 1, 0)
+    label = max(min(counts_of_stages(unwrapped(runner.model)).get('bbox_head', [1])) - 1, 0)
     name = dict(val='validation').get(stage, stage)
 
     def reason(error: Exception) -> str:
