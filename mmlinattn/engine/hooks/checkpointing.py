@@ -1,5 +1,4 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import copy
 import inspect
 import math
 import os
@@ -143,13 +142,12 @@ class SafeCheckpointHook(CheckpointHook):
     def _save_best_checkpoint(self, runner, metrics) -> None:
         backend = self.file_backend
         outdated: list[str] = []
-        self.file_backend = copy.copy(backend)  # collects the paths to remove, and removes nothing
-        self.file_backend.remove = self.file_backend.rmtree = outdated.append
+        backend.remove = backend.rmtree = outdated.append  # until the new checkpoint is on disk
         try:
             with _write_errors('the best checkpoint', getattr(self, 'best_ckpt_path', None)):
                 super()._save_best_checkpoint(runner, metrics)
         finally:
-            self.file_backend = backend
+            del backend.remove, backend.rmtree
         current = set(getattr(self, 'best_ckpt_path_dict', {}).values())
         current.add(getattr(self, 'best_ckpt_path', None))
         for path in outdated:
