@@ -46,11 +46,8 @@ def _write_errors(target: str, previous: Optional[str]):
         ) from error
 
 
-def write_checkpoint(runner, folder: str, name: str, *args, **options) -> str:
-    """Save a checkpoint, and record its path in the file ``last_checkpoint`` and as ``last_ckpt`` in the message hub.
-
-    Returns:
-        str: The path of the checkpoint.
+def write_checkpoint(runner, folder: str, name: str, **options) -> str:
+    """Save a checkpoint and return its path, which ``last_checkpoint`` and ``last_ckpt`` of the message hub record.
 
     Raises:
         RunError: One of the files could not be written. The previous checkpoint and ``last_checkpoint`` are intact.
@@ -59,7 +56,7 @@ def write_checkpoint(runner, folder: str, name: str, *args, **options) -> str:
     previous = runner.message_hub.runtime_info.get('last_ckpt')  # also that of a resumed run
     runner.message_hub.update_info('last_ckpt', path)  # stored in the checkpoint
     with _write_errors(path, previous):
-        runner.save_checkpoint(folder, name, *args, **options)
+        runner.save_checkpoint(folder, name, **options)
         if is_main_process():
             with atomic_write(osp.join(runner.work_dir, 'last_checkpoint')) as file:
                 file.write(path.encode())
@@ -122,18 +119,9 @@ class SafeCheckpointHook(CheckpointHook):
             runner.message_hub.update_info('keep_ckpt_ids', list(self.keep_ckpt_ids))
 
         self._saved_step = step
-        self.last_ckpt = write_checkpoint(
-            runner,
-            self.out_dir,
-            self.filename_tmpl.format(step),
-            self.file_client_args,
-            save_optimizer=self.save_optimizer,
-            save_param_scheduler=self.save_param_scheduler,
-            meta=meta,
-            by_epoch=self.by_epoch,
-            backend_args=self.backend_args,
-            **self.args,
-        )
+        keys = 'file_client_args', 'save_optimizer', 'save_param_scheduler', 'by_epoch', 'backend_args'
+        options = dict(self.args, meta=meta, **{key: getattr(self, key) for key in keys})
+        self.last_ckpt = write_checkpoint(runner, self.out_dir, self.filename_tmpl.format(step), **options)
         if is_main_process():
             for old_step in outdated:
                 path = self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(old_step))
