@@ -299,20 +299,18 @@ def monitored(runner: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def check_monitors(runner: Any, metrics: dict) -> None:
-    """Check the metrics that hooks and schedulers monitor against those of a validation.
-
-    Raises:
-        RunError: A metric is missing, is no number, or has no rule (``save_best='auto'``).
-    """
+    """Refuse monitored metrics that a validation does not give, that are no number, or that have no rule (for
+    ``save_best='auto'``)."""
     names = [*map(str, metrics)]
     for setting, name, rule in monitored(runner):
         if name == 'auto':
             name = names[0]
-            hook = next(hook for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook.save_best)
-            trial = copy.copy(hook)
-            trial.is_better_than = dict(hook.is_better_than)
+            trial = copy.copy(
+                next(each for each in runner.hooks if isinstance(each, CheckpointHook) and each.save_best)
+            )
+            trial.is_better_than = dict(trial.is_better_than)
             try:
-                trial._init_rule(hook.rules, [name])
+                trial._init_rule(trial.rules, [name])
             except ValueError as error:
                 raise RunError(
                     f"{setting}='auto': the first metric is {name!r}, and MMEngine does not know if higher is better. "

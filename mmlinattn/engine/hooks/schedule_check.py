@@ -75,14 +75,8 @@ def schedule_errors(schedulers: list, groups: list[dict], iters: int, epoch: int
     """Play a learning rate schedule to the end of the training, and describe what it does to the rates.
 
     These are described: a rate above its base, a warm-up that takes most of the training, and a schedule that ends too
-    late or too early, or rises again.
-
-    Args:
-        schedulers (list): MMEngine's schedulers of one optimizer, as built or resumed by the runner.
-        groups (list[dict]): ``param_groups`` of its wrapper.
-        iters (int): Number of iterations of the training.
-        epoch (int): Number of iterations of an epoch; 0 in an iteration-based loop.
-        begin (int): Number of iterations that are done.
+    late or too early, or rises again. ``groups`` are the ``param_groups`` of the optimizer. Of ``iters`` iterations,
+    ``begin`` are done; ``epoch`` is the number of an epoch, 0 in an iteration-based loop.
     """
     rates = [each for each in schedulers if each.param_name == 'lr' and not getattr(each, 'need_val_args', False)]
     for name in [type(each).__name__ for each in rates if each.by_epoch and not epoch]:
@@ -153,11 +147,8 @@ def _misfit(play: Play, scheduler: Any, schedulers: list) -> str:
 
 
 def check_custom_keys(config: Any, model: Any, logger: Any) -> None:
-    """Check that each key of ``paramwise_cfg.custom_keys`` is in the name of a parameter.
-
-    Raises:
-        RunError: A key that would change the learning rate is in none. Other keys get a warning.
-    """
+    """Check that each key of ``paramwise_cfg.custom_keys`` is in the name of a parameter: an error if it would change
+    the learning rate, else a warning."""
     settings = config.get('paramwise_cfg') if isinstance(config, dict) else None
     names = [name for name, _ in unwrapped(model).named_parameters()]
     for key, value in ((settings or {}).get('custom_keys') or {}).items():
@@ -178,11 +169,7 @@ def _saves(hook: CheckpointHook, runner: Any) -> bool:
 
 
 def loop_errors(runner: Any, by_iteration: bool) -> Iterator[str]:
-    """Describe hooks, checkpoints and validations that the loop of a training never reaches.
-
-    Raises:
-        RunError: ``val_interval`` is not a positive integer.
-    """
+    """Describe hooks, checkpoints and validations that the loop of a training never reaches."""
     loop, savers = runner.train_loop, [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
     unit, total = ('iteration', runner.max_iters) if by_iteration else ('epoch', runner.max_epochs)
     steps = {f'{type(hook).__name__}.{name}': value for hook in runner.hooks for name, value in vars(hook).items()}
@@ -236,10 +223,9 @@ class ScheduleCheckHook(Hook):
         by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
         done, total = (runner.iter, runner.max_iters) if by_iteration else (runner.epoch, runner.max_epochs)
         if 0 < total <= done:
-            runner.logger.warning(
-                f'nothing is left to train: the checkpoint is at {"iteration" if by_iteration else "epoch"} {done} of '
-                f'{total}. Set train_cfg.max_epochs or max_iters higher to go on.'
-            )
+            at = f'{"iteration" if by_iteration else "epoch"} {done} of {total}'
+            remedy = 'Set train_cfg.max_epochs or max_iters higher to go on.'
+            runner.logger.warning(f'nothing is left to train: the checkpoint is at {at}. {remedy}')
             return
         for line in loop_errors(runner, by_iteration):
             runner.logger.warning(line)

@@ -54,16 +54,11 @@ def _settings(group: dict) -> dict:
 
 
 def fit_groups(groups: list[dict], saved: list[dict], order: list[str]) -> tuple[list[dict], list[int]]:
-    """Rearrange the groups of a saved optimizer state to match those of an optimizer.
+    """Rearrange the ``param_groups`` of a saved optimizer state to match those of an optimizer.
 
-    Parameters of merged groups are matched by ``param_names``, parameters of MMEngine's one-parameter groups by the
-    order of the model, and other groups by position. As in MMEngine, the saved settings are used, except that ``fused``
-    and ``foreach`` come from the optimizer.
-
-    Args:
-        groups (list[dict]): ``param_groups`` of the optimizer.
-        saved (list[dict]): ``param_groups`` of the saved state.
-        order (list[str]): Names of all parameters, in the order of the model.
+    Parameters of merged groups are matched by ``param_names``, parameters of MMEngine's one-parameter groups by
+    ``order`` (the names of all parameters in the model), and other groups by position. As in MMEngine, the saved
+    settings are used, except that ``fused`` and ``foreach`` come from the optimizer.
 
     Returns:
         tuple[list[dict], list[int]]: The groups to load, and for each the index of the saved group with its settings.
