@@ -17,9 +17,10 @@ def counts_of_stages(model: nn.Module) -> dict[str, list[int]]:
     for name in _NAMES:
         head: Any = getattr(getattr(model, 'roi_head', None), name, None) or getattr(model, name, None)
         for stage in head if isinstance(head, nn.ModuleList) else [head]:
+            count: Any = getattr(stage, 'num_classes', None)
             is_other = getattr(stage, 'class_agnostic', False) or any(hasattr(stage, each) for each in _NO_CLASSES)
-            if type(getattr(stage, 'num_classes', None)) is int and not is_other:
-                found.setdefault(name, []).append(stage.num_classes)
+            if type(count) is int and not is_other:
+                found.setdefault(name, []).append(count)
     return found
 
 

@@ -114,7 +114,7 @@ def _modules_of(keys: Collection[str]) -> str:
 
     More than five are replaced by the modules that hold them.
     """
-    paths, names = [key.split('.')[:-1] for key in keys], {''}
+    paths, names = [key.split('.')[:-1] for key in keys], dict.fromkeys([''])
     for depth in range(max(map(len, paths)), 0, -1):
         names = dict.fromkeys('.'.join(path[:depth]) for path in paths)
         if len(names) <= 5:
