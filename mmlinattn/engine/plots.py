@@ -20,20 +20,11 @@ def _grid(axes) -> None:
 def plot_training(path: str, losses: dict, rates: dict, metrics: dict, unit: str) -> None:
     """Plot losses and learning rate over iterations, and metrics over epochs or iterations.
 
-    Long losses are plotted faintly below their running mean. A panel without curves is left out.
-
-    Args:
-        path (str): Image file to write.
-        losses (dict): Pairs (iterations, values) by name of the loss.
-        rates (dict): Pairs (iterations, values) by name of the learning rate.
-        metrics (dict): Pairs (positions, values) by name of the metric.
-        unit (str): Unit of the positions of ``metrics``, ``'epoch'`` or ``'iteration'``.
+    Each dict has pairs (positions, values) by name; positions of ``metrics`` are in ``unit``, ``'epoch'`` or
+    ``'iteration'``. Long losses are plotted faintly below their running mean. A panel without curves is left out.
     """
-    panels = [
-        panel
-        for panel in (('loss', losses, 'iteration'), ('learning rate', rates, 'iteration'), ('metric', metrics, unit))
-        if panel[1]
-    ]
+    panels = [('loss', losses, 'iteration'), ('learning rate', rates, 'iteration'), ('metric', metrics, unit)]
+    panels = [panel for panel in panels if panel[1]]
     figure = Figure(figsize=(5.4 * max(1, len(panels)), 4.8), layout='constrained')
     for axes, (title, curves, label) in zip(figure.subplots(1, max(1, len(panels)), squeeze=False).flat, panels):
         for number, (name, (positions, values)) in enumerate(curves.items()):
@@ -55,22 +46,12 @@ def plot_training(path: str, losses: dict, rates: dict, metrics: dict, unit: str
 
 def running_mean(values, window: int) -> np.ndarray:
     """Return the mean of about ``window`` values around every position, of fewer at both ends."""
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
-    places = np.arange(len(values))
-    starts = np.maximum(places - window // 2, 0)
-    ends = np.minimum(places + window // 2, len(values) - 1) + 1
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    ones = np.ones(window // 2 * 2 + 1)
+    return np.convolve(values, ones, 'same') / np.convolve(np.ones(len(values)), ones, 'same')
 
 
 def plot_confusion(path: str, matrix: np.ndarray, names: Sequence[str], title: str) -> None:
-    """Plot a confusion matrix, normalised by row.
-
-    Args:
-        path (str): Image file to write.
-        matrix (np.ndarray): Counts of shape (true classes, predicted classes).
-        names (Sequence[str]): Names of the rows and columns.
-        title (str): Title, with the unit of the counts.
-    """
+    """Plot a confusion matrix, counts of shape (true classes, predicted classes), normalised by row."""
     shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     side = 4.5 + 0.45 * min(len(names), 40)
     figure = Figure(figsize=(side + 2.5, side), layout='constrained')
@@ -92,12 +73,8 @@ def plot_confusion(path: str, matrix: np.ndarray, names: Sequence[str], title: s
 def plot_precision_recall(path: str, precision: np.ndarray, scores: np.ndarray, names: Sequence[str]) -> None:
     """Plot precision over recall, and F1 over the score threshold, for each class and their mean.
 
-    Args:
-        path (str): Image file to write.
-        precision (np.ndarray): (recalls, classes) precisions at one IoU, from ``COCOeval.eval['precision']``; -1 for
-            classes without objects.
-        scores (np.ndarray): (recalls, classes) score thresholds at which the recalls are reached.
-        names (Sequence[str]): Class names.
+    ``precision`` (recalls, classes) is at one IoU, -1 for classes without objects. ``scores`` (recalls, classes) are
+    the score thresholds at which the recalls are reached.
     """
     recall = np.linspace(0, 1, len(precision))
     known = [k for k in range(len(names)) if (precision[:, k] > -1).all()]

@@ -4,9 +4,11 @@
 import os
 import random
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
@@ -16,6 +18,8 @@ from mmengine.registry import DATASETS, HOOKS, MODELS
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
 from torch import nn
+
+from mmlinattn.utils.errors import RunError
 
 
 @DATASETS.register_module(force=True)
@@ -111,6 +115,19 @@ LOADER = dict(dataset=dict(type='ToyDataset'), sampler=dict(type='DefaultSampler
 def validation(*metrics):
     """Arguments of :func:`make_runner` for a validation after each epoch."""
     return dict(val_dataloader=LOADER, val_cfg={}, val_evaluator=list(metrics) or [Count()])
+
+
+def refused(line, kind=RunError):
+    """Expect an error whose message matches ``line``; no error for ''."""
+    return pytest.raises(kind, match=line) if line else nullcontext()
+
+
+def warnings_of(runner, *words):
+    """Train; return the warnings of our hooks, or those with all ``words``."""
+    said = []
+    runner.logger.warning = said.append
+    runner.train()
+    return [line for line in said if line[0] != '`' and all(word in line for word in words)]  # MMEngine's own have it
 
 
 def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, optim=None, kind=Runner, **kwargs):

@@ -3,15 +3,14 @@
 
 import os.path as osp
 from collections.abc import Iterator, Sequence
+from itertools import product
 from numbers import Integral
 from typing import Any, Optional
 
 import numpy as np
 
-from .coco import check_coco
 from .datasets import Finding, Samples, View, classes_of, format_names, reads_local_files, transforms_of
-from .heads import counts_of_stages, decode_head_of, is_metric_learning, num_classes_of_heads
-from .masks import check_masks
+from .heads import counts_of_stages, decode_head_of, is_metric_learning
 
 _NUM_READ = 20_000  # samples with labels that are read, in about a second
 _NUM_FILES = 2000  # of these, images that are looked for
@@ -33,8 +32,7 @@ def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
 
 
 def check_names(key: str, meta: dict) -> Iterator[Finding]:
-    """Check that ``classes`` of a ``metainfo`` is a sequence of names, or an existing text file, and is not spelt
-    ``CLASSES``."""
+    """Check that ``classes`` of a ``metainfo`` are names or an existing file, and not spelt ``CLASSES``."""
     names = meta.get('classes')
     if isinstance(names, str) and names.endswith('.txt') and not osp.isfile(names):
         yield Finding(f'{key}: metainfo.classes = {names!r}: there is no such file of class names.')
@@ -47,11 +45,6 @@ def check_names(key: str, meta: dict) -> Iterator[Finding]:
         yield Finding(
             f'{key}: metainfo.CLASSES is read by nobody. Write metainfo=dict(classes={format_names(meta["CLASSES"])})'
         )
-
-
-def _labels_of_objects(info: dict) -> list:
-    objects = [each for each in info.get('instances') or () if isinstance(each, dict)]
-    return [each.get('bbox_label') for each in objects if not each.get('ignore_flag')]
 
 
 def read_samples(dataset: Any) -> Samples:
@@ -71,7 +64,8 @@ def read_samples(dataset: Any) -> Samples:
             return Samples()
         path = str(info.get('img_path', ''))
         of_image = np.ravel(info['gt_label']).tolist() if info.get('gt_label') is not None else []
-        for label in _labels_of_objects(info) + of_image:
+        objects = [each for each in info.get('instances') or () if isinstance(each, dict)]
+        for label in [each.get('bbox_label') for each in objects if not each.get('ignore_flag')] + of_image:
             if isinstance(label, Integral):
                 labels.setdefault(int(label), path)
         inside = path[len(root) :] if root and path.startswith(root) else ''
@@ -87,14 +81,14 @@ def read_samples(dataset: Any) -> Samples:
 def check_labels(view: View) -> Iterator[Finding]:
     """Check that the heads know each label, and that data sets have labelled objects or images of each class."""
     key, classes, samples = view.key, view.classes, view.samples
-    heads = {} if not view.is_training and is_metric_learning(view.model) else num_classes_of_heads(view.model)
-    for label, path in sorted(samples.labels.items()):
-        for head, count in heads.items():
-            if not 0 <= label < count and head not in _OF_PIXELS:
-                name = f' ({classes[label]})' if 0 <= label < len(classes) else ''
-                found = f'{path} has label {label}{name}, and the data set {len(classes)} classes'
-                yield _too_small(key, head, count, f'for the data: {found}')
-                return
+    heads = {} if not view.is_training and is_metric_learning(view.model) else counts_of_stages(view.model)
+    for (label, path), (head, counts) in product(sorted(samples.labels.items()), heads.items()):
+        count = min(counts)
+        if not 0 <= label < count and head not in _OF_PIXELS:
+            name = f' ({classes[label]})' if 0 <= label < len(classes) else ''
+            found = f'{path} has label {label}{name}, and the data set {len(classes)} classes'
+            yield _too_small(key, head, count, f'for the data: {found}')
+            return
     if samples.error:
         yield Finding(f'{key}: {samples.error}. Put it there, or take it out of the data set.')
         return
@@ -128,15 +122,15 @@ def _unused(view: View, is_detector: bool) -> Iterator[Finding]:
         yield Finding(text, False)
 
 
-def _other_counts(view: View, heads: dict[str, int]) -> Iterator[Finding]:
+def _other_counts(view: View, heads: dict[str, list[int]]) -> Iterator[Finding]:
     """Compare ``num_classes`` of the heads with the number of class names."""
     num = len(view.classes)
-    for head, counts in counts_of_stages(view.model).items():
+    for head, counts in heads.items():
         if len(set(counts)) > 1:
             yield Finding(f'num_classes of the stages of {head} are {counts}: expected one number, {num}.')
             return
     is_binary = getattr(decode_head_of(view.model), 'out_channels', None) == 1  # background and foreground, by a sign
-    for head, count in heads.items():
+    for head, count in ((head, min(counts)) for head, counts in heads.items()):
         if head in _OF_PIXELS and (max(count, 2) if is_binary else count) < num:
             yield _too_small(view.key, head, count, f'for the {num} classes of the data')
         elif count > num:
@@ -152,20 +146,16 @@ def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
     folders, classes = getattr(dataset, 'folder_to_idx', None), classes_of(dataset)
     if not isinstance(folders, dict) or not classes:
         return
-    hidden = [folder for folder in folders if folder.startswith(('.', '__'))]
-    if hidden:
-        root = dataset.data_prefix['img_path']
-        yield Finding(
-            f'{key}: {osp.join(root, hidden[0])} counts as a class, of label {folders[hidden[0]]}. Remove it.'
-        )
-        return
-    labels = {str(name): label for label, name in enumerate(classes)}
+    root, labels = dataset.data_prefix['img_path'], {str(name): label for label, name in enumerate(classes)}
     for folder, label in folders.items():
+        if folder.startswith(('.', '__')):
+            yield Finding(f'{key}: {osp.join(root, folder)} counts as a class, of label {label}. Remove it.')
+            return
         if labels.get(folder, label) != label:
             yield Finding(
-                f'{key}: labels follow the alphabetical order of the folders in {dataset.data_prefix["img_path"]}, not '
-                f'that of metainfo.classes: label {label} is the folder {folder!r}, and {classes[label]!r} in the '
-                f'config. Write classes={format_names(sorted(folders, key=folders.__getitem__))}'
+                f'{key}: labels follow the alphabetical order of the folders in {root}, not that of metainfo.classes: '
+                f'label {label} is the folder {folder!r}, and {classes[label]!r} in the config. Write '
+                f'classes={format_names(sorted(folders, key=folders.__getitem__))}'
             )
             return
 
@@ -181,8 +171,7 @@ def _labelled_folders(view: View) -> dict[str, int]:
 
 
 def check_stages(views: Sequence[View]) -> Iterator[Finding]:
-    """Check that each label has the same folder or class name in training, validation and all concatenated data
-    sets."""
+    """Check that each label has the same folder or class name in training, validation and concatenated data sets."""
     views = [view for view in views if not getattr(view.dataset, 'return_classes', False)]  # they are text to a model
     if not views:
         return
@@ -213,9 +202,9 @@ def check_stages(views: Sequence[View]) -> Iterator[Finding]:
 
 def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Finding]:
     """Check that the class names in a checkpoint of MMEngine are those of the data set."""
-    meta = checkpoint.get('meta') if isinstance(checkpoint, dict) else None
-    meta = (meta.get('dataset_meta') if isinstance(meta, dict) else None) or {}
-    trained = meta.get('classes') if isinstance(meta, dict) else None
+    trained: Any = checkpoint
+    for part in ('meta', 'dataset_meta', 'classes'):
+        trained = trained.get(part) if isinstance(trained, dict) else None
     if not isinstance(trained, (list, tuple)) or getattr(dataset, 'return_classes', False):
         return
     names = classes_of(dataset)
@@ -228,12 +217,3 @@ def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Fin
             f'classes={format_names(trained)}',
             is_moved,
         )
-
-
-def check_dataset(view: View, num_images: int) -> Iterator[Finding]:
-    """Run all checks of a single data set."""
-    yield from check_names(view.key, getattr(view.dataset, 'metainfo', None) or {})
-    yield from check_coco(view)
-    yield from check_folders(view.key, view.dataset)
-    yield from check_labels(view)
-    yield from check_masks(view, num_images)

@@ -7,6 +7,7 @@ import os.path as osp
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from .datasets import MAX_NAMES, Finding, View, format_names, transforms_of
@@ -17,11 +18,8 @@ _NUM_SIZES = 200  # images compared by size
 
 
 def load_coco(path: str) -> tuple[dict, str]:
-    """Load an annotation file, and check its structure, ids and boxes.
-
-    Returns:
-        tuple[dict, str]: Its content ({} if it cannot be used), and its first error ('' without errors).
-    """
+    """Return the content of an annotation file ({} without the lists of COCO), and the first error in its structure,
+    ids and boxes ('' without errors)."""
     try:
         with open(path, encoding='utf-8-sig') as file:
             content = json.load(file)
@@ -39,8 +37,7 @@ def error_of_coco(content: Any) -> str:
     if error:
         return error
     try:
-        for key in ('categories', 'images'):
-            error = error or _repeated_id(content[key], key)
+        error = _repeated_id(content['categories'], 'categories') or _repeated_id(content['images'], 'images')
         return error or _error_of_boxes(content['annotations'], {entry.get('id') for entry in content['categories']})
     except TypeError:  # an id without hash
         return 'has ids that are neither numbers nor texts'
@@ -71,12 +68,11 @@ def _error_of_annotation_ids(annotations: list) -> str:
 
 def _error_of_boxes(annotations: list, category_ids: set) -> str:
     for entry in annotations:
-        name = f'annotation {entry.get("id")} of image {entry.get("image_id")}'
+        name, box = f'annotation {entry.get("id")} of image {entry.get("image_id")}', entry.get('bbox')
         if 'segments_info' in entry:  # a panoptic file
             continue
         if entry.get('category_id') not in category_ids:
             return f'{name}: category_id {entry.get("category_id")!r} is the id of none of its categories'
-        box = entry.get('bbox')
         try:
             is_box = len(box) == 4 and math.isfinite(sum(box))
         except TypeError:
@@ -89,25 +85,25 @@ def _error_of_boxes(annotations: list, category_ids: set) -> str:
 def _error_of_boxes_in_images(content: dict) -> str:
     """Describe boxes in normalised coordinates or as two corners; '' if there are none."""
     sizes = {image.get('id'): (image.get('width'), image.get('height')) for image in content['images']}
-    boxes = [
-        (entry, entry['bbox'], sizes.get(entry.get('image_id'))) for entry in content['annotations'] if 'bbox' in entry
-    ]
-    if boxes and all(max(box) <= 1 for _, box, _ in boxes):
-        return f'has boxes that are shares of the image, {boxes[0][1]}: expected pixels: x, y, width, height'
-    beyond = [
-        (entry, box, size)
-        for entry, box, size in boxes
-        if size and all(isinstance(side, (int, float)) for side in size)
-        if box[0] + box[2] > size[0] + 2 or box[1] + box[3] > size[1] + 2
-        # only boxes that would fit as two corners count; boxes of partly hidden objects may extend beyond the edge
-        if box[0] < box[2] <= size[0] + 2 and box[1] < box[3] <= size[1] + 2
-    ]
-    if len(beyond) <= len(boxes) / 5:
+    entries = [entry for entry in content['annotations'] if 'bbox' in entry]
+    if entries and all(max(entry['bbox']) <= 1 for entry in entries):
+        return f'has boxes that are shares of the image, {entries[0]["bbox"]}: expected pixels: x, y, width, height'
+
+    def is_corners(entry: dict) -> bool:
+        """Return True if a box passes the edge, as those of hidden objects may, and would fit as two corners."""
+        (x, y, width, height), size = entry['bbox'], sizes.get(entry.get('image_id'), ())
+        if not size or not all(isinstance(side, (int, float)) for side in size):
+            return False
+        right, bottom = size[0] + 2, size[1] + 2
+        return (x + width > right or y + height > bottom) and x < width <= right and y < height <= bottom
+
+    beyond = [entry for entry in entries if is_corners(entry)]
+    if len(beyond) <= len(entries) / 5:
         return ''
-    entry, box, size = beyond[0]
+    width, height = sizes[beyond[0].get('image_id')]
     return (
-        f'has {len(beyond)} of {len(boxes)} boxes that pass the edge of their image, annotation {entry.get("id")} with '
-        f'bbox = {box} in {size[0]}x{size[1]} first: expected x, y, width, height'
+        f'has {len(beyond)} of {len(entries)} boxes that pass the edge of their image, annotation '
+        f'{beyond[0].get("id")} with bbox = {beyond[0]["bbox"]} in {width}x{height} first: expected x, y, width, height'
     )
 
 
@@ -131,19 +127,14 @@ def _error_of_polygons(content: dict) -> str:
 
 
 def error_of_sizes(images: list, folder: str, turns: bool) -> str:
-    """Describe the first image with another size than in its annotation; '' if there is none.
+    """Describe the first image, of a sample, with another size than in its annotation; '' if there is none.
 
-    Args:
-        images: Entries of the annotation file; a sample of them is compared.
-        folder: Folder of the images.
-        turns: Images are rotated by their EXIF data when loaded, which is MMCV's default.
+    ``turns``: images are rotated by their EXIF data when loaded, which is MMCV's default.
     """
     for image in (images[i] for i in spread(len(images), _NUM_SIZES)):
         with suppress(Exception):  # missing and broken images are reported with the samples
-            expected, size = (
-                (image['width'], image['height']),
-                oriented_size(osp.join(folder, image['file_name']), turns),
-            )
+            expected = image['width'], image['height']
+            size = oriented_size(osp.join(folder, image['file_name']), turns)
             if size != expected:
                 turned = ' (turned by its EXIF data, as MMCV loads it)' if size[::-1] == expected else ''
                 return (
@@ -164,13 +155,8 @@ def check_categories(
 ) -> Iterator[Finding]:
     """Check that labels, numbered in the order of a COCO file's categories, have the class names of the config.
 
-    Args:
-        key: Config key of the data set, for messages.
-        file: The annotation file.
-        in_file: Names of all categories in the file.
-        of_labels: Category name of each label.
-        classes: Class names of the config.
-        needs_all: Report a class without a category as an error rather than a warning.
+    The names of all categories are ``in_file``, those of the labels ``of_labels``. With ``needs_all`` a class without a
+    category is an error rather than a warning.
     """
     if not set(of_labels) <= set(classes):
         return  # data sets that choose categories by something else
@@ -196,36 +182,35 @@ def check_categories(
         )
 
 
-def _lost_objects(content: dict) -> str:
-    """Describe annotations that MMDetection leaves out or trains as background; '' if there are none."""
+def _notes(content: dict, labels: dict, view: View) -> Iterator[str]:
+    """Describe objects that do not train, or that the detector cannot give, and classes without an object."""
     images, annotations = {image.get('id') for image in content['images']}, content['annotations']
-    lost = [entry for entry in annotations if 'segments_info' not in entry and _is_lost(entry, images)]
+    boxes = [entry for entry in annotations if 'segments_info' not in entry]  # the others are of panoptic files
+    counted = [entry for entry in annotations if not (entry.get('iscrowd') or entry.get('ignore'))]
     ignored = [entry for entry in annotations if entry.get('ignore') and not entry.get('iscrowd')]
+    lost = [entry for entry in boxes if _is_lost(entry, images)]
     if ignored:
-        return (
+        yield (
             f': {len(ignored)} of {len(annotations)} annotations have ignore = {ignored[0]["ignore"]!r}, '
             f'{ignored[0].get("id")} first: MMDetection trains them as background, and pycocotools counts them as '
             'missed. Write iscrowd = 1 for them'
         )
-    if not lost or not images:
-        return ''
-    return (
-        f': {len(lost)} of {len(annotations)} annotations are left out, {lost[0].get("id")} first: their area '
-        'is 0, their box is narrower than a pixel, or their image_id is no image of the file'
-    )
-
-
-def _crowded_images(content: dict, most: int) -> str:
-    """Describe images with more objects than the detector returns; '' if there are none."""
-    boxes = [entry for entry in content['annotations'] if 'segments_info' not in entry]
-    counts = Counter(entry.get('image_id') for entry in boxes if not (entry.get('iscrowd') or entry.get('ignore')))
-    densest = max(counts.values(), default=0)
-    if not 0 < most < densest or len(boxes) < len(content['annotations']):
-        return ''
-    return (
-        f' has up to {densest} objects an image, and max_per_img = {most} of test_cfg gives no more: raise it, and '
-        'give CocoMetric use_mp_eval=True and proposal_nums of as many'
-    )
+    elif lost and images:
+        yield (
+            f': {len(lost)} of {len(annotations)} annotations are left out, {lost[0].get("id")} first: their area '
+            'is 0, their box is narrower than a pixel, or their image_id is no image of the file'
+        )
+    most, densest = max_per_image(view.model), Counter(entry.get('image_id') for entry in counted).most_common(1)
+    if densest and 0 < most < densest[0][1] and len(boxes) == len(annotations):
+        yield (
+            f' has up to {densest[0][1]} objects an image, and max_per_img = {most} of test_cfg gives no more: raise '
+            'it, and give CocoMetric use_mp_eval=True and proposal_nums of as many'
+        )
+    segments = (segment for entry in annotations for segment in entry.get('segments_info', ()))
+    used = {entry.get('category_id') for entry in chain(counted, segments)} - {None}
+    unused = [each.get('name') for each in content['categories'] if each['id'] in labels and each['id'] not in used]
+    if view.is_training and used and unused:
+        yield f' has no object of {format_names(unused)}: nothing of these classes trains'
 
 
 def _stuff_first(content: dict) -> str:
@@ -239,15 +224,6 @@ def _stuff_first(content: dict) -> str:
         f' lists {stuff[0]!r}, which is stuff, before things: labels follow its order, and heads count things first. '
         f'Sort its categories, and write classes={format_names(things_first)}'
     )
-
-
-def _unused_categories(content: dict, labels: dict) -> str:
-    """Describe classes without an object to train on; '' if each has one. ``labels`` are those of category ids."""
-    entries = [entry for entry in content['annotations'] if not (entry.get('iscrowd') or entry.get('ignore'))]
-    entries += [segment for entry in content['annotations'] for segment in entry.get('segments_info', ())]
-    used, names = {entry.get('category_id') for entry in entries} - {None}, content['categories']
-    unused = [entry.get('name') for entry in names if entry['id'] in labels and entry['id'] not in used]
-    return f' has no object of {format_names(unused)}: nothing of these classes trains' if used and unused else ''
 
 
 def check_coco(view: View) -> Iterator[Finding]:
@@ -268,15 +244,12 @@ def check_coco(view: View) -> Iterator[Finding]:
     if error:
         yield Finding(f'{view.key}: {path} {error}.')
         return
-    for note in filter(None, (_lost_objects(content), _crowded_images(content, max_per_image(view.model)))):
+    for note in _notes(content, labels, view):
         yield Finding(f'{view.key}: {path}{note}.', False)
     order = _stuff_first(content)
     if order:
         yield Finding(f'{view.key}: {path}{order}')
         return
-    unused = _unused_categories(content, labels) if view.is_training else ''
-    if unused:
-        yield Finding(f'{view.key}: {path}{unused}.', False)
     names = {entry['id']: entry.get('name') for entry in content['categories']}
     of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
     yield from check_categories(view.key, path, list(names.values()), of_labels, view.classes, needs_all=False)

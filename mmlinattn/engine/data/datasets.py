@@ -12,8 +12,7 @@ MAX_NAMES = 30  # that are printed
 
 
 class Finding(NamedTuple):
-    """Result of a check: a message of one line; ``is_error`` is True if training or testing would give wrong
-    results."""
+    """Message of a check, in one line; ``is_error`` is True if training or testing would give wrong results."""
 
     text: str
     is_error: bool = True
@@ -68,8 +67,7 @@ def leaf_datasets(dataset: Any) -> Iterator[Any]:
 
 
 def infos_of(dataset: Any, count: Optional[int] = None) -> Iterator[dict]:
-    """Yield ``get_data_info`` of images in all data sets inside wrappers: of all images, or of ``count`` in each data
-    set."""
+    """Yield ``get_data_info`` of all images, or of ``count`` images in each data set inside wrappers."""
     for leaf in leaf_datasets(dataset):
         if hasattr(leaf, 'get_data_info'):
             infos = map(leaf.get_data_info, range(len(leaf)) if count is None else spread(len(leaf), count))

@@ -32,13 +32,8 @@ def count_confusion(matrix: np.ndarray, objects: Boxes, found: Boxes) -> None:
     """Add the counts of one image to a confusion matrix, in place.
 
     Objects and detections of any class are paired in the order of falling IoU, down to 0.5. Detections with a score
-    below 0.3, and detections that overlap only an ignored object, are left out.
-
-    Args:
-        matrix (np.ndarray): (classes + 1, classes + 1) counts. Rows are true classes, columns predicted classes; the
-            last row and column are background.
-        objects (Boxes): Annotated objects.
-        found (Boxes): Detections.
+    below 0.3, and detections that overlap only an ignored object, are left out. ``matrix`` (classes + 1, classes + 1)
+    has true classes in rows and predicted ones in columns; the last row and column are background.
     """
     from torchvision.ops import box_iou
 
@@ -60,12 +55,7 @@ def count_confusion(matrix: np.ndarray, objects: Boxes, found: Boxes) -> None:
 def precision_over_recall(
     objects: Sequence[Boxes], found: Sequence[Boxes], num_classes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute precision over recall of boxes at IoU 0.5 with pycocotools.
-
-    Args:
-        objects (Sequence[Boxes]): Annotated objects of each image.
-        found (Sequence[Boxes]): Detections of each image.
-        num_classes (int): Number of classes.
+    """Compute precision over recall of boxes at IoU 0.5 with pycocotools; ``objects`` and ``found`` are of each image.
 
     Returns:
         tuple[np.ndarray, np.ndarray]: Precisions and score thresholds at 101 recalls, each of shape (101, classes); -1

@@ -33,14 +33,7 @@ def check_sampler(key: str, loop: Any) -> Iterator[Finding]:
 
 
 def _other_image(name: str, file: str, api: Any, info: dict) -> Optional[Finding]:
-    """Report an image for which the data set and the evaluator's annotation file name different files or boxes.
-
-    Args:
-        name (str): Name of the evaluator, for the message.
-        file (str): Annotation file of the evaluator.
-        api (COCO): The content of ``file``.
-        info (dict): ``get_data_info`` of the image.
-    """
+    """Report an image for which the data set and the evaluator's annotation file name different files or boxes."""
     number, path = info.get('img_id'), info.get('img_path')
     if not isinstance(path, str):
         return None
@@ -63,10 +56,8 @@ def _other_image(name: str, file: str, api: Any, info: dict) -> Optional[Finding
 
 
 def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: nn.Module) -> Iterator[Finding]:
-    """Check an evaluator, such as ``CocoMetric`` or ``IoUMetric``, against the data set and the model.
-
-    In the file of a ``CocoMetric`` these are checked: images by id, order of the classes, and annotation ids.
-    """
+    """Check ``CocoMetric`` (images by id, order of the classes, annotation ids) and ``IoUMetric`` against the data set
+    and the model."""
     metrics = getattr(evaluator, 'metrics', ())
     if hasattr(evaluator, 'dataset_prefixes'):  # MultiDatasetsEvaluator: a metric for each of the joined data sets
         config = config.get('metrics') if isinstance(config, dict) else None

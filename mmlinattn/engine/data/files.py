@@ -13,8 +13,7 @@ _ORIENTATION = 274
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Return up to ``count`` evenly spaced indices below ``length``, shuffled, so that the first few are spread out
-    too."""
+    """Return up to ``count`` evenly spaced indices below ``length``, shuffled to spread out the first few too."""
     chosen = np.unique(np.linspace(0, max(length - 1, 0), min(length, count)).round().astype(int))
     return [int(i) for i in np.random.default_rng(0).permutation(chosen)]
 
@@ -31,14 +30,9 @@ def open_image(path: Any) -> Iterator[Image.Image]:
 
 
 def oriented_size(path: Any, turns: bool = True) -> tuple[int, int]:
-    """Return width and height of an image in pixels from its header, swapped if its EXIF data turns it by 90 degrees.
+    """Return width and height of an image in pixels from its header; with ``turns``, as its EXIF data turns it.
 
-    Args:
-        path: The image.
-        turns: Apply the EXIF orientation.
-
-    Raises:
-        Exception: Errors of any type, raised by Pillow's plugins for a broken file.
+    Pillow's plugins raise errors of any type for a broken file.
     """
     with open_image(path) as image:
         is_turned = turns and image.getexif().get(_ORIENTATION) in _ROTATED

@@ -10,31 +10,18 @@ _NO_CLASSES = ('rpn_conv', 'max_depth', 'boundary_threshold')  # attributes of h
 
 
 def counts_of_stages(model: nn.Module) -> dict[str, list[int]]:
-    """Return ``num_classes`` of each classifying head by name, one number per stage.
-
-    Models that take class names as text have none.
-    """
+    """Return ``num_classes`` of all stages of each classifying head; models that take names as text have none."""
     if hasattr(model, 'language_model'):
         return {}
-    found, roi = {}, getattr(model, 'roi_head', None)
+    found: dict[str, list[int]] = {}
     for name in _NAMES:
-        head = getattr(roi, name, None) or getattr(model, name, None)
-        stages: list[Any] = list(head) if isinstance(head, nn.ModuleList) else [head]
-        counts = [
-            stage.num_classes
-            for stage in stages
-            if type(getattr(stage, 'num_classes', None)) is int
-            and not getattr(stage, 'class_agnostic', False)
-            and not any(hasattr(stage, attribute) for attribute in _NO_CLASSES)
-        ]
-        if counts:
-            found[name] = counts
+        head: Any = getattr(getattr(model, 'roi_head', None), name, None) or getattr(model, name, None)
+        for stage in head if isinstance(head, nn.ModuleList) else [head]:
+            count: Any = getattr(stage, 'num_classes', None)
+            is_other = getattr(stage, 'class_agnostic', False) or any(hasattr(stage, each) for each in _NO_CLASSES)
+            if type(count) is int and not is_other:
+                found.setdefault(name, []).append(count)
     return found
-
-
-def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
-    """Return ``num_classes`` of each classifying head by name; of a cascade, the smallest number."""
-    return {name: min(counts) for name, counts in counts_of_stages(model).items()}
 
 
 def decode_head_of(model: Any) -> Any:
@@ -44,14 +31,12 @@ def decode_head_of(model: Any) -> Any:
 
 
 def is_metric_learning(model: Any) -> bool:
-    """Return True if a model compares images by prototypes or a triplet loss, and is thus validated on other
-    classes."""
+    """Return True if a model compares images by prototypes or a triplet loss: its validation has other classes."""
     return hasattr(model, 'prototype') or hasattr(getattr(model, 'head', None), 'loss_triplet')
 
 
 def max_per_image(model: nn.Module) -> int:
-    """Return the largest number of objects that a detector returns for an image; 0 if it has no limit or is no
-    detector."""
+    """Return the largest number of objects that a detector returns for an image; 0 for no limit and other models."""
     head = getattr(model, 'roi_head', None) or getattr(model, 'bbox_head', None)
     limits = getattr(head, 'test_cfg', None) or {}
     return int(limits.get('max_per_img', 0) or 0) if isinstance(limits, dict) else 0

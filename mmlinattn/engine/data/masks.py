@@ -18,27 +18,21 @@ _MIN_OPENED = 16  # masks that are opened, however slow
 
 
 class Masks:
-    """Segmentation masks of a data set, read by its own ``LoadAnnotations``.
+    """Segmentation masks of a data set of MMSegmentation, read by its own ``LoadAnnotations``.
 
-    Args:
-        view (View): A data set of MMSegmentation with its model.
-
-    Attributes:
-        count (int): Number of labels that the decode head knows; 0 for other models and data sets.
-        ignored (int): Label of ignored pixels.
+    ``count`` is the number of labels that the decode head knows (0 for other models and data sets), and ``ignored`` the
+    label of ignored pixels.
     """
 
     def __init__(self, view: View):
-        head = decode_head_of(view.model)
-        self.dataset, steps = view.dataset, transforms_of(view.dataset)
+        head, steps = decode_head_of(view.model), transforms_of(view.dataset)
+        self.dataset, count = view.dataset, getattr(head, 'num_classes', None)
         self.load = next((step for step in steps if type(step).__name__ == 'LoadAnnotations'), None)
-        count = getattr(head, 'num_classes', None)
-        self.count = count if type(count) is int else 0
-        if getattr(head, 'out_channels', None) == 1:
+        has_masks = type(count) is int and self.load is not None and hasattr(view.dataset, 'get_data_info')
+        self.count: Any = count if has_masks else 0
+        if has_masks and getattr(head, 'out_channels', None) == 1:
             if getattr(getattr(head, 'loss_decode', None), 'use_sigmoid', True):
                 self.count = 2  # background and foreground, by the sign of one number
-        if self.load is None or not hasattr(view.dataset, 'get_data_info'):
-            self.count = 0
         ignored = getattr(head, 'ignore_index', None)
         self.ignored = 255 if ignored is None else ignored
         self.reduces = any(getattr(part, 'reduce_zero_label', None) for part in (self.load, self.dataset))

@@ -19,6 +19,7 @@ from ..optimizers.saved_groups import fit_checkpoint
 # entries of schedulers that change during the training, and parameters of optimizer groups
 _NO_SETTINGS = {'last_step', 'base_values', 'verbose', 'best', 'num_bad_epochs', 'cooldown_counter'}
 _NO_SETTINGS |= {'params', 'param_names'}
+_ANEW = 'load_from=CHECKPOINT instead of --resume; it starts at iteration 0.'
 
 
 def _settings(state: dict) -> dict:
@@ -41,57 +42,44 @@ def _replaced(own: dict, saved: dict) -> dict[str, str]:
     return {key.removeprefix('initial_'): f'{saved[key]} (the config has {own[key]})' for key in changed}
 
 
-def _replaced_in_groups(groups: list[dict], saved: list[dict], kind: str) -> dict[str, str]:
-    """Describe the settings of an optimizer that a resumed run takes from the checkpoint.
+def _settings_of_checkpoint(runner, optimizer: Optimizer, checkpoint: dict) -> dict[str, str]:
+    """Describe the settings of optimizer and schedule that a resumed run takes from the checkpoint.
 
     Raises:
-        RunError: The checkpoint is of another type of optimizer.
+        RunError: The checkpoint is of another type of optimizer, or has schedulers of other types; MMEngine would mix
+            their states.
     """
     found: dict[str, str] = {}
-    for own, old in zip(map(_settings, groups), map(_settings, saved)):
+    owns, olds = map(_settings, optimizer.param_groups), map(_settings, checkpoint['optimizer']['param_groups'])
+    for own, old in zip(owns, olds):
         if _of_other_kinds(own, old):
             raise RunError(
-                f'the checkpoint to resume from is of another optimizer than {kind}: it has '
+                f'the checkpoint to resume from is of another optimizer than {type(optimizer).__name__}: it has '
                 f'{some(sorted(old.keys() - own.keys()))} and lacks {some(sorted(own.keys() - old.keys()))}. Set '
-                'optim_wrapper.optimizer as it was, or load_from=CHECKPOINT instead of --resume; it starts at '
-                'iteration 0.'
+                f'optim_wrapper.optimizer as it was, or {_ANEW}'
             )
         found = {**_replaced(own, old), **found}
+    schedulers, saved, meta = runner.param_schedulers, checkpoint.get('param_schedulers'), checkpoint['meta']
+    if not isinstance(schedulers, list) or not isinstance(saved, list):
+        return found
+    pairs = [(_settings(each.state_dict()), _settings(old)) for each, old in zip(schedulers, saved)]
+    if len(schedulers) != len(saved) or any(_of_other_kinds(*pair) for pair in pairs):
+        raise RunError(
+            f'the checkpoint to resume from has {len(saved)} param_schedulers that do not fit those of the config: '
+            f'{some([type(each).__name__ for each in schedulers])}. Set param_scheduler as it was, or {_ANEW}'
+        )
+    # SafeRunner fits schedulers by iteration to epochs of another length
+    is_fitted = isinstance(runner.train_loop, EpochBasedTrainLoop) and not meta.get('stopped')
+    is_fitted = is_fitted and meta['iter'] != meta['epoch'] * len(runner.train_dataloader)
+    for each, pair in zip(schedulers, pairs):
+        if each.by_epoch or not is_fitted:
+            found.update({f'{type(each).__name__}.{key}': values for key, values in _replaced(*pair).items()})
     return found
 
 
-def _replaced_in_schedule(schedulers: list, saved: list[dict], is_fitted: bool) -> dict[str, str]:
-    """Describe the settings of a schedule that a resumed run takes from the checkpoint.
-
-    Args:
-        schedulers (list): Schedulers of the config.
-        saved (list[dict]): Their states in the checkpoint.
-        is_fitted (bool): SafeRunner fits schedulers by iteration to epochs of another length.
-
-    Raises:
-        RunError: The checkpoint has schedulers of other types; MMEngine would mix their states.
-    """
-    owns, olds = [_settings(each.state_dict()) for each in schedulers], [*map(_settings, saved)]
-    if len(owns) != len(olds) or any(map(_of_other_kinds, owns, olds)):
-        raise RunError(
-            f'the checkpoint to resume from has {len(saved)} param_schedulers that do not fit those of the config: '
-            f'{some([type(each).__name__ for each in schedulers])}. Set param_scheduler as it was, or '
-            'load_from=CHECKPOINT instead of --resume; it starts at iteration 0.'
-        )
-    return {
-        f'{type(each).__name__}.{key}': values
-        for each, own, old in zip(schedulers, owns, olds)
-        for key, values in (_replaced(own, old) if each.by_epoch or not is_fitted else {}).items()
-    }
-
-
 def _check_resumed(runner, checkpoint: dict) -> None:
-    """Warn of state and settings in which a resumed run differs from the config.
-
-    Raises:
-        RunError: The checkpoint belongs to another type of optimizer, or to other types of schedulers, or holds no
-            position.
-    """
+    """Warn of state and settings in which a resumed run differs from the config; refuse other optimizers, schedules,
+    and files without a position."""
     warn, meta = runner.logger.warning, checkpoint.get('meta') or {}
     own = dict(optimizer=runner.optim_wrapper, param_schedulers=runner.param_schedulers)
     lost = [key for key, value in own.items() if value and not checkpoint.get(key)]
@@ -107,28 +95,18 @@ def _check_resumed(runner, checkpoint: dict) -> None:
         )
     if not {'epoch', 'iter'} <= {*meta}:
         raise RunError(
-            'the checkpoint to resume from has no epoch and iteration, as files of weights alone. Set '
-            'load_from=CHECKPOINT instead of --resume; it starts at iteration 0.'
+            f'the checkpoint to resume from has no epoch and iteration, as files of weights alone. Set {_ANEW}'
         )
-    saved, schedules = checkpoint.get('optimizer'), checkpoint.get('param_schedulers')
-    optimizer = getattr(runner.optim_wrapper, 'optimizer', None)
+    saved, optimizer = checkpoint.get('optimizer'), getattr(runner.optim_wrapper, 'optimizer', None)
     if not isinstance(saved, dict) or not isinstance(optimizer, Optimizer) or not saved.get('param_groups'):
         return  # several optimizers, or none
     if saved.get('loss_scaler') == {}:  # of bfloat16: it scaled no loss
         checkpoint['optimizer'] = {key: value for key, value in saved.items() if key != 'loss_scaler'}
     fit_checkpoint(optimizer, checkpoint, unwrapped(runner.model))
-    groups = checkpoint['optimizer']['param_groups']
-    replaced = _replaced_in_groups(optimizer.param_groups, groups, type(optimizer).__name__)
-    if isinstance(runner.param_schedulers, list) and isinstance(schedules, list):
-        is_fitted = isinstance(runner.train_loop, EpochBasedTrainLoop) and not meta.get('stopped')
-        is_fitted = is_fitted and meta['iter'] != meta['epoch'] * len(runner.train_dataloader)
-        replaced.update(_replaced_in_schedule(runner.param_schedulers, schedules, is_fitted))
+    replaced = _settings_of_checkpoint(runner, optimizer, checkpoint)
     if replaced:
         listed = '; '.join(f'{key} = {values}' for key, values in replaced.items())
-        warn(
-            f'resuming takes optimizer and schedule of the checkpoint: {listed}. For those of the config, set '
-            'load_from=CHECKPOINT instead of --resume; it starts at iteration 0.'
-        )
+        warn(f'resuming takes optimizer and schedule of the checkpoint: {listed}. For those of the config, set {_ANEW}')
 
 
 def _modules_of(keys: Collection[str]) -> str:
@@ -136,11 +114,11 @@ def _modules_of(keys: Collection[str]) -> str:
 
     More than five are replaced by the modules that hold them.
     """
-    paths, depth = [key.split('.')[:-1] for key in keys], max(key.count('.') for key in keys)
-    names = dict.fromkeys('.'.join(path) for path in paths)
-    while len(names) > 5 and depth > 1:
-        depth -= 1
+    paths, names = [key.split('.')[:-1] for key in keys], dict.fromkeys([''])
+    for depth in range(max(map(len, paths)), 0, -1):
         names = dict.fromkeys('.'.join(path[:depth]) for path in paths)
+        if len(names) <= 5:
+            break
     return ','.join(names)
 
 
@@ -207,14 +185,14 @@ class CheckpointMatchHook(Hook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         model = unwrapped(runner.model)
-        is_training, resumes = isinstance(runner._train_loop, BaseLoop), runner._resume
+        is_training = isinstance(runner._train_loop, BaseLoop)
+        is_start = is_training and not runner._resume
         option = f'--cfg-options custom_hooks.{type(self).__name__}'
         state = runner_state(checkpoint, model)
         whole = compare(model, state)
-        accepts = self.allow_nonfinite or (is_training and not resumes)
-        whole.check_values(accepts, f' If it is meant: {option}.allow_nonfinite=True')
+        whole.check_values(self.allow_nonfinite or is_start, f' If it is meant: {option}.allow_nonfinite=True')
         fit = needed(model, whole, self.left_out if is_training else self.left_out + UNUSED_IN_TESTS)
-        if is_training and not resumes:
+        if is_start:
             self._check_start(model, whole, fit, checkpoint)
             fit = fit.only(lambda key: '.out_norms.' not in key)  # classifiers have none
             if fit.mismatched or fit.missing:

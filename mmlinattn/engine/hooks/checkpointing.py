@@ -46,11 +46,8 @@ def _write_errors(target: str, previous: Optional[str]):
         ) from error
 
 
-def write_checkpoint(runner, folder: str, name: str, *args, **options) -> str:
-    """Save a checkpoint, and record its path in the file ``last_checkpoint`` and as ``last_ckpt`` in the message hub.
-
-    Returns:
-        str: The path of the checkpoint.
+def write_checkpoint(runner, folder: str, name: str, **options) -> str:
+    """Save a checkpoint and return its path, which ``last_checkpoint`` and ``last_ckpt`` of the message hub record.
 
     Raises:
         RunError: One of the files could not be written. The previous checkpoint and ``last_checkpoint`` are intact.
@@ -59,23 +56,11 @@ def write_checkpoint(runner, folder: str, name: str, *args, **options) -> str:
     previous = runner.message_hub.runtime_info.get('last_ckpt')  # also that of a resumed run
     runner.message_hub.update_info('last_ckpt', path)  # stored in the checkpoint
     with _write_errors(path, previous):
-        runner.save_checkpoint(folder, name, *args, **options)
+        runner.save_checkpoint(folder, name, **options)
         if is_main_process():
             with atomic_write(osp.join(runner.work_dir, 'last_checkpoint')) as file:
                 file.write(path.encode())
     return path
-
-
-class _DeferRemoval:
-    """Storage backend that collects the paths to remove in ``outdated`` and removes nothing."""
-
-    def __init__(self, backend):
-        self.backend = backend
-        self.outdated: list[str] = []
-        self.remove = self.rmtree = self.outdated.append
-
-    def __getattr__(self, name):
-        return getattr(self.backend, name)
 
 
 def _remove(backend, path: str) -> None:
@@ -134,18 +119,9 @@ class SafeCheckpointHook(CheckpointHook):
             runner.message_hub.update_info('keep_ckpt_ids', list(self.keep_ckpt_ids))
 
         self._saved_step = step
-        self.last_ckpt = write_checkpoint(
-            runner,
-            self.out_dir,
-            self.filename_tmpl.format(step),
-            self.file_client_args,
-            save_optimizer=self.save_optimizer,
-            save_param_scheduler=self.save_param_scheduler,
-            meta=meta,
-            by_epoch=self.by_epoch,
-            backend_args=self.backend_args,
-            **self.args,
-        )
+        keys = 'file_client_args', 'save_optimizer', 'save_param_scheduler', 'by_epoch', 'backend_args'
+        options = dict(self.args, meta=meta, **{key: getattr(self, key) for key in keys})
+        self.last_ckpt = write_checkpoint(runner, self.out_dir, self.filename_tmpl.format(step), **options)
         if is_main_process():
             for old_step in outdated:
                 path = self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(old_step))
@@ -153,13 +129,13 @@ class SafeCheckpointHook(CheckpointHook):
 
     def _save_best_checkpoint(self, runner, metrics) -> None:
         backend = self.file_backend
-        self.file_backend = _DeferRemoval(backend)
+        outdated: list[str] = []
+        backend.remove = backend.rmtree = outdated.append  # until the new checkpoint is on disk
         try:
             with _write_errors('the best checkpoint', getattr(self, 'best_ckpt_path', None)):
                 super()._save_best_checkpoint(runner, metrics)
-            outdated = self.file_backend.outdated
         finally:
-            self.file_backend = backend
+            del backend.remove, backend.rmtree
         current = set(getattr(self, 'best_ckpt_path_dict', {}).values())
         current.add(getattr(self, 'best_ckpt_path', None))
         for path in outdated:

@@ -25,11 +25,8 @@ def compile_blocks(model: nn.Module, **options) -> None:
     Heads and losses, with their data-dependent shapes, are not compiled. Image sizes are dynamic. Blocks that differ
     only in their weights share a graph; training and inference have separate graphs. PyTorch compiles another graph for
     size 1: if the first batch has several images, later batches of one image run eagerly. Keys of ``state_dict`` do not
-    change. Copies of the model are not compiled.
-
-    Args:
-        model (nn.Module): A model on its final device.
-        options: Arguments of ``torch.compile`` in place of :data:`OPTIONS`, for example ``backend``.
+    change. Copies of the model are not compiled. The model has to be on its final device. ``options`` are arguments of
+    ``torch.compile`` in place of :data:`OPTIONS`, for example ``backend``.
 
     Raises:
         RunError: ``model`` has no backbone of this package.
@@ -58,7 +55,7 @@ def compile_blocks(model: nn.Module, **options) -> None:
         # one compiled function for each stage: a stage is not recompiled when the guards of another one fail
         compiled = torch.compile(_call, dynamic=True, **options)
         for block in stage:
-            call_compiled(block, BlockCall(block, compiled))  # neither copied nor saved
+            call_compiled(block, _block_call(block, compiled))  # neither copied nor saved
 
 
 def _call(block: nn.Module, x: Tensor, stage: StageContext):
@@ -66,25 +63,19 @@ def _call(block: nn.Module, x: Tensor, stage: StageContext):
     return block._call_impl(x, stage._replace(windows=None))
 
 
-class BlockCall:
-    """Callable that runs a block compiled, or eagerly for batches of one image if the first batch had several.
+def _block_call(block: nn.Module, compiled: Any) -> Any:
+    """Return a function that runs a block compiled, or eagerly batches of one image if the first batch had several."""
+    firsts: dict[tuple[bool, bool], bool] = {}  # of training and of inference: the first batch had one image
 
-    Args:
-        block (nn.Module): The block.
-        compiled (Callable): :func:`_call`, compiled.
-    """
-
-    def __init__(self, block: nn.Module, compiled: Any) -> None:
-        self.block, self.compiled = block, compiled
-        self.takes_one: dict[tuple[bool, bool], bool] = {}  # by the first batch of training and of inference
-
-    def __call__(self, x: Tensor, stage: StageContext) -> Tensor:
+    def call(x: Tensor, stage: StageContext) -> Tensor:
         has_one = 1 in x.shape
-        takes_one = self.takes_one.setdefault((self.block.training, torch.is_grad_enabled()), has_one)
+        takes_one = firsts.setdefault((block.training, torch.is_grad_enabled()), has_one)
         if has_one and not takes_one:
-            return self.block._call_impl(x, stage)
+            return block._call_impl(x, stage)
         # views are copied: only the first block of a stage gets views, and PyTorch would recompile for them
-        return self.compiled(self.block, x.clone() if x._is_view() else x, stage)
+        return compiled(block, x.clone() if x._is_view() else x, stage)
+
+    return call
 
 
 def share_drop_paths(backbone: nn.Module) -> None:

@@ -6,18 +6,18 @@ import numpy as np
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
-from mmengine.runner.base_loop import BaseLoop
 
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 from ..data import checks, evaluation
+from ..data.coco import check_coco
 from ..data.datasets import Finding, View, all_datasets, leaf_datasets
 from ..data.heads import is_metric_learning
+from ..data.masks import check_masks
 
 
 def extend_palette(meta: dict) -> dict:
-    """Return the ``metainfo`` of a data set with random colours added for classes beyond the palette, for the
-    visualizer."""
+    """Return the ``metainfo`` of a data set with random colours for classes beyond its palette, for drawing."""
     classes, palette = meta.get('classes'), meta.get('palette')
     if isinstance(classes, (list, tuple)) and isinstance(palette, (list, tuple)) and 0 < len(palette) < len(classes):
         more = np.random.default_rng(0).integers(0, 256, (len(classes) - len(palette), 3)).tolist()
@@ -25,15 +25,10 @@ def extend_palette(meta: dict) -> dict:
     return meta
 
 
-def _datasets(loop: BaseLoop) -> list:
-    loaders = getattr(loop, 'dataloaders', None) or [loop.dataloader]
-    # MMPretrain's vis_scheduler.py replaces the loader by a list with a mock data set
-    return [loader.dataset for loader in loaders if hasattr(loader, 'dataset') and not isinstance(loader, list)]
-
-
 def _loops(runner) -> dict:
+    """Return the built loops over one data set by stage."""
     loops = {stage: getattr(runner, f'_{stage}_loop') for stage in ('train', 'val', 'test')}
-    return {stage: loop for stage, loop in loops.items() if isinstance(loop, BaseLoop)}
+    return {key: loop for key, loop in loops.items() if hasattr(getattr(loop, 'dataloader', None), 'dataset')}
 
 
 @HOOKS.register_module(force=True)
@@ -71,52 +66,54 @@ class DataCheckHook(Hook):
     def before_run(self, runner) -> None:
         """Check the data sets of all loops of this run."""
         loops = _loops(runner)
-        for loop in loops.values():
-            for dataset in chain.from_iterable(map(all_datasets, _datasets(loop))):
-                if isinstance(getattr(dataset, '_metainfo', None), dict):
-                    dataset._metainfo = extend_palette(dataset._metainfo)
+        for dataset in chain.from_iterable(all_datasets(loop.dataloader.dataset) for loop in loops.values()):
+            if isinstance(getattr(dataset, '_metainfo', None), dict):
+                dataset._metainfo = extend_palette(dataset._metainfo)
         if isinstance(getattr(runner.visualizer, 'dataset_meta', None), dict):
             runner.visualizer.dataset_meta = extend_palette(runner.visualizer.dataset_meta)
-        if is_main_process() and self.fault != 'skip':
-            self._report(runner, self._check(runner, loops))
+        self._report(runner, self._check(runner, loops))
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Compare the classes of a tested or resumed checkpoint with those of the data."""
         loops = _loops(runner)
-        is_training = 'train' in loops
-        if not is_main_process() or self.fault == 'skip' or (is_training and not runner._resume):
+        if 'train' in loops:  # a fine-tuned model may have other classes
+            loops = {'train': loops['train']} if runner._resume else {}
+        elif is_metric_learning(unwrapped(runner.model)):
             return
-        if not is_training and is_metric_learning(unwrapped(runner.model)):
-            return
-        for stage in ('train',) if is_training else loops:
-            for dataset in chain.from_iterable(map(leaf_datasets, _datasets(loops[stage]))):
+        for stage, loop in loops.items():
+            for dataset in leaf_datasets(loop.dataloader.dataset):
                 self._report(runner, checks.check_trained_names(f'{stage}_dataloader', dataset, checkpoint))
 
     def _check(self, runner, loops: dict) -> Iterator[Finding]:
         model, views = unwrapped(runner.model), []
         for stage, loop in loops.items():
-            key = f'{stage}_dataloader'
-            for whole in _datasets(loop):
-                leaves = [dataset for dataset in leaf_datasets(whole) if hasattr(dataset, '__len__')]
-                read = [checks.read_samples(dataset) for dataset in leaves]
-                is_part = any(samples.labels for samples in read)
-                for dataset, samples in zip(leaves, read):
-                    if len(dataset) == 0:
-                        ann_file = getattr(dataset, 'ann_file', '')
-                        yield Finding(f'{key} ({type(dataset).__name__}, ann_file {ann_file!r}) holds no image.')
-                        continue
-                    view = View(key, dataset, model, samples._replace(is_part=is_part))
-                    if view.is_training or not is_metric_learning(model):
-                        views.append(view)
-                    yield from checks.check_dataset(view, self.num_images)
+            key, whole = f'{stage}_dataloader', loop.dataloader.dataset
+            leaves = [dataset for dataset in leaf_datasets(whole) if hasattr(dataset, '__len__')]
+            read = [checks.read_samples(dataset) for dataset in leaves]
+            is_part = any(samples.labels for samples in read)
+            for dataset, samples in zip(leaves, read):
+                if len(dataset) == 0:
+                    ann_file = getattr(dataset, 'ann_file', '')
+                    yield Finding(f'{key} ({type(dataset).__name__}, ann_file {ann_file!r}) holds no image.')
+                    continue
+                view = View(key, dataset, model, samples._replace(is_part=is_part))
+                if view.is_training or not is_metric_learning(model):
+                    views.append(view)
+                yield from checks.check_names(key, getattr(dataset, 'metainfo', None) or {})
+                yield from check_coco(view)
+                yield from checks.check_folders(key, dataset)
+                yield from checks.check_labels(view)
+                yield from check_masks(view, self.num_images)
             yield from evaluation.check_sampler(key, loop)
-            for dataset in _datasets(loop)[:1]:
-                key, evaluator = f'{stage}_evaluator', getattr(loop, 'evaluator', None)
-                yield from evaluation.check_evaluator(key, evaluator, runner.cfg.get(key), dataset, model)
+            key = f'{stage}_evaluator'
+            yield from evaluation.check_evaluator(
+                key, getattr(loop, 'evaluator', None), runner.cfg.get(key), whole, model
+            )
         yield from checks.check_stages(views)
 
     def _report(self, runner, findings: Iterable[Finding]) -> None:
-        for finding in findings:
+        """Run checks in the main process: stop at an error, and log other findings."""
+        for finding in findings if is_main_process() and self.fault != 'skip' else ():
             if finding.is_error and self.fault == 'stop':
                 option = f'--cfg-options custom_hooks.{type(self).__name__}.fault=warn'
                 raise RunError(f'{finding.text} If it is meant: {option}')

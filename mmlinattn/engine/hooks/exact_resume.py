@@ -1,5 +1,4 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import inspect
 import random
 from itertools import chain, repeat
 from typing import Any, Optional
@@ -10,7 +9,7 @@ from mmengine.dist import broadcast, get_rank
 from mmengine.hooks import EarlyStoppingHook, Hook
 from mmengine.registry import DATA_SAMPLERS, HOOKS, LOOPS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler
 
 from ...utils.errors import RunError
 
@@ -28,8 +27,7 @@ def seed_everything(*key: int) -> None:
 
 
 class _SeededBatch(list):
-    """Indices of a batch; iterating over them calls :func:`seed_everything` with ``key`` in the process that loads the
-    batch."""
+    """Indices of a batch; iterating over them, in the process that loads it, seeds all generators by ``key``."""
 
     def __init__(self, indices: list, key: tuple):
         super().__init__(indices)
@@ -44,13 +42,9 @@ class _SeededBatch(list):
 
 
 class _SeededBatches:
-    """Batch sampler that wraps ``batch_sampler`` and gives each batch a seed from its epoch and its number in the
-    epoch.
+    """Batch sampler that gives each batch of another one a seed from ``key``, its epoch and its number in the epoch.
 
-    Args:
-        batch_sampler: The wrapped batch sampler, finite or infinite.
-        key (tuple[int, ...]): Prefix of all seeds.
-        is_endless (bool): Continue with the next epoch at the end of an epoch.
+    If it ``is_endless``, it continues with the next epoch at the end of one.
     """
 
     def __init__(self, batch_sampler: Any, key: tuple, is_endless: bool):
@@ -123,7 +117,7 @@ class ExactResumeHook(Hook):
     Transforms that keep images of earlier batches (MMDetection's ``CachedMosaic``) begin with an empty cache.
 
     ``train_dataloader`` has to be a config. With a ``DataLoader`` object, or a train loop other than MMEngine's two,
-    the hook only warns. A second hook of this class has no effect.
+    the hook only warns.
 
     Raises:
         RunError: A run resumes within an epoch, and the number of batches in an epoch has changed.
@@ -148,25 +142,29 @@ class ExactResumeHook(Hook):
         if runner.iter == 0:
             runner.message_hub.update_info(_VALIDATED, 0)
         loop, config = runner.train_loop, runner._train_dataloader
-        samplers = [config.get('sampler'), config.get('batch_sampler') or {}] if isinstance(config, dict) else [None]
+        config = config if isinstance(config, dict) else {}
+        samplers: list[Any] = [config.get('sampler'), config.get('batch_sampler') or {}]
         if type(loop) not in _LOOPS or not all(isinstance(each, dict) for each in samplers):  # built ones have no seed
             runner.logger.warning(
                 f'ExactResumeHook leaves the data of {type(loop).__name__} alone: a resumed run '
                 'will see other augmentations than an uninterrupted one.'
             )
             return
-        loader = loop.dataloader
-        if isinstance(loader.batch_sampler, _SeededBatches):
-            return
-        by_iterations = isinstance(loop, IterBasedTrainLoop)
-        key = (self.seed, self.rank, _BATCH)
-        self.batches = _SeededBatches(_build_batch_sampler(loader, config, self.seed), key, by_iterations)
-        loop.dataloader = _with_batches(self.batches, loader)
+        loader, by_iterations = loop.dataloader, isinstance(loop, IterBasedTrainLoop)
+        # new samplers, at their beginning
+        sampler = DATA_SAMPLERS.build(dict(samplers[0]), default_args=dict(dataset=loader.dataset, seed=self.seed))
+        batches = DATA_SAMPLERS.build(
+            dict(samplers[1] or dict(type=BatchSampler, drop_last=loader.drop_last)),
+            default_args=dict(sampler=sampler, batch_size=config.get('batch_size', 1)),
+        )
+        self.batches = _SeededBatches(batches, (self.seed, self.rank, _BATCH), by_iterations)
+        # PyTorch lets a loader be iterated anew, but not assign its sampler
+        vars(loader).update(batch_sampler=self.batches, _iterator=None)
         if by_iterations:
             self.batches.num_done = loop.iter
             # MMEngine's loop draws and drops one batch for each iteration
             num_drawn = 0 if hasattr(loop.dataloader_iterator, 'skip_iter') else loop.iter
-            loop.dataloader_iterator = _Batches(repeat(None, num_drawn), loop.dataloader)
+            loop.dataloader_iterator = _Batches(repeat(None, num_drawn), loader)
         elif self._meta.get('stopped') and (self._meta['epoch'], self._meta['iter']) == (loop.epoch, loop.iter):
             done, saved_num = (self._meta['stopped'][key] for key in ('batch', 'num_batches'))
             if done and saved_num != len(loader):
@@ -200,23 +198,6 @@ class ExactResumeHook(Hook):
         """Store the position in the epoch; without it, MMEngine would repeat the epoch."""
         if self.batches is not None and self._num_trained and isinstance(runner.train_loop, EpochBasedTrainLoop):
             checkpoint['meta']['stopped'] = dict(batch=self._num_trained, num_batches=len(runner.train_dataloader))
-
-
-def _build_batch_sampler(loader: DataLoader, config: dict, seed: int) -> Any:
-    """Build new samplers, at their beginning, from the config of a loader."""
-    sampler = DATA_SAMPLERS.build(dict(config['sampler']), default_args=dict(dataset=loader.dataset, seed=seed))
-    batch_sampler = config.get('batch_sampler') or dict(type=BatchSampler, drop_last=loader.drop_last)
-    return DATA_SAMPLERS.build(
-        dict(batch_sampler), default_args=dict(sampler=sampler, batch_size=config.get('batch_size', 1))
-    )
-
-
-def _with_batches(batches: _SeededBatches, loader: DataLoader) -> DataLoader:
-    names = inspect.signature(DataLoader).parameters.keys() - {'batch_size', 'shuffle', 'sampler', 'drop_last'}
-    settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
-    made = DataLoader(**{**settings, 'batch_sampler': batches})
-    vars(made).update(batch_size=loader.batch_size, drop_last=loader.drop_last)  # read by hooks of upstream
-    return made
 
 
 def is_validation_due(runner: Any) -> bool:

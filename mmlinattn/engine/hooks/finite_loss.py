@@ -11,13 +11,6 @@ from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
 
-def _file_names(data_batch) -> list[str]:
-    samples = data_batch.get('data_samples', ()) if isinstance(data_batch, dict) else data_batch
-    samples = samples if isinstance(samples, (list, tuple)) else [samples]
-    samples = [sample.get('data_samples', sample) if isinstance(sample, dict) else sample for sample in samples]
-    return [str(sample.img_path) for sample in samples if getattr(sample, 'img_path', None) is not None]
-
-
 @HOOKS.register_module(force=True)
 class FiniteLossHook(Hook):
     """Stop the run at the first NaN or infinite loss, before a checkpoint is saved. The message names the images.
@@ -42,7 +35,10 @@ class FiniteLossHook(Hook):
             for name, value in outputs.items()
             if isinstance(value, torch.Tensor) and value.numel() == 1
         )
-        names = ', '.join(_file_names(data_batch)) or '(the data samples carry no img_path)'
+        samples = data_batch.get('data_samples') if isinstance(data_batch, dict) else None
+        samples = samples if isinstance(samples, (list, tuple)) else ()
+        paths = [str(sample.img_path) for sample in samples if getattr(sample, 'img_path', None) is not None]
+        names = ', '.join(paths) or '(the data samples carry no img_path)'
         raise RunError(
             f'the loss is not finite at iteration {runner.iter + 1} (epoch {runner.epoch + 1}): process {get_rank()}: '
             f'{terms} on images {names}. No checkpoint was written after it. Resume from the last checkpoint with a '

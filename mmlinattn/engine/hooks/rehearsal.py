@@ -29,9 +29,9 @@ from ...utils.building import unwrapped
 from ...utils.errors import RunError, described, meant, raising_object
 from ...utils.quietness import log_level
 from ..data.datasets import all_datasets
-from ..data.heads import num_classes_of_heads
+from ..data.heads import counts_of_stages
 from ..optimizers.saved_groups import all_schedulers
-from .progress import is_error
+from .progress import is_error, scalars
 
 _IMAGES = 2  # of each data set
 _FILES = ('outfile_prefix', 'out_file_path', 'output_dir', 'out_dir')  # attributes of metrics that write files
@@ -44,31 +44,24 @@ def unchanged(runner) -> Iterator[None]:
 
     Nothing is printed inside, and compiled blocks run eagerly.
     """
-    generators, flags = (random.getstate(), np.random.get_state()), {m: m.training for m in runner.model.modules()}
-    disabled, visualizer = logging.root.manager.disable, runner.visualizer
-    backends = getattr(visualizer, '_vis_backends', None)
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter('ignore')
-            stack.enter_context(torch.random.fork_rng())
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(log_level(logging.CRITICAL))
-            logging.disable(logging.CRITICAL)
-            if 'torch._dynamo' in sys.modules and hasattr(torch.compiler, 'set_stance'):  # since PyTorch 2.6
-                stack.enter_context(torch.compiler.set_stance('force_eager'))
-            if backends is not None:
-                visualizer._vis_backends = {}
-            yield
-    finally:
-        logging.disable(disabled)
-        if backends is not None:
-            visualizer._vis_backends = backends
-        for module, flag in flags.items():
-            module.training = flag
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
+    visualizer = runner.visualizer
+    with contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.callback(logging.disable, logging.root.manager.disable)
+        for module in runner.model.modules():
+            stack.callback(setattr, module, 'training', module.training)
+        if getattr(visualizer, '_vis_backends', None) is not None:
+            stack.callback(setattr, visualizer, '_vis_backends', visualizer._vis_backends)
+            visualizer._vis_backends = {}
+        quiet = contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), log_level(logging.CRITICAL)
+        for context in (*quiet, torch.random.fork_rng(), torch.no_grad()):
+            stack.enter_context(context)
+        warnings.simplefilter('ignore')
+        logging.disable(logging.CRITICAL)
+        if 'torch._dynamo' in sys.modules and hasattr(torch.compiler, 'set_stance'):  # since PyTorch 2.6
+            stack.enter_context(torch.compiler.set_stance('force_eager'))
+        yield
 
 
 @contextlib.contextmanager
@@ -85,23 +78,23 @@ def _one_line(reason: Callable[[Exception], str]) -> Iterator[None]:
 
 
 class _Batches(list):
-    """Loaded batches in place of a loader."""
+    """Loaded batches in place of the loader of a loop: of each data set that MultiDatasetsEvaluator judges apart."""
 
-    def __init__(self, loader: Any, starts: Optional[list[int]]):
-        sampler, collate = getattr(loader, 'batch_sampler', None), getattr(loader, 'collate_fn', None)
-        dataset: Any = getattr(loader, 'dataset', None)
-        if not isinstance(loader, DataLoader) or sampler is None or collate is None:
+    def __init__(self, loop: Any):
+        self.loader = loader = loop.dataloader
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
             super().__init__(islice(loader, 1))
-        else:
-            batches = [list(batch)[:_IMAGES] for batch in islice(sampler, _IMAGES)]
-            if starts is not None:
-                batches = [[start + i] for start in starts for i in range(_IMAGES)]
-            elif batches:
-                batches = batches[:1] if len(batches[0]) == _IMAGES else batches
-                if type(sampler) is BatchSampler:  # often sorted by class: some metrics need two
-                    batches[-1][-1] = len(dataset) - 1
-            super().__init__(collate([dataset[i] for i in batch]) for batch in batches)
-        self.loader = loader
+            return
+        dataset: Any = loader.dataset
+        batches = [list(batch)[:_IMAGES] for batch in islice(loader.batch_sampler, _IMAGES)]
+        sizes = getattr(dataset, 'cumulative_sizes', None)
+        if sizes and hasattr(loop.evaluator, 'dataset_prefixes'):
+            batches = [[start + i] for start in (0, *sizes[:-1]) for i in range(_IMAGES)]
+        elif batches:
+            batches = batches[:1] if len(batches[0]) == _IMAGES else batches
+            if type(loader.batch_sampler) is BatchSampler:  # often sorted by class: some metrics need two
+                batches[-1][-1] = len(dataset) - 1
+        super().__init__(loader.collate_fn([dataset[i] for i in batch]) for batch in batches)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__['loader'], name)
@@ -127,22 +120,16 @@ def _copied(metric: Any, folder: str) -> Any:
 
 
 def _add_boxes(sample: Any, label: int, counts: list[int]) -> None:
-    """Add boxes of the whole image to the predictions of a detector, so that metrics meet all that a validation has.
+    """Add boxes of the whole image to the predictions of a detector, until their number is none of ``counts``.
 
     Without predictions metrics have no names. Some fail only for the last label, or for different numbers of boxes.
-
-    Args:
-        sample: Data sample; those of other models stay as they are.
-        label: Label of the added boxes.
-        counts: Number of boxes of each sample before; that of this sample is appended.
     """
     found = sample.get('pred_instances') if hasattr(sample, 'get') else None
     if found is None or not {'bboxes', 'labels', 'scores'} <= {*found.keys()} <= _BOXES:
         return
     boxes, masks, shape = found.bboxes, found.get('masks'), sample.get('ori_shape')
-    if shape is None or type(boxes) is not torch.Tensor or boxes.shape[1:] != (4,):
-        return
-    if masks is not None and not isinstance(masks, torch.Tensor):
+    has_boxes = type(boxes) is torch.Tensor and boxes.shape[1:] == (4,)  # not rotated
+    if shape is None or not has_boxes or not isinstance(masks, (torch.Tensor, type(None))):
         return
     made = InstanceData(bboxes=boxes.new_tensor([[0, 0, shape[1], shape[0]]]), scores=found.scores.new_ones(1))
     made.labels = found.labels.new_full((1,), label)
@@ -205,13 +192,6 @@ class _Stage:
             self.metrics = kwargs.get('metrics')
 
 
-def _starts(loop: Any) -> Optional[list[int]]:
-    """Return the first index of each data set that MultiDatasetsEvaluator judges apart; None with other evaluators."""
-    evaluator = getattr(loop, 'evaluator', None)
-    sizes = getattr(loop.dataloader.dataset, 'cumulative_sizes', None)
-    return [0, *sizes[:-1]] if sizes and hasattr(evaluator, 'dataset_prefixes') else None
-
-
 def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
     """Run the validation or test loop on two images of each data set, and return its metrics; None if they are unknown.
 
@@ -226,7 +206,7 @@ def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
         return None
     made: Any = copy.copy(loop)
     made._runner = stand_in = _Stage(runner)
-    label = max(num_classes_of_heads(unwrapped(runner.model)).get('bbox_head', 1) - 1, 0)
+    label = max(min(counts_of_stages(unwrapped(runner.model)).get('bbox_head', [1])) - 1, 0)
     name = dict(val='validation').get(stage, stage)
 
     def reason(error: Exception) -> str:
@@ -237,49 +217,13 @@ def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
         )
 
     with _one_line(reason), unchanged(runner), tempfile.TemporaryDirectory() as folder:
-        made.dataloader = _Batches(loop.dataloader, _starts(loop))
+        made.dataloader = _Batches(loop)
         made.evaluator = _rehearsed(loop.evaluator, label, folder)
         if isinstance(getattr(made, 'val_loss', None), dict):
             made.val_loss = {}
         metrics = made.run()
     metrics = metrics if metrics is not None else stand_in.metrics
     return metrics if isinstance(metrics, dict) else None
-
-
-@contextlib.contextmanager
-def _copied_transforms(dataset: Any) -> Iterator[None]:
-    """Replace the transforms of a data set, and of those inside it, by copies in this context: some keep images.
-
-    Transforms that cannot be copied are used as they are.
-    """
-    given = [(each, each.pipeline) for each in all_datasets(dataset) if 'pipeline' in getattr(each, '__dict__', ())]
-    try:
-        for each, pipeline in given:
-            with contextlib.suppress(Exception):  # open files and locks
-                each.pipeline = copy.deepcopy(pipeline)
-        yield
-    finally:
-        for each, pipeline in given:
-            each.pipeline = pipeline
-
-
-def _masks_of(sample: Any) -> tuple:
-    """Return masks, boxes and size of a loaded training image; None for those that it lacks."""
-    packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
-    found = packed.get('gt_instances') if hasattr(packed, 'get') else None
-    return (None,) * 3 if found is None else (found.get('masks'), found.get('bboxes'), sample['inputs'].shape[-2:])
-
-
-def _mask_error(masks: Any, boxes: Any, size: Any) -> str:
-    """Describe masks that do not fit the boxes and the image; '' if they do."""
-    if masks is None or boxes is None or not hasattr(masks, 'height') or not len(masks):
-        return ''
-    shape, expected = (len(masks), masks.height, masks.width), (len(boxes), *size)
-    if shape == expected:
-        return ''
-    return (
-        f'{shape[0]} masks of {shape[1]}x{shape[2]} for {expected[0]} boxes in an image of {expected[1]}x{expected[2]}'
-    )
 
 
 def rehearse_training_data(runner: Any) -> None:
@@ -294,10 +238,14 @@ def rehearse_training_data(runner: Any) -> None:
     steps = getattr(dataset, 'pipeline', ())
     names = ', '.join(type(step).__name__ for step in getattr(steps, 'transforms', steps))
 
-    def misfit(*of_image: Any) -> str:
-        error = _mask_error(*of_image)
-        return error and (
-            f'Masks do not fit: {error}. One of the transforms ({names}) moves boxes and leaves masks behind: leave it '
+    def misfit(masks: Any, boxes: Any, size: Any) -> str:
+        if masks is None or boxes is None or not hasattr(masks, 'height') or not len(masks):
+            return ''
+        if (len(masks), masks.height, masks.width) == (len(boxes), *size):
+            return ''
+        return (
+            f'Masks do not fit: {len(masks)} masks of {masks.height}x{masks.width} for {len(boxes)} boxes in an image '
+            f'of {size[0]}x{size[1]}. One of the transforms ({names}) moves boxes and leaves masks behind: leave it '
             'out where masks are learnt.'
         )
 
@@ -314,7 +262,12 @@ def rehearse_training_data(runner: Any) -> None:
         remedy = next(filter(None, found), remedy)
         return f'train_dataloader: loading fails: {described(error)} (in {raising_object(error)}). {remedy}'
 
-    with _one_line(reason), unchanged(runner), _copied_transforms(dataset):
+    with _one_line(reason), unchanged(runner), contextlib.ExitStack() as stack:
+        for each in all_datasets(dataset):  # some transforms keep images
+            if 'pipeline' in getattr(each, '__dict__', ()):
+                stack.callback(setattr, each, 'pipeline', each.pipeline)
+                with contextlib.suppress(Exception):  # open files and locks cannot be copied
+                    each.pipeline = copy.deepcopy(each.pipeline)
         # MMDetection's PipelineSwitchHook replaces the transforms in a later epoch
         later = [hook for hook in runner.hooks if hasattr(hook, 'switch_pipeline')]
         has_transforms = 'pipeline' in getattr(dataset, '__dict__', ())  # those of most wrappers are inside
@@ -322,9 +275,13 @@ def rehearse_training_data(runner: Any) -> None:
             if switch is not None:
                 dataset.pipeline = Compose(switch.switch_pipeline)
             for index in sorted({0, len(dataset) // 2}):
-                line = misfit(*_masks_of(dataset[index]))
-                if line:
-                    raise RunError(f'train_dataloader: {line}')
+                sample = dataset[index]
+                packed: Any = sample.get('data_samples') if isinstance(sample, dict) else None
+                found = packed.get('gt_instances') if hasattr(packed, 'get') else None
+                if found is not None:
+                    line = misfit(found.get('masks'), found.get('bboxes'), sample['inputs'].shape[-2:])
+                    if line:
+                        raise RunError(f'train_dataloader: {line}')
 
 
 def monitored(runner: Any) -> Iterator[tuple[str, str, Any]]:
@@ -342,20 +299,18 @@ def monitored(runner: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def check_monitors(runner: Any, metrics: dict) -> None:
-    """Check the metrics that hooks and schedulers monitor against those of a validation.
-
-    Raises:
-        RunError: A metric is missing, is no number, or has no rule (``save_best='auto'``).
-    """
+    """Refuse monitored metrics that a validation does not give, that are no number, or that have no rule (for
+    ``save_best='auto'``)."""
     names = [*map(str, metrics)]
     for setting, name, rule in monitored(runner):
         if name == 'auto':
             name = names[0]
-            hook = next(hook for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook.save_best)
-            trial = copy.copy(hook)
-            trial.is_better_than = dict(hook.is_better_than)
+            trial = copy.copy(
+                next(each for each in runner.hooks if isinstance(each, CheckpointHook) and each.save_best)
+            )
+            trial.is_better_than = dict(trial.is_better_than)
             try:
-                trial._init_rule(hook.rules, [name])
+                trial._init_rule(trial.rules, [name])
             except ValueError as error:
                 raise RunError(
                     f"{setting}='auto': the first metric is {name!r}, and MMEngine does not know if higher is better. "
@@ -363,13 +318,11 @@ def check_monitors(runner: Any, metrics: dict) -> None:
                 ) from error
             rule = trial.rules[0]
         if name not in metrics:
-            raise RunError(
-                f'{setting}={name!r}: the validation has no such metric.{meant(name, names)} Expected one of '
-                f'{some(names, 12)}.'
-            )
-        value = metrics[name]
-        if not isinstance(value, (int, float, np.number)) and not (torch.is_tensor(value) and value.numel() == 1):
-            raise RunError(f'{setting}={name!r}: expected a metric with one number, not a {type(value).__name__}.')
+            hint = f'{meant(name, names)} Expected one of {some(names, 12)}.'
+            raise RunError(f'{setting}={name!r}: the validation has no such metric.{hint}')
+        if not scalars({name: metrics[name]}):
+            kind = type(metrics[name]).__name__
+            raise RunError(f'{setting}={name!r}: expected a metric with one number, not a {kind}.')
         is_score = any(key.lower() in name.lower() for key in CheckpointHook._default_greater_keys)
         if rule == 'greater' and is_error(name) or rule == 'less' and is_score and not is_error(name):
             better = 'lower' if is_error(name) else 'higher'

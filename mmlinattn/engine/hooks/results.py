@@ -36,8 +36,7 @@ def read_rows(path: str, last: float = math.inf, key: str = 'iteration') -> list
 
 
 class _Predictions:
-    """Predictions of a validation or test of a detector, segmentor or classifier, collected together with the
-    annotations."""
+    """Predictions of a validation or test of a detector, segmentor or classifier, and the annotations."""
 
     def __init__(self, loader):
         self.dataset, self.size, self.seen = loader.dataset, len(loader.dataset), 0
@@ -72,8 +71,7 @@ class _Predictions:
             self.matrix += np.bincount(pairs, minlength=count * count).reshape(count, count)
 
     def write(self, folder: str, prefix: str) -> list[str]:
-        """Write the plots and return their paths. All processes have to call this method; only the main process
-        writes."""
+        """Write the plots in the main process and return their paths. All processes have to call this method."""
         if get_world_size() > 1:
             self.boxes = collect_results(self.boxes, self.size, device='cpu') or []
             all_reduce(torch.as_tensor(self.matrix))

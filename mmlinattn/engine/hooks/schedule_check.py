@@ -3,7 +3,7 @@ import copy
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Optional
+from typing import Any
 
 import numpy as np
 from mmengine.dist import is_main_process
@@ -17,37 +17,17 @@ from ...utils.errors import RunError, meant
 from ..optimizers.saved_groups import PER_GROUP, all_schedulers, by_settings, named_wrappers
 
 
-class Length(NamedTuple):
-    """Length of a training in iterations, and of an epoch; ``epoch`` is 0 in an iteration-based loop."""
-
-    iters: int
-    epoch: int
-
-    def unit(self, scheduler: Any) -> tuple[str, int, int]:
-        """Return the name of a scheduler's step, its number of iterations, and the length of the training in it."""
-        each = self.epoch if scheduler.by_epoch and self.epoch else 1
-        return ('epoch' if scheduler.by_epoch else 'iteration'), each, self.iters // each
-
-
 class Play:
-    """A learning rate schedule, played by copies of its schedulers for each distinct group of parameters.
+    """A learning rate schedule, played from iteration ``begin`` to the end of the training by copies of its schedulers.
 
-    Args:
-        schedulers (list): Built schedulers of one optimizer, at the present state.
-        groups (list[dict]): ``param_groups`` of its wrapper.
-        length (Length): Length of the training.
-        begin (int): Number of iterations that are done.
-
-    Attributes:
-        rates (np.ndarray): (iterations, groups) learning rates of the iterations from ``begin`` on.
-        bases (list[float]): Rate of each group without schedule.
-        sizes (list[int]): Number of parameters with these rates.
+    Groups of equal settings count as one. ``rates`` has the shape (iterations, groups); ``bases`` are the rates without
+    schedule, and ``sizes`` the numbers of parameters. ``epoch`` is the length of an epoch in iterations.
 
     Raises:
         RunError: A scheduler fails before the end.
     """
 
-    def __init__(self, schedulers: list, groups: list[dict], length: Length, begin: int):
+    def __init__(self, schedulers: list, groups: list[dict], iters: int, epoch: int, begin: int):
         def settings(i: int) -> tuple:
             kept = {key: value for key, value in groups[i].items() if key not in ('params', 'param_names')}
             return kept, [vars(each)[key][i : i + 1] for each in schedulers for key in PER_GROUP if key in vars(each)]
@@ -57,7 +37,7 @@ class Play:
         # MMEngine's base_param_settings come last and have no parameters
         self.sizes = [sum(len(groups[i].get('params') or ()) for i in same) for same in alike]
         self.bases = [groups[i].get('initial_lr', groups[i]['lr']) for i in chosen]
-        self.length, self.begin = length, begin
+        self.iters, self.epoch, self.begin = iters, epoch, begin
         without = [{key: value for key, value in groups[i].items() if key != 'params'} for i in chosen]
         step = SimpleNamespace(_with_counter=True)  # MMEngine looks for its counter there
         stage: Any = SimpleNamespace(param_groups=without, step=step, _global_step=1)
@@ -67,10 +47,10 @@ class Play:
             for key in PER_GROUP:
                 if isinstance(vars(actor).get(key), list):
                     setattr(actor, key, [vars(actor)[key][i] for i in chosen])
-        self.rates = np.empty((length.iters - begin, len(chosen)))
-        for i in range(begin, length.iters):
+        self.rates = np.empty((iters - begin, len(chosen)))
+        for i in range(begin, iters):
             self.rates[i - begin] = [group['lr'] for group in without]
-            is_end = length.epoch and (i + 1) % length.epoch == 0
+            is_end = epoch and (i + 1) % epoch == 0
             for actor in actors:
                 if is_end or not actor.by_epoch:
                     try:
@@ -78,10 +58,6 @@ class Play:
                     except ValueError as error:
                         kind = type(actor).__name__
                         raise RunError(f'param_scheduler: {kind} fails after iteration {i + 1}: {error}.') from error
-
-    def since(self, scheduler: Any, step: int) -> np.ndarray:
-        """Return the rates from a step of a scheduler on."""
-        return self.rates[max(step * self.length.unit(scheduler)[1] - self.begin, 0) :]
 
 
 def _reach(scheduler: Any) -> int:
@@ -95,28 +71,20 @@ def _reach(scheduler: Any) -> int:
     return scheduler.end if scheduler.end < INF else 0
 
 
-def schedule_errors(schedulers: list, groups: list[dict], length: Length, begin: int = 0) -> Iterator[str]:
+def schedule_errors(schedulers: list, groups: list[dict], iters: int, epoch: int, begin: int = 0) -> Iterator[str]:
     """Play a learning rate schedule to the end of the training, and describe what it does to the rates.
 
-    Args:
-        schedulers (list): MMEngine's schedulers of one optimizer, as built or resumed by the runner.
-        groups (list[dict]): ``param_groups`` of its wrapper.
-        length (Length): Length of the training.
-        begin (int): Number of iterations that are done.
-
-    Yields:
-        str: A sentence on a rate above its base, a warm-up that takes most of the training, and on a schedule that
-        ends too late or too early, or rises again.
+    These are described: a rate above its base, a warm-up that takes most of the training, and a schedule that ends too
+    late or too early, or rises again. ``groups`` are the ``param_groups`` of the optimizer. Of ``iters`` iterations,
+    ``begin`` are done; ``epoch`` is the number of an epoch, 0 in an iteration-based loop.
     """
     rates = [each for each in schedulers if each.param_name == 'lr' and not getattr(each, 'need_val_args', False)]
-    for each in rates if not length.epoch else ():
-        if each.by_epoch:
-            name = type(each).__name__
-            yield f'{name} changes the rate after epochs, and the iteration-based loop has none: set by_epoch=False.'
-    rates = [each for each in rates if length.epoch or not each.by_epoch]
-    if not rates or begin >= length.iters:
+    for name in [type(each).__name__ for each in rates if each.by_epoch and not epoch]:
+        yield f'{name} changes the rate after epochs, and the iteration-based loop has none: set by_epoch=False.'
+    rates = [each for each in rates if epoch or not each.by_epoch]
+    if not rates or begin >= iters:
         return
-    play = Play(rates, groups, length, begin)
+    play = Play(rates, groups, iters, epoch, begin)
     yield from filter(None, (_above_base(play, rates), _warm_up(play, rates)))
     yield from filter(None, (_misfit(play, each, rates) for each in rates if not _is_warm_up(each)))
 
@@ -127,64 +95,60 @@ def _is_warm_up(scheduler: Any) -> bool:
     return 'Warmup' in type(scheduler).__name__ or start <= getattr(scheduler, 'end_factor', 1.0)
 
 
-def _above_base(play: Play, schedulers: list) -> Optional[str]:
+def _above_base(play: Play, schedulers: list) -> str:
     if any(hasattr(each, 'total_steps') for each in schedulers):  # OneCycleLR begins below its maximum
-        return None
+        return ''
     peaks = play.rates.max(axis=0)
     ratios = [peak - base * 1.001 if size else 0 for peak, base, size in zip(peaks, play.bases, play.sizes)]
     at = int(np.argmax(ratios))
     if ratios[at] <= 1e-12:
-        return None
-    floors = [f'eta_min={each.eta_min} of {type(each).__name__}' for each in schedulers if getattr(each, 'eta_min', 0)]
-    floor = ''
-    if floors:
-        floor = f'{" and ".join(floors)} is a floor for all parameters; eta_min_ratio is one for each rate. '
-    return (
+        return ''
+    text = (
         f'the rate of {play.sizes[at]} parameters rises above {play.bases[at]:.3g}, to which it is set: '
-        f'{peaks[at]:.3g} at iteration {play.begin + int(np.argmax(play.rates[:, at]))} of {play.length.iters}. {floor}'
-    ).strip()
+        f'{peaks[at]:.3g} at iteration {play.begin + int(np.argmax(play.rates[:, at]))} of {play.iters}.'
+    )
+    floors = [f'eta_min={each.eta_min} of {type(each).__name__}' for each in schedulers if getattr(each, 'eta_min', 0)]
+    if floors:
+        text += f' {" and ".join(floors)} is a floor for all parameters; eta_min_ratio is one for each rate.'
+    return text
 
 
-def _warm_up(play: Play, schedulers: list) -> Optional[str]:
+def _warm_up(play: Play, schedulers: list) -> str:
     at = int(np.argmax(play.bases))
-    rates, total = play.rates[:, at], play.length.iters
+    rates = play.rates[:, at]
     peak = int(np.argmax(rates >= np.max(rates) * (1 - 1e-6)))
     names = [type(each).__name__ for each in schedulers if _is_warm_up(each)]
-    if not names or 2 * (play.begin + peak) <= total or rates[peak] <= rates[0]:
-        return None
+    if not names or 2 * (play.begin + peak) <= play.iters or rates[peak] <= rates[0]:
+        return ''
     if peak == len(rates) - 1 and rates[peak] < 0.999 * play.bases[at]:
         return f'the warm-up of {names[0]} does not end: the last rate is {rates[peak]:.3g} of {play.bases[at]:.3g}.'
-    return f'the warm-up of {names[0]} lasts until iteration {play.begin + peak} of {total}.'
+    return f'the warm-up of {names[0]} lasts until iteration {play.begin + peak} of {play.iters}.'
 
 
-def _misfit(play: Play, scheduler: Any, schedulers: list) -> Optional[str]:
+def _misfit(play: Play, scheduler: Any, schedulers: list) -> str:
     """Describe a schedule that ends after the training, rises again within it, or ends long before."""
-    (unit, _, total), reach, name = play.length.unit(scheduler), _reach(scheduler), type(scheduler).__name__
-    last = play.rates[-1]
+    unit, each = ('epoch', play.epoch) if scheduler.by_epoch else ('iteration', 1)
+    total, reach, end, name = play.iters // each, _reach(scheduler), scheduler.end, type(scheduler).__name__
+    last, rate = play.rates[-1], f'{play.rates[-1].max():.3g}'
+
+    def since(step: int) -> np.ndarray:
+        return play.rates[max(step * each - play.begin, 0) :]
+
     if reach > total:
-        rate = f'{last.max():.3g}'
         return f'{name} changes the rate until {unit} {reach}, and the training ends at {unit} {total}, with {rate}.'
-    after = play.since(scheduler, reach)
-    if hasattr(scheduler, 'T_max') and reach < min(scheduler.end, total) and (last > 1.01 * after[0]).any():
+    if hasattr(scheduler, 'T_max') and reach < min(end, total) and (last > 1.01 * since(reach)[0]).any():
         return f'{name} rises again after {unit} {reach} of {total} (T_max = {scheduler.T_max}).'
-    if scheduler.end >= total or any(hasattr(scheduler, key) for key in ('milestones', 'step_size')):
-        return None
-    tail = play.since(scheduler, scheduler.end)
-    is_last = not any(each.begin >= scheduler.end for each in schedulers if each.by_epoch == scheduler.by_epoch)
-    if is_last and (tail == last).all() and (last < play.rates.max(axis=0) * 0.999).any():
-        return (
-            f'{name} ends at {unit} {scheduler.end}, and the training goes on at the last rate, {last.max():.3g}, '
-            f'until {unit} {total}.'
-        )
-    return None
+    is_followed = any(other.begin >= end for other in schedulers if other.by_epoch == scheduler.by_epoch)
+    if end >= total or is_followed or hasattr(scheduler, 'milestones') or hasattr(scheduler, 'step_size'):
+        return ''
+    if (since(end) == last).all() and (last < play.rates.max(axis=0) * 0.999).any():
+        return f'{name} ends at {unit} {end}, and the training goes on at the last rate, {rate}, until {unit} {total}.'
+    return ''
 
 
 def check_custom_keys(config: Any, model: Any, logger: Any) -> None:
-    """Check that each key of ``paramwise_cfg.custom_keys`` is in the name of a parameter.
-
-    Raises:
-        RunError: A key that would change the learning rate is in none. Other keys get a warning.
-    """
+    """Check that each key of ``paramwise_cfg.custom_keys`` is in the name of a parameter: an error if it would change
+    the learning rate, else a warning."""
     settings = config.get('paramwise_cfg') if isinstance(config, dict) else None
     names = [name for name, _ in unwrapped(model).named_parameters()]
     for key, value in ((settings or {}).get('custom_keys') or {}).items():
@@ -205,11 +169,7 @@ def _saves(hook: CheckpointHook, runner: Any) -> bool:
 
 
 def loop_errors(runner: Any, by_iteration: bool) -> Iterator[str]:
-    """Describe hooks, checkpoints and validations that the loop of a training never reaches.
-
-    Raises:
-        RunError: ``val_interval`` is not a positive integer.
-    """
+    """Describe hooks, checkpoints and validations that the loop of a training never reaches."""
     loop, savers = runner.train_loop, [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
     unit, total = ('iteration', runner.max_iters) if by_iteration else ('epoch', runner.max_epochs)
     steps = {f'{type(hook).__name__}.{name}': value for hook in runner.hooks for name, value in vars(hook).items()}
@@ -263,19 +223,18 @@ class ScheduleCheckHook(Hook):
         by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
         done, total = (runner.iter, runner.max_iters) if by_iteration else (runner.epoch, runner.max_epochs)
         if 0 < total <= done:
-            runner.logger.warning(
-                f'nothing is left to train: the checkpoint is at {"iteration" if by_iteration else "epoch"} {done} of '
-                f'{total}. Set train_cfg.max_epochs or max_iters higher to go on.'
-            )
+            at = f'{"iteration" if by_iteration else "epoch"} {done} of {total}'
+            remedy = 'Set train_cfg.max_epochs or max_iters higher to go on.'
+            runner.logger.warning(f'nothing is left to train: the checkpoint is at {at}. {remedy}')
             return
         for line in loop_errors(runner, by_iteration):
             runner.logger.warning(line)
-        length = Length(runner.max_iters, 0 if by_iteration else len(runner.train_dataloader))
+        epoch = 0 if by_iteration else len(runner.train_dataloader)
         for name, wrapper in named_wrappers(runner.optim_wrapper).items():
             schedulers = runner.param_schedulers
             schedulers = all_schedulers(schedulers.get(name) if isinstance(schedulers, dict) else schedulers)
             groups = getattr(wrapper, 'param_groups', None) or []
-            for error in schedule_errors(schedulers, groups, length, runner.iter):
+            for error in schedule_errors(schedulers, groups, runner.max_iters, epoch, runner.iter):
                 said = f'schedule of {name}' if name else 'schedule'
                 runner.logger.warning(f'{said} and length of the training: {error} Set param_scheduler to fit.')
             steps = getattr(wrapper, '_accumulative_counts', 1)

@@ -209,23 +209,17 @@ class StopHook(Hook):
 
     def _on_signal(self, signum, frame) -> None:
         self.is_signalled, self._signal = True, signal.Signals(signum)
-        for file in (
-            self._terminals if self._signal.name == 'SIGHUP' else ()
-        ):  # writing to a closed terminal is an error
-            os.dup2(os.open(os.devnull, os.O_WRONLY), file)
+        if self._signal.name == 'SIGHUP':  # writing to a closed terminal is an error
+            for file in self._terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), file)
 
     def _save_and_end(self, runner, iteration: int, store: Any = None) -> None:
         has_position = any(isinstance(hook, ExactResumeHook) and hook.batches is not None for hook in runner.hooks)
+        said = 'this kind of run cannot be continued here, so nothing is saved.'
         if has_position or type(runner.train_loop) is IterBasedTrainLoop:
             path = self._save(runner, dict(epoch=runner.epoch, iter=iteration))
-            runner.logger.warning(
-                f'{self._signal.name}: iteration {iteration} is saved in {path!r}; the same command with --resume goes '
-                'on from there.'
-            )
-        else:
-            runner.logger.warning(
-                f'{self._signal.name}: this kind of run cannot be continued here, so nothing is saved.'
-            )
+            said = f'iteration {iteration} is saved in {path!r}; the same command with --resume goes on from there.'
+        runner.logger.warning(f'{self._signal.name}: {said}')
         if store is not None:
             store.set(SAVED, '1')
         else:
@@ -239,11 +233,5 @@ class StopHook(Hook):
         backend = getattr(hook, 'backend_args', None)
         if backend is None and '://' not in folder:
             backend = dict(backend=ATOMIC_BACKEND)
-        return write_checkpoint(
-            runner,
-            folder,
-            CHECKPOINT_NAME,
-            save_param_scheduler=runner.param_schedulers is not None,
-            meta=meta,
-            backend_args=backend,
-        )
+        options = dict(meta=meta, save_param_scheduler=runner.param_schedulers is not None, backend_args=backend)
+        return write_checkpoint(runner, folder, CHECKPOINT_NAME, **options)

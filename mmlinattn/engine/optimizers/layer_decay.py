@@ -1,19 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import inspect
-from typing import Any, Optional
+from typing import Optional
 
 from mmengine.logging import print_log
-from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from torch import nn
 
-from .merged_groups import MergedOptimWrapperConstructor
-
-
-def _default_decay(optimizer: Any) -> Optional[float]:
-    """Return the default weight decay of an optimizer class or name, or None if it has no such argument."""
-    made = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
-    decay = inspect.signature(made).parameters.get('weight_decay') if callable(made) else None
-    return decay.default if decay is not None and isinstance(decay.default, (int, float)) else None
+from .merged_groups import MergedOptimWrapperConstructor, optimizer_class
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
@@ -55,10 +48,11 @@ class BackboneLayerDecayOptimWrapperConstructor(MergedOptimWrapperConstructor):
         if optimizer.get('lr') is None:
             raise ValueError('optim_wrapper.optimizer.lr is missing: layer_decay_rate is a factor of it')
         if optimizer.get('weight_decay') is None:
-            optimizer = {**optimizer, 'weight_decay': _default_decay(optimizer.get('type'))}
-        if optimizer['weight_decay'] is None:
-            optimizer.pop('weight_decay')
-        else:
+            kind = optimizer_class(optimizer.get('type'))
+            decay = inspect.signature(kind).parameters.get('weight_decay') if callable(kind) else None
+            if decay is not None and isinstance(decay.default, (int, float)):
+                optimizer = {**optimizer, 'weight_decay': decay.default}
+        if optimizer.get('weight_decay') is not None:
             settings = {**dict(norm_decay_mult=0.0, bias_decay_mult=0.0, flat_decay_mult=0.0), **settings}
         # MMEngine calls `add_params` only if paramwise_cfg is not empty
         settings['custom_keys'] = settings.get('custom_keys') or {}

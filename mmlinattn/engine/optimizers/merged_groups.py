@@ -130,8 +130,7 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             params[:] = self._merged(params, module)
 
     def adjust(self, params: list, model: nn.Module) -> None:
-        """Change settings of the groups before they are merged; here each group has one parameter. Subclasses override
-        this."""
+        """Change settings of the groups of one parameter before they are merged, in subclasses."""
 
     def _merged(self, params: list, model: nn.Module) -> list[dict]:
         names = {p: name for name, p in model.named_parameters()}

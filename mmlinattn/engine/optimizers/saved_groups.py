@@ -41,10 +41,7 @@ def by_settings(items: Iterable, settings: Callable[[Any], Any]) -> list[tuple[A
 
 
 def _names_of(groups: list[dict], order: list[str]) -> Optional[list[list[str]]]:
-    """Return the parameter names of each saved optimizer group.
-
-    They are stored in the group or, for groups of one parameter each, those in ``order``. None: neither applies.
-    """
+    """Return the parameter names stored in each group or, for groups of one parameter, by ``order``; else None."""
     if groups and all('param_names' in group for group in groups):
         return [list(group['param_names']) for group in groups]
     if len(groups) == len(order) and all(len(group['params']) == 1 for group in groups):
@@ -57,16 +54,11 @@ def _settings(group: dict) -> dict:
 
 
 def fit_groups(groups: list[dict], saved: list[dict], order: list[str]) -> tuple[list[dict], list[int]]:
-    """Rearrange the groups of a saved optimizer state to match those of an optimizer.
+    """Rearrange the ``param_groups`` of a saved optimizer state to match those of an optimizer.
 
-    Parameters of merged groups are matched by ``param_names``, parameters of MMEngine's one-parameter groups by the
-    order of the model, and other groups by position. As in MMEngine, the saved settings are used, except that ``fused``
-    and ``foreach`` come from the optimizer.
-
-    Args:
-        groups (list[dict]): ``param_groups`` of the optimizer.
-        saved (list[dict]): ``param_groups`` of the saved state.
-        order (list[str]): Names of all parameters, in the order of the model.
+    Parameters of merged groups are matched by ``param_names``, parameters of MMEngine's one-parameter groups by
+    ``order`` (the names of all parameters in the model), and other groups by position. As in MMEngine, the saved
+    settings are used, except that ``fused`` and ``foreach`` come from the optimizer.
 
     Returns:
         tuple[list[dict], list[int]]: The groups to load, and for each the index of the saved group with its settings.
@@ -111,16 +103,8 @@ def fit_groups(groups: list[dict], saved: list[dict], order: list[str]) -> tuple
 
 
 def fit_checkpoint(optimizer: Any, checkpoint: dict, model: nn.Module) -> None:
-    """Rearrange the optimizer and scheduler states in a checkpoint to match the groups of an optimizer, in place.
-
-    Args:
-        optimizer (torch.optim.Optimizer): The optimizer to resume.
-        checkpoint (dict): A checkpoint of MMEngine with ``optimizer`` and ``param_schedulers``.
-        model (nn.Module): The model of the optimizer.
-
-    Raises:
-        RunError: Same as :func:`fit_groups`.
-    """
+    """Rearrange the optimizer and scheduler states in a checkpoint of MMEngine to match the groups of an optimizer of
+    ``model``, in place; errors are those of :func:`fit_groups`."""
     saved = checkpoint['optimizer']['param_groups']
     groups, sources = fit_groups(optimizer.param_groups, saved, [name for name, _ in model.named_parameters()])
     checkpoint['optimizer'] = {**checkpoint['optimizer'], 'param_groups': groups}

@@ -40,11 +40,8 @@ class CPUDistributedDataParallel(MMDistributedDataParallel):
         num_synced = sum(type(layer).__name__ in _SYNC_BN for layer in module.modules())
         if num_synced:
             module = revert_sync_batchnorm(module)
-            print_log(
-                f'On CPU {num_synced} SyncBatchNorm layers are trained as BatchNorm: '
-                'statistics are those of each process alone.',
-                logger='current',
-            )
+            line = f'On CPU {num_synced} SyncBatchNorm layers are trained as BatchNorm: '
+            print_log(f'{line}statistics are those of each process alone.', logger='current')
         super().__init__(module=module, **kwargs)
 
 
@@ -55,15 +52,13 @@ def _slurm_master() -> str:
 
 
 def _export_rank(launcher: str) -> None:
-    """Set PyTorch's environment variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...) from those of the
-    launcher."""
+    """Set PyTorch's environment variables (``RANK``, ``MASTER_ADDR`` ...) from those of the launcher."""
     names = _RANKS[launcher]
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise RunError(
-            f'--launcher {launcher}: {", ".join(missing)} not set in the environment. '
-            'Start through tools/dist_train.sh, tools/slurm_train.sh or mpirun, '
-            'or leave --launcher away for a single process.'
+            f'--launcher {launcher}: {", ".join(missing)} not set in the environment. Start through '
+            'tools/dist_train.sh, tools/slurm_train.sh or mpirun, or leave --launcher away for a single process.'
         )
     for target, name in zip(('RANK', 'WORLD_SIZE', 'LOCAL_RANK'), names):
         os.environ[target] = os.environ[name]
@@ -91,23 +86,20 @@ def prepare_distributed(cfg: Config) -> None:
         return
     if get_device() != 'cpu':
         if torch.cuda.is_available():
-            local_rank = int(os.environ.get(_RANKS[cfg.launcher][2], 0))
-            if local_rank >= torch.cuda.device_count():
-                raise RunError(
-                    f'process {local_rank + 1} of this machine has no GPU: there are '
-                    f'{torch.cuda.device_count()}. Start at most that many processes per machine.'
-                )
-            torch.cuda.set_device(local_rank)
+            rank, count = int(os.environ.get(_RANKS[cfg.launcher][2], 0)), torch.cuda.device_count()
+            if rank >= count:
+                remedy = 'Start at most that many processes per machine.'
+                raise RunError(f'process {rank + 1} of this machine has no GPU: there are {count}. {remedy}')
+            torch.cuda.set_device(rank)
         return
 
-    wrapper = dict(cfg.get('model_wrapper_cfg') or {})
-    kind = wrapper.get('type', 'MMDistributedDataParallel')
+    given = cfg.get('model_wrapper_cfg') or {}
+    kind = given.get('type', 'MMDistributedDataParallel')
     if bare_name(kind) not in ('MMDistributedDataParallel', CPUDistributedDataParallel.__name__):
         raise RunError(f'model_wrapper_cfg.type = {kind!r} needs an accelerator, and there is none.')
-    wrapper.setdefault('broadcast_buffers', False)  # MMEngine's defaults without a wrapper config
-    wrapper.setdefault('find_unused_parameters', cfg.get('find_unused_parameters', False))
-    wrapper['type'] = CPUDistributedDataParallel.__name__
-    cfg.model_wrapper_cfg = wrapper
+    # MMEngine's defaults without a wrapper config
+    default = dict(broadcast_buffers=False, find_unused_parameters=cfg.get('find_unused_parameters', False))
+    cfg.model_wrapper_cfg = {**default, **given, 'type': CPUDistributedDataParallel.__name__}
     _export_rank(cfg.launcher)
     if not torch.distributed.is_initialized():
         settings = (cfg.get('env_cfg') or {}).get('dist_cfg') or {}
@@ -119,11 +111,8 @@ def leave_process_group(failed: bool) -> None:
     """Destroy the process group, if there is one.
 
     If a group outlives the interpreter, its threads may abort the process after its last line (``terminate called
-    without an active exception``, exit status -6).
-
-    Args:
-        failed (bool): The run ended by an error or a signal. The group is then aborted, because destroying it may wait
-            for processes that have died.
+    without an active exception``, exit status -6). After an error or a signal (``failed``) it is aborted, because
+    destroying it may wait for processes that have died.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return

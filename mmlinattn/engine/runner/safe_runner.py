@@ -17,26 +17,20 @@ from ..optimizers.saved_groups import all_schedulers
 from .start import agree_on_start, check_same_start, fit_iterations
 
 
-def _is_own_best(path: Any, folders: list[str]) -> bool:
-    """Return True if ``path`` is a best checkpoint of this run: a file ``best_...`` directly in one of ``folders``."""
-    if not isinstance(path, str) or not osp.basename(path).startswith('best_'):
-        return False
-    # only links in the folder part are followed: removing a linked file removes the link and not its target
-    return osp.realpath(osp.dirname(path)) in map(osp.realpath, folders)
-
-
 def _keep_own_files(runner, info: dict) -> list[str]:
-    """Remove from the runtime information of a checkpoint the file names that are not of this run; return the removed
-    keys."""
+    """Remove the file names that are not of this run from the information of a checkpoint; return their keys."""
     # before training, `out_dir` of the hook is the parent of the folders of all runs
     outs = [str(hook.out_dir) for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook.out_dir]
     name = osp.basename(runner.work_dir.rstrip(os.sep))
-    folders, dropped = [runner.work_dir, *(osp.join(out, name) for out in outs)], []
+    folders, dropped = {*map(osp.realpath, (runner.work_dir, *(osp.join(out, name) for out in outs)))}, []
     for key, value in list(info.items()):
+        is_fine = True
         if key == 'keep_ckpt_ids':
             is_fine = isinstance(value, (list, tuple)) and all(type(step) is int and step >= 0 for step in value)
-        else:
-            is_fine = not str(key).startswith('best_ckpt') or _is_own_best(value, folders)
+        elif str(key).startswith('best_ckpt'):  # a file best_... in the folder of the run
+            is_fine = isinstance(value, str) and osp.basename(value).startswith('best_')
+            # only links in the folder part are followed: removing a linked file removes the link and not its target
+            is_fine = is_fine and osp.realpath(osp.dirname(value)) in folders
         if not is_fine and value is not None:
             dropped.append(key)
             del info[key]

@@ -22,10 +22,7 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
 
     A checkpoint belongs to the run if it is in the work dir, or in a folder of the same name (``out_dir`` of
     CheckpointHook). The path in ``last_checkpoint`` may be outdated, as after moving the work dir: of that file and
-    one of its name in the work dir, the newer one counts.
-
-    Returns:
-        str | None: The path, or None if there is no ``last_checkpoint``.
+    one of its name in the work dir, the newer one counts. Without ``last_checkpoint``, the result is None.
 
     Raises:
         CheckpointError: The checkpoint does not exist, or belongs to another run.
@@ -120,12 +117,8 @@ def check_same_start(runner: Any) -> None:
 def fit_iterations(runner: Any, meta: dict, fresh: list[dict]) -> None:
     """Correct the position of a resumed epoch-based run whose epochs have another number of iterations than before.
 
-    The epoch counts: the iteration, and schedulers by iteration, move to the same part of the training.
-
-    Args:
-        runner: A runner after ``resume``.
-        meta (dict): ``meta`` of the checkpoint.
-        fresh (list[dict]): Attributes of the schedulers as built from the config.
+    The epoch counts: the iteration, and schedulers by iteration, move to the same part of the training. ``meta`` is
+    that of the checkpoint, and ``fresh`` the attributes of the schedulers as built from the config.
     """
     loop = runner.train_loop
     done, length = loop.iter, len(loop.dataloader)

@@ -88,15 +88,9 @@ def test_polygons_for_masks(look, tmp_path, polygon, is_right):
 @pytest.mark.parametrize(
     ('annotations', 'words'),
     [
-        (
-            boxes({}, dict(area=0), dict(image_id=77), dict(bbox=[9, 9, -5, 5])),
-            '3 of 4 annotations are left out',
-        ),
+        (boxes({}, dict(area=0), dict(image_id=77), dict(bbox=[9, 9, -5, 5])), '3 of 4 annotations are left out'),
         (boxes(dict(ignore=0), dict(ignore=1)), '1 of 2 annotations have ignore = 1, 2 first'),  # as in CrowdHuman
-        (
-            boxes({}, dict(category_id=10, iscrowd=1)),
-            "has no object of ('dog', 'owl')",
-        ),
+        (boxes({}, dict(category_id=10, iscrowd=1)), "has no object of ('dog', 'owl')"),
     ],
 )
 def test_objects_and_classes_that_do_not_train_are_named(look, tmp_path, annotations, words):

@@ -17,11 +17,7 @@ REDUCED = dict(reduce_zero_label=True)
 @pytest.mark.parametrize(
     ('pictures', 'settings', 'words'),
     [
-        (
-            [[0, 255]],
-            {},
-            'have label 0 sky, and 255, which is ignored .* Write the number of the class in',
-        ),
+        ([[0, 255]], {}, 'have label 0 sky, and 255, which is ignored .* Write the number of the class in'),
         ([[0, 128]], {}, r'ann/0.png has the label 128, which num_classes = 2 .* Write the numbers 0 to 1'),
         ([[0, 1], [0, 1, 2]], {}, 'ann/1.png has the label 2, .* or reduce_zero_label=True'),
         ([[0, 1]], REDUCED, r'have label 0 sky, and 255 \(the value 0 or 255 in the file\).*ignores the value'),

@@ -1,27 +1,13 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Loops, processes and palettes of the hook; its checks: tests/engine/data."""
-
-from types import SimpleNamespace
-from unittest.mock import MagicMock
+"""Processes and palettes of the hook; its checks: tests/engine/data."""
 
 import pytest
-from helpers.data_checks import Data, Loop, build, coco, coco_data, model
+from helpers.data_checks import build, coco, coco_data, model
 from helpers.engine_toys import make_runner
-from torch import nn
 
 from mmlinattn.engine import DataCheckHook, RunError
 from mmlinattn.engine.hooks import data_check
 from mmlinattn.engine.hooks.data_check import extend_palette
-
-
-def test_a_loop_over_several_data_sets(look):
-    """As MMagic's and those of users have them."""
-    loop = Loop(Data(0, classes=['a', 'b']))
-    loop.dataloaders = [loop.dataloader, SimpleNamespace(dataset=Data(0, classes=['b', 'a'])), SimpleNamespace()]
-    runner = SimpleNamespace(work_dir='gone', model=nn.Module(), visualizer=None, _train_loop=None, _test_loop=None)
-    runner._val_loop, runner.cfg = loop, {}
-    with pytest.raises(RunError, match="label 0 is 'a' in val_dataloader and 'b' in val_dataloader"):
-        DataCheckHook().before_run(runner)
 
 
 def test_an_empty_data_set(tmp_path, monkeypatch):
@@ -32,15 +18,6 @@ def test_an_empty_data_set(tmp_path, monkeypatch):
     DataCheckHook().before_run(runner)
     with pytest.raises(ValueError, match="fault = 'no' has to be 'stop', 'warn' or 'skip'"):
         DataCheckHook(fault='no')
-
-
-def test_a_mock_in_place_of_data():
-    """As in MMPretrain's vis_scheduler.py."""
-
-    class Loader(list):
-        dataset = MagicMock()
-
-    assert data_check._datasets(SimpleNamespace(dataloader=Loader())) == []
 
 
 def test_more_classes_than_colours(look, tmp_path):

@@ -31,15 +31,12 @@ def test_infinite_masks_are_saved(tmp_path):
     assert (tmp_path / 'epoch_2.pth').exists()
 
 
-@pytest.mark.parametrize('nest', [
-    lambda sample: dict(inputs=[], data_samples=[sample]), lambda sample: dict(data_samples=sample),
-    lambda sample: [dict(data_samples=sample)], lambda sample: [sample],
-], ids=['list', 'sample', 'samples of the batch', 'bare'])  # fmt: skip
-def test_images_are_named(nest):
+def test_images_are_named():
     hook, bad = FiniteLossHook(), dict(loss=torch.tensor(float('nan')), loss_cls=torch.tensor(1.5), other='x')
     with pytest.raises(RunError, match='loss=nan, loss_cls=1.5 on images a.jpg. No checkpoint'):
-        hook.after_train_iter(RUNNER, 0, nest(SimpleNamespace(img_path='a.jpg')), bad)
-    with pytest.raises(RunError, match='carry no img_path'):
-        hook.after_train_iter(RUNNER, 0, nest(1), bad)
-    hook.after_train_iter(RUNNER, 0, nest(1), dict(loss=torch.tensor(1.0)))
+        hook.after_train_iter(RUNNER, 0, dict(data_samples=[SimpleNamespace(img_path='a.jpg')]), bad)
+    for batch in (dict(data_samples=[1]), dict(data_samples=1), [1], None):  # of one's own data set
+        with pytest.raises(RunError, match='carry no img_path'):
+            hook.after_train_iter(RUNNER, 0, batch, bad)
+        hook.after_train_iter(RUNNER, 0, batch, dict(loss=torch.tensor(1.0)))
     hook.after_train_iter(RUNNER, 0, None, None)

@@ -1,12 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import csv
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from helpers.engine_toys import LOADER, Count, make_runner, validation
+from helpers.engine_toys import LOADER, Count, make_runner, validation, warnings_of
 from matplotlib.figure import Figure
 from mmengine.structures import BaseDataElement, InstanceData, LabelData, PixelData
 
@@ -17,8 +16,7 @@ HOOKS = [dict(type='ResultsHook')]
 
 
 def rows(folder):
-    with open(folder / 'results.csv', newline='') as file:
-        return [{key: value and float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+    return results.read_rows(folder / 'results.csv')
 
 
 def test_a_row_an_epoch_with_mean_losses_and_metrics(tmp_path):
@@ -165,9 +163,7 @@ def test_panels_of_a_training(tmp_path):
 
 def test_a_second_run_in_a_folder_keeps_the_results_of_the_first(tmp_path):
     for _ in range(2):
-        runner, said = make_runner(tmp_path, HOOKS, **validation()), []
-        runner.logger.warning = said.append
-        runner.train()
+        said = warnings_of(make_runner(tmp_path, HOOKS, **validation()))
     (kept,) = tmp_path.glob('results_*.csv')
     assert kept.name in said[0] and len(kept.read_text().splitlines()) == 3 == len(rows(tmp_path)) + 1
 
@@ -177,7 +173,5 @@ def test_a_full_disk_does_not_end_the_training(tmp_path, monkeypatch):
         raise OSError(28, 'No space left on device')
 
     monkeypatch.setattr(results, 'atomic_write', fail)
-    runner, said = make_runner(tmp_path, HOOKS), []
-    runner.logger.warning = said.append
-    runner.train()
-    assert runner.iter == 6 and 'results.csv could not be written: No space left on device.' in said[0]
+    runner = make_runner(tmp_path, HOOKS)
+    assert 'results.csv could not be written: No space left on device.' in warnings_of(runner)[0] and runner.iter == 6

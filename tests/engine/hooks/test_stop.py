@@ -4,10 +4,11 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.engine_toys import make_runner, validation
+from helpers.engine_toys import make_runner, validation, warnings_of
 from mmengine.hooks import EMAHook, Hook
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 
@@ -50,22 +51,12 @@ def stopped(folder, kill, hooks=HOOKS, **options):
     return torch.load(found[0], weights_only=False) if found else None
 
 
-@pytest.mark.parametrize(
-    ('by_epoch', 'number'),
-    [(True, signal.SIGTERM), (False, signal.SIGTERM), (True, signal.SIGHUP), (True, signal.SIGUSR1)],
-)
-def test_a_stopped_run_resumes_exactly(tmp_path, by_epoch, number):
-    train_cfg = dict(by_epoch=True, max_epochs=3) if by_epoch else dict(type='IterBasedTrainLoop', max_iters=9)
-    options = dict(train_cfg=train_cfg, randomness=dict(seed=1))
-    if not by_epoch:
-        options['loader'] = dict(sampler=dict(type='InfiniteSampler', shuffle=True))
-    assert stopped(tmp_path / 'work', Kill(4, number=number), **options)['meta']['iter'] == 5
-    path = (tmp_path / 'work/last_checkpoint').read_text()
-    assert path == str(tmp_path / 'work/stopped.pth')
-    resumed = make_runner(tmp_path / 'work', HOOKS, resume=True, load_from=path, **options)
-    whole = make_runner(tmp_path / 'whole', HOOKS, **options)
-    ours, theirs = (torch.cat([p.detach().flatten() for p in run.train().parameters()]) for run in (resumed, whole))
-    assert resumed.iter == 9 and torch.equal(ours, theirs)
+@pytest.mark.parametrize('number', stop.SIGNALS)
+@pytest.mark.parametrize('loop', [dict(by_epoch=True, max_epochs=3), dict(by_epoch=False, max_iters=9)])
+def test_a_stopped_run_is_saved(tmp_path, loop, number):
+    """Resumed in ``test_exact_resume_of_hooks.py``."""
+    assert stopped(tmp_path / 'work', Kill(4, number=number), train_cfg=loop)['meta']['iter'] == 5
+    assert (tmp_path / 'work/last_checkpoint').read_text() == str(tmp_path / 'work/stopped.pth')
 
 
 class Look(Hook):
@@ -89,16 +80,13 @@ class Look(Hook):
 )
 def test_handlers_of_other_programs_stay(tmp_path, number, handler, hooks):
     """A warning says so where no checkpoint is saved at the end of a job."""
-    before, said, look = signal.signal(number, handler), [], Look(number)
+    before, look, made = signal.signal(number, handler), Look(number), make_runner(tmp_path, hooks)
+    made.register_hook(look)
     try:
-        made = make_runner(tmp_path, hooks)
-        made.logger.warning = said.append
-        made.register_hook(look)
-        made.train()
+        warns = warnings_of(made, 'SIGTERM has a handler already, which stays: no checkpoint')
     finally:
         assert signal.signal(number, before) is handler
     assert (look.seen == {handler}) == (hooks is HOOKS) and made.iter == 6
-    warns = [line for line in said if 'SIGTERM has a handler already, which stays: no checkpoint' in line]
     assert len(warns) == (number == signal.SIGTERM and hooks is HOOKS)
 
 
@@ -232,29 +220,17 @@ def test_averaged_weights_are_swapped_back_only_if_they_were_swapped(tmp_path, o
     assert all(torch.equal(value, epoch['state_dict'][key]) for key, value in saved['state_dict'].items())
 
 
-def test_several_optimizers_accumulate(tmp_path):
-    class Two(OptimWrapperDict):
-        def update_params(self, loss, *args, **kwargs):
-            for wrapper in self.values():
-                wrapper.update_params(loss, *args, **kwargs)
-
-    def wrapper(parameter):
-        return OptimWrapper(torch.optim.SGD([parameter], lr=0.01), accumulative_counts=3)
-
-    made = make_runner(tmp_path / 'work', HOOKS)
-    layer = made.model.layer
-    made.optim_wrapper = Two(one=wrapper(layer.weight), two=wrapper(layer.bias))
-    made.model.train_step = lambda data, optim_wrapper: dict(loss=torch.zeros(()))
-    for each in made.optim_wrapper.values():
-        each._inner_count = 0
-    hook = next(hook for hook in made.hooks if isinstance(hook, stop.StopHook))
-    hook._previous, hook.is_signalled, ended = {signal.SIGTERM: signal.SIG_DFL}, True, []
+def test_several_optimizers_accumulate():
+    sgd = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01) for _ in range(2)]
+    one, two = (OptimWrapper(each, accumulative_counts=3) for each in sgd)
+    hook, ended = stop.StopHook(), []
     hook._save_and_end = lambda runner, iteration: ended.append(iteration)
+    hook._previous, hook.is_signalled = {signal.SIGTERM: signal.SIG_DFL}, True
     for count in (1, 2, 3):
-        for each in made.optim_wrapper.values():
+        for each in (one, two):
             each._inner_count, each._max_counts = count, 9
-        hook.after_train_iter(made, 0)
-    assert len(ended) == 1
+        hook.after_train_iter(SimpleNamespace(iter=count, optim_wrapper=OptimWrapperDict(one=one, two=two)), 0)
+    assert ended == [4]
 
 
 @pytest.mark.parametrize('rank', [0, 1])

@@ -183,10 +183,7 @@ def test_backbones_inside_of_others(backbone, inside):
     [
         *((dict(rate=r), f'paramwise_cfg.layer_decay_rate={r!r}: expected a number in (0, 1]') for r in (0, 1.01, '1')),
         (dict(optimizer=dict(type='Adadelta')), 'optim_wrapper.optimizer.lr is missing'),
-        (
-            dict(model=Detector(nn.Linear(2, 2))),
-            'no module of Detector called backbone, or inside of one',
-        ),
+        (dict(model=Detector(nn.Linear(2, 2))), 'no module of Detector called backbone, or inside of one'),
         (dict(model=nn.ModuleDict(dict(img_backbone=Layers()))), 'no module of ModuleDict called backbone'),
     ],
     ids=['zero', 'above one', 'text', 'no lr', 'other backbone', 'other name'],
