@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from mmlinattn.tooling.own_data.boxes import read_boxes
-from mmlinattn.tooling.own_data.data import Data, Options
+from mmlinattn.tooling.own_data.data import ConfigArgs, Data
 from mmlinattn.tooling.own_data.folders import read_classes
 from mmlinattn.tooling.own_data.masks import read_masks
 from mmlinattn.utils.errors import RunError
@@ -35,7 +35,7 @@ def text(path, content):
 
 def read(root, task='detection', **options):
     """Read a data set as make_config does."""
-    data = Data(root, Options(**options))
+    data = Data(root, ConfigArgs(root, task, '', root, **options))
     if task == 'segmentation':
         return read_masks(data, data.root.parent / 'mine_labels')
     return read_boxes(data) if task == 'detection' else read_classes(data)

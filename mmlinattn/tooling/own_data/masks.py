@@ -12,7 +12,7 @@ from typing import NamedTuple, Optional
 from PIL import Image
 
 from ...utils.errors import RunError
-from .data import Data, Example, OwnData
+from .data import Data, OwnData
 from .formats import recognise_all, refusal
 from .images import file_notes, image_size, is_mask
 from .mask_values import IGNORED, format_value, interpret, remap, scan
@@ -33,6 +33,8 @@ class _Pair(NamedTuple):
     split: Optional[str] = None
     classes: frozenset = frozenset()
     group: None = None
+    label: str = ''
+    objects: tuple = ()
 
     @property
     def path(self) -> Path:
@@ -82,9 +84,8 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
     if is_copied:
         changes = some(f'{format_value(old)} -> {new}' for old, new in changed.items() if new != IGNORED)
         notes.append(f'masks are copied to {remapped}: {changes or "one number per pixel"}')
-    used = {split: [pair.path for pair in chosen] for split, chosen in splits.items()}
-    drawn = [Example(pair.path, label_map=partial(remap, pair.file, table, seen.coloured)) for pair in splits['train']]
-    return OwnData('segmentation masks', classes, used, lists, settings, more + notes, drawn)
+    labels_of = partial(remap, table=table, coloured=seen.coloured)
+    return OwnData('segmentation masks', classes, splits, lists, settings, more + notes, labels_of=labels_of)
 
 
 def _all_pairs(data: Data) -> list[_Pair]:
@@ -179,8 +180,7 @@ def _refuse_others(data: Data, pairs: list[_Pair], masks: Iterable[Path]) -> Non
 
 
 def _has_masks(data: Data, folder: Path) -> bool:
-    here = [path for path in data.images if path.parent == folder]
-    return bool(here) and all(map(is_mask, here[:3]))
+    return all(map(is_mask, [path for path in data.images if path.parent == folder][:3]))
 
 
 def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunError:
@@ -191,7 +191,8 @@ def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunE
             return RunError(f'{mask} and {image} differ by capital letters in their names: rename one.')
     for image, mask in zip(images, masks):
         alike = sorted(path.parent.name for path in masks if path.name == mask.name)
-        several = f'; {len(alike)} masks have the name {mask.name}, in {some(alike, 4)}: join them' * (len(alike) > 1)
+        joined = f'; {len(alike)} masks have the name {mask.name}, in {some(alike, 4)}: join them'
+        several = joined if len(alike) > 1 else ''
         return RunError(
             f'{mask.parent} has no label image with the name of an image of {image.parent}{several}: give --images DIR '
             'and --labels DIR.'
@@ -199,9 +200,9 @@ def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunE
     there = [folder for folder in sorted({path.parent for path in data.images}) if _has_masks(data, folder)]
     there = there or [path for path in data.images[:100] if is_mask(path)][:2]
     if there:
-        return RunError(
-            f'DATA {str(data.root)!r}: no annotations in it under known names; {some(map(data.name, there), 6)} '
-            'seem to be masks: give --images DIR and --labels DIR, or name them images/x.jpg and masks/x.png (in '
-            'one folder x.jpg and x_mask.png).'
+        return data.error(
+            f': no annotations in it under known names; {some(map(data.name, there), 6)} seem to be masks: give '
+            '--images DIR and --labels DIR, or name them images/x.jpg and masks/x.png (in one folder x.jpg and '
+            'x_mask.png).'
         )
     return refusal(data, recognise_all(data), 'segmentation')

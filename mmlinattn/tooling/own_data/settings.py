@@ -4,44 +4,18 @@
 import math
 import os
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from mmengine.config import Config
 
 from ...checkpoints.released import released_checkpoints
 from ..swapping.writing import difference
 from ..swapping.zoo import find_backbone
-from .data import OwnData
+from .data import ConfigArgs, OwnData
 from .images import ImageFormat
 
 TASKS = {'detection': 'mmdet', 'segmentation': 'mmseg', 'classification': 'mmpretrain'}
 _FROM_SCRATCH = 2e-4  # learning rate of AdamW in docs/real_images.md, without released weights
-
-
-class ConfigArgs(NamedTuple):
-    """Arguments of the command line."""
-
-    data: Path
-    task: str
-    backbone: str
-    out: Path
-    batch: Optional[int] = None
-    size: Optional[int] = None
-    channels: Optional[int] = None
-    classes: Optional[list[str]] = None
-    scratch: bool = False
-    boxes: Optional[str] = None
-    units: Optional[str] = None
-    images: Optional[Path] = None
-    labels: Optional[Path] = None
-    train: Optional[Path] = None
-    val: Optional[Path] = None
-    overwrite: bool = False
-
-    @property
-    def root(self) -> Path:
-        """Folder to which paths of the data are relative."""
-        return self.data if self.data.is_dir() else self.data.parent
 
 
 class Reference:

@@ -369,7 +369,7 @@ def test_two_data_sets_in_one_folder(tmp_path):
     for folder in ('v1', 'v2'):
         yolo(tmp_path / folder / 'train', names=[f'{name}{folder}' for name in NAMES])
         text(tmp_path / folder / 'data.yaml', 'train: train\nval: train\nnames: [car]')
-    with pytest.raises(RunError, match='v1/data.yaml and .*v2/data.yaml have other names or splits'):
+    with pytest.raises(RunError, match='v1/data.yaml and .*v2/data.yaml differ in names or splits'):
         read(tmp_path)
 
 
@@ -420,7 +420,7 @@ def test_labels_png_shows_training_images(tmp_path):
     content = json.loads(file.read_text())
     content['annotations'].append(dict(id=9, image_id=5, category_id=1, bbox=[40, 40, 3, 3]))
     data = read(text(file, content).parent)
-    assert data.examples[0].objects and {
+    assert data.items['train'][0].objects and {
         category['supercategory'] for category in json.loads(data.annotations['val'])['categories']
     } == {'none'}
     drawing.draw_examples(data, tmp_path / 'labels.png')
