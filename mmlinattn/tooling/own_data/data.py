@@ -101,7 +101,9 @@ class Data:
     def __init__(self, path: Path, options: Optional[ConfigArgs] = None):
         options = options or ConfigArgs(path, 'detection', '', path)
         self.root = options.root
-        given: dict[str, Any] = {key: self._given(key, getattr(options, key)) for key in ('images', 'labels', 'train', 'val')}
+        given: dict[str, Any] = {
+            key: self._given(key, getattr(options, key)) for key in ('images', 'labels', 'train', 'val')
+        }
         self.options = options._replace(**given | ({'labels': path} if path.is_file() else {}))
         every = self._walk()
         self.splits = Splits({part for path in every for part in path.relative_to(self.root).parts[:-1]})
