@@ -20,10 +20,7 @@ def settle(reader: Reader) -> None:
     """Set all boxes of a reader to left, top, right, bottom in pixels, and note the meaning of the numbers.
 
     A reading is wrong where boxes have negative sides or pass the edge of their image. It is taken if the format or
-    ``--boxes`` says it and no other fits better, or if it is the only one that fits.
-
-    Raises:
-        RunError: No reading fits, or several do.
+    ``--boxes`` says it and no other fits better, or if it is the only one that fits; else the data is refused.
     """
     options = reader.data.options
     raw = [(photo, item) for photo in reader.photos for item in photo.objects if item.is_raw]

@@ -118,11 +118,7 @@ class Table:
         return [a, b, c, d]
 
     def split_of(self, row: dict[str, str]) -> str:
-        """Return the split by the column of splits, or ''.
-
-        Raises:
-            RunError: The column has a value that is no known split.
-        """
+        """Return the split by the column of splits, or ''; other values than known splits raise an error."""
         value = row.get(self.split, '')
         if value and self.split.startswith('is'):
             value = self.split[2:] if value.lower() in ('true', '1', '1.0', 'yes') else 'train'
@@ -214,13 +210,9 @@ _SEPARATORS = r'[\s,;|]+'
 
 
 def read_class_tables(tables: list[Table], data: Data) -> tuple[list[Photo], list[str]]:
-    """Read tables with a row for each image: a column with the class, or a 0/1 column for each class.
+    """Return the images of tables, and notes for the user.
 
-    Returns:
-        tuple[list[Photo], list[str]]: The images, and notes for the user.
-
-    Raises:
-        RunError: A row has no class or several classes, or its image does not exist.
+    A table has a row for each image: a column with the class, or a 0/1 column for each class.
     """
     notes, items, columns = list[str](), dict[Path, Photo](), set[str]()
     for table in tables:

@@ -180,9 +180,6 @@ class Data:
         """Return class names: those of ``--classes``, or of the only file of one of the names or suffixes, or None.
 
         Each line has a name, perhaps after its number from 0. In CVAT's ``labelmap.txt`` a name ends at the colon.
-
-        Raises:
-            RunError: Two such files differ, or one has an empty line or a comment between its names.
         """
         if self.options.classes:
             return list(map(composed, self.options.classes))
@@ -205,11 +202,7 @@ class Data:
 
     @cached_property
     def settings(self) -> tuple[Optional[Path], dict]:
-        """Return the file with ``names`` or darknet's lists, and its content.
-
-        Raises:
-            RunError: Several YAML files have other names or splits.
-        """
+        """The YAML file with ``names`` or that of darknet's lists, and its content."""
         found: dict[Path, dict] = {}
         for path in [path for path in self.files if path.suffix.lower() in ('.yaml', '.yml')]:
             try:  # names are texts: YAML would read yes, no, on and 1.0 otherwise
@@ -246,11 +239,7 @@ def _is_in(path: Path, chosen: Optional[Path]) -> bool:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the stripped, non-empty lines of a text file.
-
-    Raises:
-        RunError: The file cannot be read as UTF-8 text.
-    """
+    """Return the stripped, non-empty lines of a text file in UTF-8."""
     return list(filter(None, map(str.strip, read_text(path).splitlines())))
 
 

@@ -101,8 +101,7 @@ def _tables(kinds: dict[str, list[Source]]) -> list[Table]:
 def _joined(items: list[Photo], folders: list[Photo], table: str) -> tuple[str, list[Photo]]:
     """Return the images of a table, and those of class folders if both are of different splits.
 
-    Raises:
-        RunError: Class folders differ from the classes of the table, or have more images.
+    Class folders that differ from the classes of the table, or have more images, raise an error.
     """
     classes = {item.path: item.label for item in items}
     splits = [{item.split for item in found} for found in (items, folders)]

@@ -147,11 +147,7 @@ READERS = {name: use for name, use in FORMATS.items() if not isinstance(use, str
 
 
 def recognise(path: Path) -> Source:
-    """Return the format of a label file by its content; the kind is :data:`UNKNOWN` if it is none of the known.
-
-    Raises:
-        RunError: JSON or XML is damaged, or a table cannot be read.
-    """
+    """Return the format of a label file by its content; the kind is :data:`UNKNOWN` if it is none of the known."""
     suffix, content = path.suffix.lower(), None
     if container(path):
         return Source(path, container(path))

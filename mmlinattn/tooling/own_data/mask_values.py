@@ -48,12 +48,8 @@ def format_value(value: int) -> str:
 def read_mask(path: Path, coloured: bool = False) -> tuple[np.ndarray, bool]:
     """Return the values of a mask ``(H, W)``, and True if MMSegmentation reads the same values.
 
-    Args:
-        path: Image file.
-        coloured: Read grey levels, and numbers with a palette, as colours too.
-
-    Raises:
-        RunError: A value is not an integer from 0 to 65535.
+    With ``coloured``, grey levels and numbers with a palette are read as colours too. Other values than integers from
+    0 to 65535 raise an error.
     """
     with Image.open(path) as image:
         pixels, mode = np.asarray(image.convert('RGB') if coloured else image), image.mode
@@ -227,9 +223,6 @@ def read_values(data: Data) -> dict[int, str]:
     """Return class names by value from a file that lists both, or {}; values are as in :class:`ValueCounts`.
 
     Such files are label_colors.txt of CamVid, labelmap.txt of CVAT, class_dict.csv and _classes.csv of Roboflow.
-
-    Raises:
-        RunError: Two such files differ.
     """
     found: dict[Path, dict[int, str]] = {}
     for path in [path for path in data.files if path.suffix.lower() in ('.txt', '.csv')]:
@@ -258,9 +251,6 @@ def read_indices(values: list[int], names: Optional[list[str]], is_indexed: bool
         values: Values in the masks, ascending.
         names: Class names, if given.
         is_indexed: The values are the indices of classes, with or without gaps.
-
-    Raises:
-        RunError: Values and names do not match.
     """
     labels, same = [value for value in values if value != IGNORED], dict(zip(values, values))
     listed = some(map(str, values))

@@ -58,11 +58,7 @@ class Photo(NamedTuple):
 
 
 def flags_of(attributes: dict[str, Any]) -> frozenset:
-    """Return the names of attributes with a value other than empty, 0, false or 'Unspecified'.
-
-    Raises:
-        ValueError: The value of an attribute that ignores an object is neither yes nor no.
-    """
+    """Return the names of attributes with a value other than empty, 0, false or 'Unspecified'."""
     found = set()
     for key, value in attributes.items():
         flag = _ATTRIBUTES.get(str(key).lower(), str(key).lower())
@@ -80,11 +76,7 @@ def _is_set(value: Any) -> bool:
 
 
 def from_points(name: str, parts: list, flags: Iterable[str] = (), is_polygon: bool = True) -> Object:
-    """Return an object made of polygons, each ``(N, 2)`` in pixels.
-
-    Raises:
-        ValueError: There are no points, or a coordinate is not finite.
-    """
+    """Return an object made of polygons, each ``(N, 2)`` in pixels."""
     points = np.concatenate([np.reshape(np.asarray(part, float), (-1, 2)) for part in parts])
     if not len(points) or not np.isfinite(points).all():
         raise ValueError('a point that is no number')
@@ -178,11 +170,7 @@ class Reader:
         return [*own, *sort_names(found - own.keys())] if listed is None and own else listed
 
     def read(self, sources: list[Source]) -> None:
-        """Read all files of a format.
-
-        Raises:
-            RunError: A file is damaged, or its images do not exist or have another size.
-        """
+        """Read all files of a format; set ``photos`` and ``classes``, and add to ``notes``."""
         photos = self.images(sources)
         found = {str(item.name) for photo in photos for item in photo.objects if not _is_region(str(item.name))}
         order, names = name_table(found, self.listed(found))
@@ -265,12 +253,7 @@ def sort_names(names: Iterable[str]) -> list[str]:
 def name_table(found: set[str], listed: Optional[list[str]]) -> tuple[list[str], dict[str, str]]:
     """Return the class names in the order of the labels, and the name of each label that occurs.
 
-    Args:
-        found: Labels that occur.
-        listed: Names of the user's list, if any; labels may be their numbers from 0.
-
-    Raises:
-        RunError: A label is not in the list.
+    Labels that are not in the user's list may be their numbers from 0.
     """
     listed = listed or sort_names(found)
     if found <= set(listed):

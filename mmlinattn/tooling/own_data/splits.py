@@ -30,18 +30,13 @@ def divide(
 
     Args:
         data: The data set.
-        items: Images with the attributes ``path``, ``file`` (of the label), ``split`` (of columns and names of label
-            files, or None), ``group`` and ``classes``.
+        items: Photos or pairs. Their ``split`` is that of columns and names of label files, or None.
         task: Task of the config.
         classes: Class names in the order of the labels.
         by_folder: Names of folders tell the splits of items without split.
 
     Returns:
         tuple[dict[str, list], list[str]]: Images by split, and notes for the user, first the source of the splits.
-
-    Raises:
-        RunError: An image is damaged, lists and folders differ, there are fewer than two training images, or a split
-            has no labels.
     """
     for item in items:
         check_whole(item.path)
