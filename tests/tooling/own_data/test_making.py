@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers.own_files import picture, text
+from helpers.own_files import coco, picture, text
 from mmengine.config import Config
 
 from mmlinattn.tooling.own_data import making, settings
@@ -25,14 +25,11 @@ def noise(shape, dtype=np.uint8, high=250):
 
 
 def boxes(root, outline=(), shape=(480, 640, 3), dtype=np.uint8):
-    images, annotations = [], []
     for i in range(10):
         picture(root / f'{i}.png', noise(shape, dtype))
-        images.append(dict(id=i, file_name=f'{i}.png', width=shape[1], height=shape[0]))
-        segmentation = dict(segmentation=[list(outline)]) if outline else {}
-        annotations.append(dict(id=i + 1, image_id=i, category_id=5, bbox=[2, 2, 20, 20], **segmentation))
-    categories = [dict(id=5, name='cell'), dict(id=2, name='dust')]
-    text(root / 'all.json', dict(images=images, annotations=annotations, categories=categories))
+    more = dict(segmentation=[list(outline)]) if outline else {}
+    files, size = [f'{i}.png' for i in range(10)], shape[1::-1]
+    text(root / 'all.json', coco(files, ('cell', 'dust'), size, bbox=[2, 2, 20, 20], **more))
     return root
 
 
