@@ -305,47 +305,28 @@ def test_copies_stay_in_one_split(tmp_path):
     assert not shown['train'] & shown['val']
 
 
-def folders_of_classes(root, *folders):
-    for folder in folders:
-        for i in range(3):
-            picture(root / folder / f'{folder.replace("/", "_")}{i}.jpg')
-
-
-def with_unlabelled(root):
-    folders_of_classes(root, 'cat', 'dog', '_unlabeled', 'no_label')
-
-
-def with_empty_folder(root):
-    folders_of_classes(root, 'train/cat', 'train/dog', 'val/cat', 'val/dog')
-    (root / 'train/bird').mkdir()
-
-
-def with_capitals(root):
-    folders_of_classes(root, 'cat', 'Cat', 'dog')
-
-
-def with_copies(root):
-    folders_of_classes(root, 'train/cat', 'train/dog', 'val/cat', 'val/dog')
-    (root / 'val/cat/other.jpg').write_bytes((root / 'train/cat/train_cat0.jpg').read_bytes())
-
-
-def with_a_table_of_val(root):
-    folders_of_classes(root, 'train/cat', 'train/dog', 'val')
-    text(root / 'val_labels.csv', 'filename,label\nval0.jpg,cat\nval1.jpg,dog\nval2.jpg,dog')
+TWO_SPLITS = ('train/cat', 'train/dog', 'val/cat', 'val/dog')
 
 
 @pytest.mark.parametrize(
-    'write, count, said',
+    'folders, count, said',
     [
-        (with_unlabelled, 6, 'folders of images without label are left out: _unlabeled, no_label'),
-        (with_empty_folder, 12, 'folders without a file: train/bird'),
-        (with_capitals, 9, 'classes differ by capital letters alone: Cat, cat'),
-        (with_copies, 13, '1 images of val are copies of training images'),
-        (with_a_table_of_val, 9, 'splits by columns or names of files and folders'),
+        (('cat', 'dog', '_unlabeled', 'no_label'), 6, 'folders of images without label are left out: _unlabeled, no_'),
+        ((*TWO_SPLITS, 'train/bird'), 12, 'folders without a file: train/bird'),
+        (('cat', 'Cat', 'dog'), 9, 'classes differ by capital letters alone: Cat, cat'),
+        (TWO_SPLITS, 13, '1 images of val are copies of training images'),
+        (('train/cat', 'train/dog', 'val'), 9, 'splits by columns or names of files and folders'),
     ],
 )
-def test_class_folders_with_more_than_classes(tmp_path, write, count, said):
-    write(tmp_path)
+def test_class_folders_with_more_than_classes(tmp_path, folders, count, said):
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+        names = [f'{folder.replace("/", "_")}{i}' for i in range(3)]
+        images(tmp_path / folder, [] if folder == 'train/bird' else names)
+    if 'val' in folders:
+        text(tmp_path / 'val_labels.csv', 'filename,label\nval0.jpg,cat\nval1.jpg,dog\nval2.jpg,dog')
+    if 'are copies' in said:
+        (tmp_path / 'val/cat/other.jpg').write_bytes((tmp_path / 'train/cat/train_cat0.jpg').read_bytes())
     data = read(tmp_path, 'classification')
     assert said in ' '.join([*data.notes, *Data(tmp_path).unused()])
     assert sum(map(len, data.images.values())) == count
