@@ -14,7 +14,7 @@ import yaml
 
 from ...utils.errors import RunError, described
 from .images import SUFFIXES
-from .names import Splits, composed, is_hidden, relative, some
+from .names import Splits, composed, relative, some
 from .pictures import Pictures
 
 _T = TypeVar('_T')
@@ -120,7 +120,8 @@ class Data:
         self.empty = list[Path]()
         for folder, inner, files in os.walk(self.root, followlinks=True):
             self.empty += [] if inner or files else [Path(folder)]
-            inner[:] = [name for name in inner if not is_hidden(name) and not _is_loop(Path(folder, name))]
+            shown = [name for name in inner if not name.startswith('.') and name != '__MACOSX']
+            inner[:] = [name for name in shown if not _is_loop(Path(folder, name))]
             found += [Path(folder, name) for name in files if not name.startswith('.')]
         return sorted(found)
 

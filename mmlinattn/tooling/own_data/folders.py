@@ -11,7 +11,7 @@ from ...utils.errors import RunError
 from .csv_files import Table, read_class_tables
 from .data import Data, OwnData, Source
 from .formats import UNKNOWN, described_kind, recognise_all, refusal
-from .names import composed, has_role_only, is_unlabelled, some
+from .names import composed, has_role_only, plain, some
 from .reading import Photo, name_table
 from .splits import divide
 
@@ -135,7 +135,8 @@ def _folder_items(data: Data, notes: list[str], labelled: set[Path]) -> list[Pho
             found = _of_splits(data, found, notes, labelled)
         _refuse_nested(top, {names for _, names in found.values()})
         items += [Photo(path, path, split, None, composed(names[0])) for path, (split, names) in found.items() if names]
-    unlabelled = {item.label for item in items if is_unlabelled(item.label)}
+    labels = {item.label for item in items}  # _unlabeled of FiftyOne, no_label of CVAT
+    unlabelled = {name for name in labels if name[0] == '_' or plain(name) in ('unlabeled', 'unlabelled', 'nolabel')}
     notes += [f'folders of images without label are left out: {some(sorted(unlabelled))}'] if unlabelled else []
     return [item for item in items if item.label not in unlabelled]
 

@@ -153,7 +153,10 @@ class LabelStudio(_ShapeReader):
     def entries(self, source: Source) -> Iterator[Entry]:
         several, unlabelled = 0, 0
         for task in source.content:
-            results = [each for each in task.get('annotations') or task.get('completions') or () if _counts(each)]
+            given = [
+                each for each in task.get('annotations') or task.get('completions') or () if isinstance(each, dict)
+            ]
+            results = [each for each in given if 'result' in each and not each.get('was_cancelled')]
             if 'annotations' not in task and 'completions' not in task:  # JSON-MIN has the values beside the image
                 lists = (value for value in task.values() if isinstance(value, list))
                 shapes = [each for each in itertools.chain(*lists) if isinstance(each, dict)]
@@ -218,10 +221,6 @@ def _names_of(result: dict) -> list:
     value = result.get('value')
     values = value.items() if isinstance(value, dict) else ()
     return next((names for key, names in values if key.endswith('labels') and names), [])
-
-
-def _counts(annotation: Any) -> bool:
-    return isinstance(annotation, dict) and 'result' in annotation and not annotation.get('was_cancelled')
 
 
 _OF_VOC = ('name', 'bndbox', 'robndbox', 'polygon', 'segmented', 'type', 'id', 'deleted')

@@ -30,15 +30,6 @@ def plain(name: str) -> str:
     return re.sub('[^a-z0-9]', '', name.lower())
 
 
-def is_hidden(name: str) -> bool:
-    return name.startswith('.') or name == '__MACOSX'
-
-
-def is_unlabelled(name: str) -> bool:
-    """Return True for a class such as ``_unlabeled`` of FiftyOne or ``no_label`` of CVAT."""
-    return name.startswith('_') or plain(name) in ('unlabeled', 'unlabelled', 'nolabel')
-
-
 def _words(name: str) -> list[str]:
     """Return the words of a name in small letters: ``'TrainData_v2'`` has train and data, ``'val2017'`` val and 2017.
 

@@ -18,14 +18,10 @@ TASKS = {'detection': 'mmdet', 'segmentation': 'mmseg', 'classification': 'mmpre
 _FROM_SCRATCH = 2e-4  # learning rate of AdamW in docs/real_images.md, without released weights
 
 
-class Reference:
+class Reference(str):
     """Name of a variable of the config, written in place of its value."""
 
-    def __init__(self, name: str):
-        self.name = name
-
-    def __repr__(self) -> str:
-        return self.name
+    __repr__ = str.__str__
 
 
 def _portable(args: ConfigArgs, path: Any) -> str:
@@ -217,15 +213,15 @@ def _settings_of_task(args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg:
         return _Task(4, train, [loading, *shrink, labels, pack], preprocessor, dataset, {}, dict(test_mode=True), {})
     recipe_side = next(step for step in cfg.train_pipeline if step.type == 'RandomResizedCrop').scale
     side = args.size or recipe_side
-    train, test = Reference('_base_.train_pipeline'), Reference('_base_.test_pipeline')
+    pipelines: tuple[Any, Any] = Reference('_base_.train_pipeline'), Reference('_base_.test_pipeline')
     if pixels.mean is not None or side != recipe_side:
         cut, pack = dict(type='RandomResizedCrop', scale=side), dict(type='PackInputs')
-        train = [loading, cut, dict(type='RandomFlip', prob=0.5, direction='horizontal'), pack]
-        test = [loading, dict(type='Resize', scale=(side, side)), pack]
+        flip = dict(type='RandomFlip', prob=0.5, direction='horizontal')
+        pipelines = [loading, cut, flip, pack], [loading, dict(type='Resize', scale=(side, side)), pack]
     preprocessor = dict(num_classes=len(data.classes), **preprocessor)
     dataset = dict(_delete_=True, type='CustomDataset')
     evaluator = dict(topk=(1, 5) if len(data.classes) > 5 else (1,))
-    return _Task(32, train, test, preprocessor, dataset, {}, dict(test_mode=True), evaluator)
+    return _Task(32, *pipelines, preprocessor, dataset, {}, dict(test_mode=True), evaluator)
 
 
 def schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 
 import os
 import random
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 from ...utils.errors import RunError
 from .csv_files import split_table
@@ -242,7 +241,8 @@ def _draw_val(splits: dict[str, list], copies: list[list]) -> str:
     """Move images drawn from train to val, whole groups together; return a note."""
     items = splits['train']
     alike = {item.path: str(several[0].path) for several in copies for item in several}
-    groups = [_group_of(item) for item in items]
+    # a column's, or the name before Roboflow's augmentation
+    groups = [item.group or item.path.stem.rpartition('.rf.')[0] or None for item in items]
     for found in (groups, [group or alike.get(item.path) for group, item in zip(groups, items)]):
         groups = found if len(set(found)) > 1 else [None] * len(items)  # one group divides nothing
     chosen = _draw(items, groups)
@@ -251,12 +251,6 @@ def _draw_val(splits: dict[str, list], copies: list[list]) -> str:
     splits['train'] = [item for i, item in enumerate(items) if i not in chosen]
     drawn = f'{len(chosen)} images were drawn from train for it{f" as {whole} whole groups" if whole else ""}'
     return f'no val in the data, and no test takes its place: {drawn}'
-
-
-def _group_of(item: Any) -> Optional[str]:
-    """Return the group of an image: a column's, or the name before Roboflow's augmentation."""
-    augmented = re.fullmatch(r'(.+)\.rf\.\w+', item.path.stem)
-    return item.group or (augmented[1] if augmented else None)
 
 
 def _draw(items: Sequence, groups: Sequence[Optional[str]]) -> set[int]:
