@@ -91,9 +91,9 @@ def boxes_of(data, *splits):
     return found
 
 
-def assert_refused(said, read, *args):
-    """Check that ``read(*args)`` raises one line with the given words."""
+def assert_refused(said, read, *args, **options):
+    """Check that ``read(*args, **options)`` raises one line with the given words."""
     with pytest.raises(RunError) as error:
-        read(*args)
+        read(*args, **options)
     line = str(error.value)
     assert all(word in line for word in ([said] if isinstance(said, str) else said)) and '\n' not in line, line

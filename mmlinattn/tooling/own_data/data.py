@@ -89,13 +89,6 @@ class Data:
     Args:
         path: Folder, or a label file in it.
         options: Arguments of the command line.
-
-    Attributes:
-        images: Images, sorted by path.
-        files: Files that may hold labels, lists or names.
-        empty: Folders without a file.
-        used: Files that were read. Readers add theirs.
-        lost: Numbers of lines that name no image, by list.
     """
 
     def __init__(self, path: Path, options: Optional[ConfigArgs] = None):
@@ -109,11 +102,12 @@ class Data:
         self.splits = Splits({part for path in every for part in path.relative_to(self.root).parts[:-1]})
         chosen = self.options.images
         self.images = [path for path in every if path.suffix.lower() in SUFFIXES and _is_in(path, chosen)]
+        # that may hold labels, lists or names
         self.files = [path for path in every if path.suffix.lower() in _LABELS and not _ABOUT.match(path.name)]
         self.containers = [path for path in every if container(path) and _is_in(path, self.options.labels)]
         self.no_images = [path for path in every if path.suffix.lower() in _NO_IMAGES]
-        self.used: set[Path] = set()
-        self.lost = dict[Path, int]()
+        self.used = set[Path]()  # files that were read; readers add theirs
+        self.lost = dict[Path, int]()  # numbers of lines that name no image, by list
 
     def _walk(self) -> list[Path]:
         found: list[Path] = []

@@ -128,13 +128,9 @@ class _Masks(NamedTuple):
 def interpret(
     data: Data, image: Path, mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
-    """Return the class names, and a table from all values to labels.
+    """Return the class names, and a table from all values to labels; extend the notes.
 
-    Args:
-        data: The data set. Its class names are in the order of the values.
-        image, mask: First image and mask.
-        seen: Values of all masks.
-        notes: Notes for the user, extended in place.
+    ``image`` and ``mask`` are the first of the data set, whose class names are in the order of the values.
     """
     values, listed = sorted(seen.pixels), read_values(data)
     greys = {i: listed[_IS_COLOUR + i * _GREY] for i in range(256) if _IS_COLOUR + i * _GREY in listed}
@@ -247,10 +243,7 @@ def read_values(data: Data) -> dict[int, str]:
 def read_indices(values: list[int], names: Optional[list[str]], is_indexed: bool = False) -> _Reading:
     """Read numbers that are the labels, the classes in their order, or a background and a foreground.
 
-    Args:
-        values: Values in the masks, ascending.
-        names: Class names, if given.
-        is_indexed: The values are the indices of classes, with or without gaps.
+    The values are ascending, and with ``is_indexed`` the indices of classes, with or without gaps.
     """
     labels, same = [value for value in values if value != IGNORED], dict(zip(values, values))
     listed = some(map(str, values))

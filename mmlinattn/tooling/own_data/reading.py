@@ -41,20 +41,22 @@ class Object(NamedTuple):
 
 
 class Photo(NamedTuple):
-    """Image with its objects or its class."""
+    """Image with its objects, its class or its mask."""
 
     path: Path
-    file: Path  # of the labels
+    file: Path  # of the labels: perhaps a mask
     split: Optional[str] = None  # 'train', 'val' or 'test' by a column or the name of the label file
     group: Optional[str] = None  # images of a group belong to one split
     label: str = ''  # class of the whole image
+    in_mask: frozenset[str] = frozenset()  # classes of the pixels
     objects: Sequence[Object] = ()
     size: tuple[int, int] = (0, 0)  # width, height; read for objects alone
 
     @property
     def classes(self) -> set[str]:
         """Classes that are used in training."""
-        return {self.label} - {''} | {item.name for item in self.objects if item.name and not item.is_ignored}
+        objects = {item.name for item in self.objects if item.name and not item.is_ignored}
+        return {self.label} - {''} | self.in_mask | objects
 
 
 def flags_of(attributes: dict[str, Any]) -> frozenset:
@@ -126,35 +128,22 @@ class Entry(NamedTuple):
 
 
 class Reader:
-    """Reader of a format. A subclass has the images of a file (:meth:`entries`) and their objects (:meth:`objects`).
+    """Reader of a format. A subclass has the images of a file (:meth:`entries`) and their objects (:meth:`objects`)."""
 
-    Attributes:
-        boxes: Meaning of raw boxes: 'corners', 'sides' or 'centre'; None if the file does not say.
-        units: Unit of raw boxes: 'pixels' or 'shares'; None if the file does not say.
-        lists: Names of files with a class name a line.
-        is_upload: Label Studio's prefix may stand before the names of images.
-        has_one_image: A file has the labels of one image, mostly of its own name.
-        is_numbered: Labels are numbers of classes; a class without objects stays.
-        remark: Note for the user on all data of the format.
-        photos: Images of the data set, after :meth:`read`.
-        classes: Class names that the files list; after :meth:`read` those in the order of the labels.
-        notes: Notes for the user.
-        lost: Shapes that are neither boxes nor polygons, by kind.
-        unused: Fields of images that are not used.
-    """
-
-    boxes: Optional[str] = None
-    units: Optional[str] = None
-    lists: tuple[str, ...] = ('classes.txt', 'labels.txt', 'labelmap.txt')
-    is_upload = False
-    has_one_image = False
-    is_numbered = False
-    remark = ''
+    boxes: Optional[str] = None  # meaning of raw boxes: 'corners', 'sides' or 'centre'; None: the file does not say
+    units: Optional[str] = None  # of raw boxes: 'pixels' or 'shares'; None: the file does not say
+    lists: tuple[str, ...] = ('classes.txt', 'labels.txt', 'labelmap.txt')  # files with a class name a line
+    is_upload = False  # Label Studio's prefix may stand before the names of images
+    has_one_image = False  # a file has the labels of one image, mostly of its own name
+    is_numbered = False  # labels are numbers of classes: a class without objects stays
+    remark = ''  # note for the user on all data of the format
 
     def __init__(self, kind: str, data: Data):
         self.kind, self.data = kind, data
-        self.photos, self.classes, self.notes = list[Photo](), list[str](), [self.remark] if self.remark else []
-        self.lost, self.unused = Counter[str](), Counter[str]()
+        self.photos, self.notes = list[Photo](), [self.remark] if self.remark else []
+        self.classes = list[str]()  # names that the files list; after read() those in the order of the labels
+        self.lost = Counter[str]()  # shapes that are neither boxes nor polygons, by kind
+        self.unused = Counter[str]()  # fields of images
 
     def entries(self, source: Source) -> Iterable[Entry]:
         """Yield the images of a label file."""
@@ -216,7 +205,7 @@ class Reader:
             objects = [item._replace(name=composed(str(item.name))) for item in self.objects(entry.content, size)]
             if not all(map(math.isfinite, itertools.chain(*(item.box for item in objects)))):
                 raise ValueError('a box that is no number')
-        return Photo(picture, path, None, entry.group, '', objects, size)
+        return Photo(picture, path, None, entry.group, objects=objects, size=size)
 
 
 @contextmanager

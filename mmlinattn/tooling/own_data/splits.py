@@ -14,6 +14,7 @@ from .csv_files import split_table
 from .data import Data, folders_of, read_lines
 from .images import SUFFIXES, check_whole, end_of
 from .names import some, split_in
+from .reading import Photo
 
 _ENDINGS = (*SUFFIXES, '.xml', '.txt', '.json')  # of images and label files in lists
 _PREFERRED = {'detection': 'Main', 'segmentation': 'Segmentation'}  # VOC's folders of lists
@@ -21,26 +22,26 @@ _Listed = tuple[dict[Path, str], list[Path]]  # splits of images by lists, and t
 
 
 def divide(
-    data: Data, items: list, task: str, classes: list[str], by_folder: bool = True
-) -> tuple[dict[str, list], list[str]]:
+    data: Data, items: list[Photo], task: str, classes: list[str], by_folder: bool = True
+) -> tuple[dict[str, list[Photo]], list[str]]:
     """Group images by split.
 
     If there is no val, test is used as val. If both are missing, about a fifth of train is drawn as val.
 
     Args:
         data: The data set.
-        items: Photos or pairs. Their ``split`` is that of columns and names of label files, or None.
+        items: Labelled images. Their ``split`` is that of columns and names of label files, or None.
         task: Task of the config.
         classes: Class names in the order of the labels.
         by_folder: Names of folders tell the splits of items without split.
 
     Returns:
-        tuple[dict[str, list], list[str]]: Images by split, and notes for the user, first the source of the splits.
+        tuple: Images by split, and notes for the user, first the source of the splits.
     """
     for item in items:
         check_whole(item.path)
     found, source = _splits_of(data, items, task, by_folder)
-    splits: dict[str, list] = {}
+    splits: dict[str, list[Photo]] = {}
     for item, split in zip(items, found):
         splits.setdefault(split or 'none', []).append(item)
     stray, notes = splits.pop('none', []), [f'splits by {source}'] if source else []
@@ -77,7 +78,7 @@ def divide(
     return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
 
 
-def _splits_of(data: Data, items: list, task: str, by_folder: bool) -> tuple[list[Optional[str]], str]:
+def _splits_of(data: Data, items: list[Photo], task: str, by_folder: bool) -> tuple[list[Optional[str]], str]:
     """Return the split of each image, or None, and their source: the first of the sources that has any."""
     given = [(split, path) for split, path in (('train', data.options.train), ('val', data.options.val)) if path]
     if given:
@@ -106,14 +107,14 @@ def _splits_of(data: Data, items: list, task: str, by_folder: bool) -> tuple[lis
     return found, f'the lists {names}'
 
 
-def _filled(items: list, listed: dict[Path, str], folders: list[Optional[str]]) -> list[Optional[str]]:
+def _filled(items: list[Photo], listed: dict[Path, str], folders: list[Optional[str]]) -> list[Optional[str]]:
     """Return the split of each image; others are of the split of their folder, or of train, if no list is of it."""
     known = {*listed.values()}
     rest = [folder or 'train' for folder in folders]
     return [listed.get(item.path, None if own in known else own) for item, own in zip(items, rest)]
 
 
-def _resolve(data: Data, items: list, sources: Iterable[tuple[str, Path]]) -> _Listed:
+def _resolve(data: Data, items: list[Photo], sources: Iterable[tuple[str, Path]]) -> _Listed:
     """Read splits from folders, label files and lists of images."""
     listed, files, labelled = dict[Path, str](), list[Path](), {item.path for item in items}
     for split, source in sources:
@@ -159,7 +160,7 @@ def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], i
     return found, lost
 
 
-def _of_settings(data: Data, items: list, task: str) -> Optional[_Listed]:
+def _of_settings(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
     """Read the folders or lists under ``train``, ``val`` and ``test`` of a data.yaml, if any is on this machine."""
     file, content = data.settings
     if file is None:
@@ -183,7 +184,7 @@ def _of_settings(data: Data, items: list, task: str) -> Optional[_Listed]:
     return (listed, files) if {'val', 'test'} & {*listed.values()} else None
 
 
-def _of_numbers(data: Data, items: list, task: str) -> Optional[_Listed]:
+def _of_numbers(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
     """Read those of CUB-200: ``train_test_split.txt`` has 1 for train, ``images.txt`` the paths."""
     path = next((path for path in data.files if path.name == 'train_test_split.txt'), None)
     if not path or not path.with_name('images.txt').exists():
@@ -196,7 +197,7 @@ def _of_numbers(data: Data, items: list, task: str) -> Optional[_Listed]:
     return {p: 'train' if flags[number] == '1' else 'val' for p, number in zip(pictures, known)}, [path]
 
 
-def _of_tables(data: Data, items: list, task: str) -> Optional[_Listed]:
+def _of_tables(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
     """Read a table of images and splits."""
     others = [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv') and path not in data.used]
     for table in (table for path in others for table in split_table(path)):
@@ -207,7 +208,7 @@ def _of_tables(data: Data, items: list, task: str) -> Optional[_Listed]:
     return None
 
 
-def _of_texts(data: Data, items: list, task: str) -> Optional[_Listed]:
+def _of_texts(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
     """Read text files that have the name of a split.
 
     VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``.
@@ -237,7 +238,7 @@ def _of_texts(data: Data, items: list, task: str) -> Optional[_Listed]:
 _SOURCES = (_of_settings, _of_numbers, _of_tables, _of_texts)
 
 
-def _draw_val(splits: dict[str, list], copies: list[list]) -> str:
+def _draw_val(splits: dict[str, list[Photo]], copies: list[list[Photo]]) -> str:
     """Move images drawn from train to val, whole groups together; return a note."""
     items = splits['train']
     alike = {item.path: str(several[0].path) for several in copies for item in several}
@@ -253,7 +254,7 @@ def _draw_val(splits: dict[str, list], copies: list[list]) -> str:
     return f'no val in the data, and no test takes its place: {drawn}'
 
 
-def _draw(items: Sequence, groups: Sequence[Optional[str]]) -> set[int]:
+def _draw(items: Sequence[Photo], groups: Sequence[Optional[str]]) -> set[int]:
     """Draw about a fifth of the images of each class, rare classes first; at least one image of each class is left.
 
     Images of a group (a patient, a photograph before its augmentation, copies) stay together.
@@ -281,11 +282,11 @@ def _draw(items: Sequence, groups: Sequence[Optional[str]]) -> set[int]:
     return {i for unit in chosen for i in units[unit]}
 
 
-def _copies(items: list) -> list[list]:
+def _copies(items: list[Photo]) -> list[list[Photo]]:
     """Return the groups of images with the same bytes; whole files are read only if size and end are equal."""
     groups = [items]
     for key in (lambda path: path.stat().st_size, end_of, lambda path: sha256(path.read_bytes()).digest()):
-        alike: dict[tuple, list] = {}
+        alike: dict[tuple, list[Photo]] = {}
         for number, several in enumerate(groups):
             for item in several:
                 alike.setdefault((number, key(item.path)), []).append(item)
@@ -293,7 +294,7 @@ def _copies(items: list) -> list[list]:
     return groups
 
 
-def _notes_on_copies(splits: dict[str, list], copies: list[list]) -> list[str]:
+def _notes_on_copies(splits: dict[str, list[Photo]], copies: list[list[Photo]]) -> list[str]:
     of_split = {item.path: split for split, chosen in splits.items() for item in chosen}
     places = [{of_split.get(item.path): item.path for item in several} for several in copies]
     shared = [place for place in places if {'train', 'val'} <= place.keys()]
@@ -308,7 +309,7 @@ def _notes_on_copies(splits: dict[str, list], copies: list[list]) -> list[str]:
     return notes
 
 
-def _class_table(classes: Sequence[str], splits: dict[str, list]) -> list[str]:
+def _class_table(classes: Sequence[str], splits: dict[str, list[Photo]]) -> list[str]:
     """Return the numbers of images of each class in train and val, and notes on classes that are in one alone."""
     counts = {split: Counter(name for item in splits[split] for name in item.classes) for split in ('train', 'val')}
     width = max(map(len, [*classes, 'class']))

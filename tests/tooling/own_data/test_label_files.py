@@ -579,5 +579,4 @@ def test_labels_of_a_folder_do_not_go_to_another(tmp_path):
         text(tmp_path / 'labels' / f'{name}.xml', voc(CAR))
     assert len(annotations_of(read(tmp_path))) == 4
     (tmp_path / 'labels/cam2/d.xml').rename(tmp_path / 'labels/cam1/d.xml')
-    with pytest.raises(RunError, match='cam1/d.xml has no image in its folder, and .*cam2/d.jpg is in another'):
-        read(tmp_path)
+    assert_refused(('cam1/d.xml has no image in its folder, and', 'cam2/d.jpg is in another'), read, tmp_path)

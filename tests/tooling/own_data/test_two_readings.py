@@ -124,7 +124,7 @@ def test_an_option_decides(tmp_path, write, options, expected):
         key: Path(value) if key in ('labels', 'images', 'train', 'val') else value for key, value in options.items()
     }
     if isinstance(expected, str):
-        assert_refused(expected, lambda: read(root, **options))
+        assert_refused(expected, read, root, **options)
     else:
         found = {box for _, _, box in boxes_of(read(root, **options))}
         assert np.abs(np.array(list(found)) - expected).max() < 0.01 and len(found) == 1
@@ -185,8 +185,7 @@ def test_a_mask_is_no_image_of_a_label(tmp_path):
     voc_files(tmp_path / 'images')
     (tmp_path / 'images/a.jpg').unlink()
     picture(tmp_path / 'trimaps' / 'a.png', np.zeros((HEIGHT, WIDTH), np.uint8))
-    with pytest.raises(RunError, match='a.xml: the only image of its name is .*trimaps/a.png, a mask'):
-        read(tmp_path)
+    assert_refused(('a.xml: the only image of its name is', 'trimaps/a.png, a mask'), read, tmp_path)
 
 
 def test_two_formats_of_two_splits_are_read(tmp_path):
@@ -336,8 +335,7 @@ def test_two_data_sets_in_one_folder(tmp_path):
     for folder in ('v1', 'v2'):
         yolo(tmp_path / folder / 'train', names=[f'{name}{folder}' for name in NAMES])
         text(tmp_path / folder / 'data.yaml', 'train: train\nval: train\nnames: [car]')
-    with pytest.raises(RunError, match='v1/data.yaml and .*v2/data.yaml differ in names or splits'):
-        read(tmp_path)
+    assert_refused(('v1/data.yaml and', 'v2/data.yaml differ in names or splits'), read, tmp_path)
 
 
 def test_dropped_files_are_named(tmp_path):
@@ -346,8 +344,7 @@ def test_dropped_files_are_named(tmp_path):
     data = read(tmp_path)
     assert '1 images without labels are left out: val/ (1)' in data.notes
     picture(tmp_path / 'train' / 'a.jpg').write_bytes((tmp_path / 'train' / 'b.jpg').read_bytes()[:900])
-    with pytest.raises(RunError, match='a.jpg is truncated'):
-        read(tmp_path)
+    assert_refused('a.jpg is truncated', read, tmp_path)
 
 
 @pytest.mark.parametrize('mask', ['masks/{}.png', 'images/{}_mask.png', 'images/{}.png', 'labels/{}.png'])
@@ -377,8 +374,7 @@ def test_masks_of_two_codings_and_second_masks(tmp_path):
     with pytest.raises(RunError, match='2 masks have the values 0 and 1, 2 the values 0 and 255: two codings'):
         read(tmp_path, 'segmentation')
     picture(tmp_path / 'masks' / '0_1.png', np.zeros((HEIGHT, WIDTH), np.uint8))
-    with pytest.raises(RunError, match='0_1.png is a second mask of 0.jpg'):
-        read(tmp_path, 'segmentation')
+    assert_refused('0_1.png is a second mask of 0.jpg', read, tmp_path, 'segmentation')
 
 
 def test_labels_png_shows_training_images(tmp_path):
