@@ -53,38 +53,30 @@ class Format(NamedTuple):
     use: Union[type[Reader], str] = _AS_COCO  # reader, or the remedy for a format that is not read
 
 
+def _first(value: Any) -> dict:
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    first = next(iter(entries), None)
+    return first if isinstance(first, dict) else {}
+
+
 class _Json:
     """Parsed JSON, its keys, its first entry, the first label of that entry and the first annotation of COCO."""
 
     def __init__(self, content: Any):
-        self.content, self.is_list = content, isinstance(content, list)
-        self.keys = set(content) if isinstance(content, dict) else set()
-        self.first = self._first(content)
-        self.inner = self._first(self.first.get('annotations')) or self._first(self.first.get('labels'))
-        self.annotation = self.one('annotations')
-        lists = [value for value in self.first.values() if isinstance(value, list)]
-        self.has_results = any(map(_is_result, itertools.chain(*lists)))  # shapes beside the image
-
-    @staticmethod
-    def _first(value: Any) -> dict:
-        entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        first = next(iter(entries), None)
-        return first if isinstance(first, dict) else {}
-
-    def one(self, key: str) -> dict:
-        return self._first(self.content.get(key)) if key in self.keys else {}
+        self.is_list, self.top = isinstance(content, list), content if isinstance(content, dict) else {}
+        self.keys, self.first, self.annotation = self.top.keys(), _first(content), _first(self.top.get('annotations'))
+        self.inner = _first(self.first.get('annotations')) or _first(self.first.get('labels'))
 
     def has(self, key: str, kind: type) -> bool:
-        return key in self.keys and isinstance(self.content[key], kind)
+        return isinstance(self.top.get(key), kind)
 
 
-def _is_result(value: Any) -> bool:
-    keys = value.keys() if isinstance(value, dict) else set()
-    return any(key.endswith('labels') for key in keys) and bool({'x', 'points'} & keys)
-
-
-def _is_label_studio(j: _Json) -> object:  # JSON, of older versions, JSON-MIN
-    return j.is_list and ('data' in j.first and {'annotations', 'completions'} & {*j.first} or j.has_results)
+def _is_label_studio(j: _Json) -> object:
+    lists = (value for value in j.first.values() if isinstance(value, list))  # of JSON-MIN, beside the image
+    shapes = (each.keys() for each in itertools.chain(*lists) if isinstance(each, dict))
+    are_shapes = (keys & {'x', 'points'} and any(key.endswith('labels') for key in keys) for keys in shapes)
+    is_whole = 'data' in j.first and {'annotations', 'completions'} & j.first.keys()
+    return j.is_list and (is_whole or any(are_shapes))
 
 
 _LISTED = {'images', 'categories'}
@@ -92,7 +84,7 @@ _LISTED = {'images', 'categories'}
 _JSON = [
     Format('LabelMe JSON', lambda j: j.has('shapes', list), LabelMe),
     Format('VGG Image Annotator JSON', lambda j: 'regions' in j.first or '_via' in {key[:4] for key in j.keys}, _VIA),
-    Format('Supervisely JSON', lambda j: 'projectType' in j.keys or 'classTitle' in j.one('objects')),
+    Format('Supervisely JSON', lambda j: 'projectType' in j.keys or 'classTitle' in _first(j.top.get('objects'))),
     Format('Datumaro JSON', lambda j: j.keys & {'dm_format_version', 'media_type'}, _DATUM),
     Format('Datumaro JSON', lambda j: j.keys >= {'categories', 'items'}, _DATUM),
     Format('Darwin JSON of V7', lambda j: 'schema_ref' in j.keys or j.keys >= {'item', 'annotations'}),
@@ -106,7 +98,7 @@ _JSON = [
     Format('COCO panoptic JSON', lambda j: 'segments_info' in j.annotation, 'take the file instances_*.json'),
     Format('Label Studio JSON', _is_label_studio, LabelStudio),
     Format('captions of COCO', lambda j: 'caption' in j.annotation),
-    Format('a list of images', lambda j: j.keys >= _LISTED and j.content['images'] and 'annotations' not in j.keys),
+    Format('a list of images', lambda j: j.keys >= _LISTED and j.top['images'] and 'annotations' not in j.keys),
     Format(
         'COCO JSON of classes',
         lambda j: j.keys >= _LISTED and j.annotation and not {'bbox', 'segmentation'} & {*j.annotation},

@@ -331,8 +331,7 @@ def test_pages_and_values_that_mean_no_data_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'name, said',
-    [('masks/0_b.png', '0_c.png is a second mask of 0.jpg'), ('images/0.png', 'one name')],
+    'name, said', [('masks/0_b.png', '0_c.png is a second mask of 0.jpg'), ('images/0.png', 'one name')]
 )
 def test_two_label_images_of_an_image(tmp_path, name, said):
     for path in ('images/0.jpg', 'masks/0_c.png', name):
