@@ -6,7 +6,6 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional
 
@@ -125,15 +124,6 @@ class Table:
         if value and not split_in(value):
             raise RunError(f'{self.path}: {self.split}={value!r}: expected train, val or test.')
         return split_in(value) or ''
-
-
-def split_table(path: Path) -> list[Table]:
-    """Return the table of a file that has the splits of images and nothing else of them, or []."""
-    with suppress(RunError):
-        table = Table(path)
-        if table.image and table.split and not table.box and not table.unused():
-            return [table]
-    return []
 
 
 def _plain_names(data: Data) -> Optional[list[str]]:

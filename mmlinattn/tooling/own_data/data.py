@@ -14,7 +14,7 @@ import yaml
 
 from ...utils.errors import RunError, described
 from .images import SUFFIXES
-from .names import Splits, composed, relative, some
+from .names import Splits, composed, some
 from .pictures import Pictures
 
 _T = TypeVar('_T')
@@ -141,7 +141,12 @@ class Data:
         return path.relative_to(self.root)
 
     def name(self, path: Path) -> str:
-        return relative(path, self.root)
+        return self.rel(path).as_posix() if self.root in path.parents else str(path)
+
+    def folders_of(self, paths: Iterable[Path]) -> str:
+        """Return the folders of some files with the number of files in each, as text."""
+        counts = Counter('.' if path.parent == self.root else self.name(path.parent) for path in paths)
+        return some((f'{folder}/ ({count})' for folder, count in counts.items()), 6)
 
     def error(self, said: str) -> RunError:
         """Return an error of the whole data set."""
@@ -244,12 +249,6 @@ def read_text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         remedy = '; save it as UTF-8' if isinstance(error, UnicodeDecodeError) else ''
         raise RunError(f'{path} cannot be read as text of UTF-8: {described(error)}{remedy}.') from error
-
-
-def folders_of(paths: Iterable[Path], root: Path) -> str:
-    """Return the folders of some files with the number of files in each, as text."""
-    counts = Counter(relative(path.parent, root) if path.parent != root else '.' for path in paths)
-    return some((f'{folder}/ ({count})' for folder, count in counts.items()), 6)
 
 
 class OwnData(NamedTuple):

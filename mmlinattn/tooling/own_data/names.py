@@ -5,7 +5,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Optional
 
 _SPLITS = dict.fromkeys(('train', 'training', 'trainval'), 'train')
@@ -116,10 +116,6 @@ def of_split(split: Optional[str]) -> str:
 def composed(name: str) -> str:
     """Return a class name in Unicode's composed form: macOS decomposes the names of folders."""
     return unicodedata.normalize('NFC', name)
-
-
-def relative(path: Path, root: Path) -> str:
-    return path.relative_to(root).as_posix() if root in path.parents else str(path)
 
 
 def some(names: Iterable[str], count: int = 12) -> str:

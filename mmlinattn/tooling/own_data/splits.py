@@ -5,13 +5,14 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Optional
 
 from ...utils.errors import RunError
-from .csv_files import split_table
-from .data import Data, folders_of, read_lines
+from .csv_files import Table
+from .data import Data, read_lines
 from .images import SUFFIXES, check_whole, end_of
 from .names import some, split_in
 from .reading import Photo
@@ -50,7 +51,7 @@ def divide(
     if 'train' not in splits:
         splits['train'] = stray
     elif stray:
-        folders = folders_of((item.path for item in stray), data.root)
+        folders = data.folders_of(item.path for item in stray)
         notes.append(f'{len(stray)} images outside of train and val are left out: {folders}')
     copies = _copies([item for chosen in splits.values() for item in chosen])
     if 'val' not in splits and any(item.classes for item in splits.get('test', ())):
@@ -72,8 +73,8 @@ def divide(
     if task == 'segmentation':
         masks = data.pictures.divided(data.images)[1].keys() & {*left}
         left = [path for path in left if path not in masks]
-        notes += [f'{len(masks)} masks are not used: {folders_of(sorted(masks), data.root)}'] if masks else []
-    notes += [f'{len(left)} images without labels are left out: {folders_of(left, data.root)}'] if left else []
+        notes += [f'{len(masks)} masks are not used: {data.folders_of(sorted(masks))}'] if masks else []
+    notes += [f'{len(left)} images without labels are left out: {data.folders_of(left)}'] if left else []
     notes += _notes_on_copies(splits, copies) + _class_table(classes, splits)
     return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
 
@@ -198,13 +199,16 @@ def _of_numbers(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
 
 
 def _of_tables(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
-    """Read a table of images and splits."""
-    others = [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv') and path not in data.used]
-    for table in (table for path in others for table in split_table(path)):
-        pictures = data.pictures.find(table.path, [row[table.image] for row in table.rows])
-        data.used.add(table.path)
-        named = ((path, table.split_of(row)) for path, row in zip(pictures, table.rows))
-        return {path: split for path, split in named if split}, [table.path]
+    """Read a table that has images, their splits and nothing else."""
+    for path in [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv') and path not in data.used]:
+        table = None
+        with suppress(RunError):
+            table = Table(path)
+        if table and table.image and table.split and not table.box and not table.unused():
+            data.used.add(path)
+            pictures = data.pictures.find(path, [row[table.image] for row in table.rows])
+            splits = zip(pictures, map(table.split_of, table.rows))
+            return {picture: split for picture, split in splits if split}, [path]
     return None
 
 

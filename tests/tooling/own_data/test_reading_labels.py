@@ -29,23 +29,17 @@ def masks(root, values, names=None, suffix='.png', dtype=np.uint8, shape=(HEIGHT
         ([0, 128], ['road', 'rest'], ['road', 'rest'], {0: 0, 128: 1}),
         ([0, 128, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {0: 0, 128: 1, 255: 2}),
         ([0, 38, 75, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {0: 0, 38: 1, 75: 2}),
+        ([7], None, 'the value 7 alone', None),
+        ([0, 1, 2, 3], ['a', 'b', 'c'], 'name every value in their order, the background too', None),
+        ([0, 255], ['road'], 'the background too', None),
+        ([0, 128, 255], None, 'give --classes', None),
     ],
 )
 def test_values_of_label_images(values, names, classes, table):
-    assert mask_values.read_indices(values, names)[:2] == (classes, table)
-
-
-@pytest.mark.parametrize(
-    'values, names, said',
-    [
-        ([7], None, 'the value 7 alone'),
-        ([0, 1, 2, 3], ['a', 'b', 'c'], 'name every value in their order, the background too'),
-        ([0, 255], ['road'], 'the background too'),
-        ([0, 128, 255], None, 'give --classes'),
-    ],
-)
-def test_values_that_are_refused(values, names, said):
-    assert_refused(said, mask_values.read_indices, values, names)
+    if table:
+        assert mask_values.read_indices(values, names)[:2] == (classes, table)
+    else:
+        assert_refused(classes, mask_values.read_indices, values, names)
 
 
 def test_masks_of_0_and_255_are_copied_as_labels(tmp_path):
