@@ -22,18 +22,12 @@ _CLASS = 'class classname label labelname category categoryname target species l
 _SPLIT, _BOX = ['split', 'set', 'subset', 'partition', 'phase'], ['bbox', 'box', 'boundingbox']
 _SPLIT += ['isvalid', 'isval', 'isvalidation', 'istest']  # the others are of train
 _SEVERAL = frozenset('tags labels classes categories attributes'.split())
-# columns of a box, and their meaning (None: the numbers have to tell)
-_HEADERS: list[tuple[str, Optional[str]]] = [
-    ('xmin ymin xmax ymax', 'corners'),
-    ('x1 y1 x2 y2', 'corners'),
-    ('roix1 roiy1 roix2 roiy2', 'corners'),
-    ('left top right bottom', 'corners'),
-    ('left top width height', 'sides'),
-    ('xmin ymin width height', 'sides'),
-    ('x y w h', None),
-    ('x y width height', None),
-    ('bboxx bboxy bboxwidth bboxheight', None),
-]
+# columns of a box by their meaning (None: the numbers have to tell)
+_HEADERS = {
+    'corners': ('xmin ymin xmax ymax', 'x1 y1 x2 y2', 'roix1 roiy1 roix2 roiy2', 'left top right bottom'),
+    'sides': ('left top width height', 'xmin ymin width height'),
+    None: ('x y w h', 'x y width height', 'bboxx bboxy bboxwidth bboxheight'),
+}
 _SIZE = ['width imagewidth imgwidth', 'height imageheight imgheight']
 _FLAGS = 'confidence score difficult truncated occluded ignore iscrowd isoccluded istruncated isgroupof'.split()
 _RETINANET = ['filename', 'x1', 'y1', 'x2', 'y2', 'class']  # without header
@@ -61,7 +55,7 @@ class Table:
         self.image, self.split, self.group = self.key(_IMAGE), self.key(_SPLIT), self.key(GROUPS)
         self.label = self._label()
         self.box, self.boxes = [self.key(_BOX)] if self.key(_BOX) else [], None
-        for header, meaning in _HEADERS:
+        for meaning, header in ((meaning, header) for meaning, headers in _HEADERS.items() for header in headers):
             if not self.box and set(header.split()) <= set(self.columns):
                 self.box, self.boxes = header.split(), meaning
         self.size = [key if key not in self.box else '' for key in (self.key(names.split()) for names in _SIZE)]

@@ -23,6 +23,7 @@ IGNORED = 255  # left out by MMSegmentation's losses and metrics
 _CITYSCAPES_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)  # of its 19 classes
 _IS_COLOUR = 1 << 24  # added to 0xRRGGBB, so that a colour differs from all numbers
 _GREY = 0x010101
+_Reading = tuple[list[str], dict[int, int], str]  # class names in the order of the labels, labels by value, a note
 
 
 class ValueCounts(NamedTuple):
@@ -105,14 +106,6 @@ def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
     return np.where(known[at] == read, labels[at], np.uint8(IGNORED)).astype(np.uint8)
 
 
-class _Reading(NamedTuple):
-    """Class names in the order of the labels, and the label of each value."""
-
-    names: list[str]
-    table: dict[int, int]
-    note: str = ''
-
-
 class _Masks(NamedTuple):
     """Masks of a data set, and the class names that go with them."""
 
@@ -179,7 +172,7 @@ def _of_cityscapes(masks: _Masks) -> Optional[_Reading]:
     table = {value: value if are_train_ids else train_ids.get(value, IGNORED) for value in values}
     if any(len(names) <= label != IGNORED for label in table.values()):
         return None
-    return _Reading(names, table, "the values are Cityscapes' ids: its 19 classes are learnt")
+    return names, table, "the values are Cityscapes' ids: its 19 classes are learnt"
 
 
 def _of_two_blurred(masks: _Masks) -> Optional[_Reading]:
@@ -195,7 +188,7 @@ def _of_two_blurred(masks: _Masks) -> Optional[_Reading]:
             f'the masks have {len(values)} values, as masks of {values[0]} and {values[-1]} that were enlarged with '
             f'interpolation or saved with loss: above {(values[0] + values[-1]) / 2:g} is the second class'
         )
-        return _Reading(named or ['background', 'foreground'], table, note)
+        return named or ['background', 'foreground'], table, note
     if len(noisy) > max(24, len(values) / 2):
         raise RunError(
             f'the masks have {len(values)} values, most of them in single pixels between others, as '
@@ -212,7 +205,7 @@ def _of_list(masks: _Masks) -> Optional[_Reading]:
     for value in masks.values:
         if value not in numbers and value != IGNORED:
             raise RunError(f'the masks have the value {value}, which the list of values does not name.')
-    return _Reading([masks.listed[value] for value in numbers], {value: i for i, value in enumerate(numbers)})
+    return [masks.listed[value] for value in numbers], {value: i for i, value in enumerate(numbers)}, ''
 
 
 def read_values(data: Data) -> dict[int, str]:
@@ -250,18 +243,18 @@ def read_indices(values: list[int], names: Optional[list[str]], is_indexed: bool
     if len(values) < 2:
         raise RunError(f'the masks have the value {listed} alone: there is nothing to tell apart.')
     if len(values) == 2 and values[0] == 0 and values[1] > 1 and len(names or 'ab') == 2:
-        return _Reading(names or ['background', 'foreground'], {0: 0, values[1]: 1})
+        return names or ['background', 'foreground'], {0: 0, values[1]: 1}, ''
     if names is None:
         if is_indexed or labels[-1] < 2 * len(labels):
             names = [f'class_{label}' for label in range(labels[-1] + 1)]
             note = 'the classes have no names: give --classes, or write classes.txt, one name per line'
-            return _Reading(names, same, note)
+            return names, same, note
         raise RunError(f'the masks have the values {listed}: give --classes NAME ..., one name per value.')
     if len(names) > 1 and labels[-1] < len(names):
-        return _Reading(names, same)
+        return names, same, ''
     for known in (labels, values) if len(names) > 1 else ():
         if len(known) == len(names):
-            return _Reading(names, {value: label for label, value in enumerate(known)})
+            return names, {value: label for label, value in enumerate(known)}, ''
     raise RunError(
         f'the masks have the values {listed}, and {len(names)} classes have names ({", ".join(names)}): name '
         'every value in their order, the background too.'
@@ -278,9 +271,9 @@ def _of_colours(masks: _Masks) -> Optional[_Reading]:
         listed, note = _palette(colours)
     if not listed and given and len(given) == len(colours):
         note = 'names are given to colours in the order of their red, green and blue'
-        return _Reading(given, {colour: label for label, colour in enumerate(colours)}, note)
+        return given, {colour: label for label, colour in enumerate(colours)}, note
     if not listed and len(colours) == 2 and _IS_COLOUR in colours:
-        return _Reading(given or ['background', 'foreground'], {_IS_COLOUR: 0, colours[1]: 1})
+        return given or ['background', 'foreground'], {_IS_COLOUR: 0, colours[1]: 1}, ''
     if not listed:
         raise RunError(
             f'{masks.mask} and others have the colours {some(map(format_value, colours))}: write label_colors.txt into '
@@ -294,7 +287,7 @@ def _of_colours(masks: _Masks) -> Optional[_Reading]:
         note = f'{sum(unknown.values())} pixels of {len(unknown)} colours that are not listed are ignored'
     names = list(dict.fromkeys(listed.values()))
     table = {colour: names.index(name) for colour, name in listed.items()} | dict.fromkeys(unknown, IGNORED)
-    return _Reading(given if given and len(given) == len(names) else names, table, note)
+    return given if given and len(given) == len(names) else names, table, note
 
 
 def _palette(colours: list[int]) -> tuple[dict[int, str], str]:

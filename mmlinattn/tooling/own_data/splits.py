@@ -269,19 +269,19 @@ def _draw(items: Sequence[Photo], groups: Sequence[Optional[str]]) -> set[int]:
     members: dict[Optional[str], list[object]] = {}
     classes = {unit: {name for i in indices for name in items[i].classes} for unit, indices in units.items()}
     for unit, names in classes.items():
-        for name in names or {None}:
-            members.setdefault(name, []).append(unit)
+        for each in names or (None,):
+            members.setdefault(each, []).append(unit)
     left = {name: len(found) for name, found in members.items()}
     chosen: set[object] = set()
     draw = random.Random(0)
     for name, found in sorted(members.items(), key=lambda item: (len(item[1]), str(item[0]))):
         wanted = max(name is not None, round(len(found) / 5)) - sum(unit in chosen for unit in found)
         for unit in draw.sample(found, len(found)):
-            if wanted > 0 and unit not in chosen and all(left[each] > 1 for each in classes[unit]):
+            if wanted > 0 and unit not in chosen and all(left[own] > 1 for own in classes[unit]):
                 chosen.add(unit)
                 wanted -= 1
-                for each in classes[unit]:
-                    left[each] -= 1
+                for own in classes[unit]:
+                    left[own] -= 1
     chosen = chosen or set(draw.sample(list(units), int(len(units) > 2)))
     return {i for unit in chosen for i in units[unit]}
 
