@@ -204,11 +204,11 @@ def recognise_all(data: Data) -> dict[str, list[Source]]:
 def described_kind(data: Data, source: Source, task: str) -> str:
     """Return a sentence on a label file of a format that a task does not take."""
     path, kind, content = source
-    name, columns = data.name(path), f'columns {some(content.names)}' if isinstance(content, Table) else ''
+    name, columns = data.name(path), some(content.names) if isinstance(content, Table) else ''
     if kind in (UNKNOWN, 'CSV of classes') and columns:
-        return f'{name} is a table without a known header; its {columns.replace("columns", "columns are", 1)}'
+        return f'{name} is a table without a known header; its columns are {columns}'
     why = f', which {task} does not take' if kind in READERS else ', which is not read here'
-    return f'{name} is {kind}{f" ({columns})" if columns else ""}{why}'
+    return f'{name} is {kind}{f" (columns {columns})" if columns else ""}{why}'
 
 
 def refusal(data: Data, kinds: dict[str, list[Source]], task: str) -> RunError:

@@ -155,8 +155,9 @@ class Reader:
 
     def listed(self, found: set[str]) -> Optional[list[str]]:
         """Return the class names in the order of a list file, or of the label files with others that occur."""
-        listed, own = self.data.names(*self.lists), dict.fromkeys(map(composed, self.classes))
-        return [*own, *sort_names(found - own.keys())] if listed is None and own else listed
+        listed, given = self.data.names(*self.lists), {*self.classes}  # perhaps one name in two forms of Unicode
+        own = [composed(name) for name in self.classes if name == composed(name) or composed(name) not in given]
+        return [*own, *sort_names(found - {*own})] if listed is None and own else listed
 
     def read(self, sources: list[Source]) -> None:
         """Read all files of a format; set ``photos`` and ``classes``, and add to ``notes``."""
