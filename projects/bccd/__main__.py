@@ -17,7 +17,7 @@ import mmlinattn
 from mmlinattn.tooling.own_data.boxes import as_coco
 from mmlinattn.tooling.own_data.data import Data
 from mmlinattn.tooling.own_data.formats import recognise
-from mmlinattn.tooling.own_data.voc import Voc
+from mmlinattn.tooling.own_data.labelling_tools import Voc
 
 HERE = Path(__file__).resolve().parent
 SPLITS = {'train': 'trainval', 'test': 'test'}  # 292 and 72 images
@@ -49,7 +49,7 @@ def convert(data: Path, out: Path) -> None:
     classes, reader = Config.fromfile(HERE / 'retinanet.py').metainfo.classes, Voc('VOC XML', Data(data))
     for split, listed in SPLITS.items():
         stems = (data / 'ImageSets' / 'Main' / f'{listed}.txt').read_text().split()
-        photos = reader.photos([recognise(data / 'Annotations' / f'{stem}.xml') for stem in stems])
+        photos = reader.images([recognise(data / 'Annotations' / f'{stem}.xml') for stem in stems])
         coco, flat = as_coco(photos, list(classes), data / 'JPEGImages')
         (out / f'{split}.json').write_text(json.dumps(coco))
         boxes = len(coco['annotations'])

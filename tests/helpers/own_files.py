@@ -9,12 +9,13 @@ import pytest
 from PIL import Image
 
 from mmlinattn.tooling.own_data.boxes import read_boxes
-from mmlinattn.tooling.own_data.data import Data, Options
+from mmlinattn.tooling.own_data.data import ConfigArgs, Data
 from mmlinattn.tooling.own_data.folders import read_classes
 from mmlinattn.tooling.own_data.masks import read_masks
 from mmlinattn.utils.errors import RunError
 
 WIDTH, HEIGHT = 64, 48
+NAMES = 'abcdef'
 
 
 def picture(path, pixels=None, **how):
@@ -26,6 +27,12 @@ def picture(path, pixels=None, **how):
     return path
 
 
+def images(root, names=NAMES):
+    """Write ``root/NAME.jpg`` for each name."""
+    for name in names:
+        picture(root / f'{name}.jpg')
+
+
 def text(path, content):
     """Write a text, or another object as JSON, and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,8 +40,31 @@ def text(path, content):
     return path
 
 
+def coco(files, classes=('b', 'a'), size=(WIDTH, HEIGHT), **more):
+    """Return COCO JSON with an object of the first class in each file, with further fields."""
+    more.setdefault('bbox', [4, 8, 20, 30])
+    images = [dict(id=10 + i, file_name=file, width=size[0], height=size[1]) for i, file in enumerate(files)]
+    annotations = [dict(id=i, image_id=image['id'], category_id=7, **more) for i, image in enumerate(images, 1)]
+    categories = [dict(id=i, name=name) for i, name in zip((7, 3), classes)]
+    return dict(images=images, annotations=annotations, categories=categories)
+
+
+def voc(*objects, size=(WIDTH, HEIGHT)):
+    """Return VOC XML with objects: the class, left, top, right, bottom (or nothing), and further tags."""
+
+    def tags(**values):
+        return ''.join(f'<{key}>{value}</{key}>' for key, value in values.items())
+
+    sides, items = tags(width=size[0], height=size[1]), ''
+    for name, box, *more in objects:
+        edges = tags(**dict(zip(('xmin', 'ymin', 'xmax', 'ymax'), box)))
+        items += tags(object=tags(name=name, bndbox=edges) + ''.join(more))
+    return tags(annotation=tags(size=sides) + items)
+
+
 def read(root, task='detection', **options):
-    data = Data(root, Options(**options))
+    """Read a data set as make_config does."""
+    data = Data(root, ConfigArgs(root, task, '', root, **options))
     if task == 'segmentation':
         return read_masks(data, data.root.parent / 'mine_labels')
     return read_boxes(data) if task == 'detection' else read_classes(data)
@@ -60,8 +90,9 @@ def boxes_of(data, *splits):
     return found
 
 
-def assert_refused(said, read, *args):
+def assert_refused(said, read, *args, **options):
+    """Check that ``read(*args, **options)`` raises one line with the given words."""
     with pytest.raises(RunError) as error:
-        read(*args)
+        read(*args, **options)
     line = str(error.value)
     assert all(word in line for word in ([said] if isinstance(said, str) else said)) and '\n' not in line, line

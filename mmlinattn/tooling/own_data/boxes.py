@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Convert objects of all formats to COCO JSON, and note parts of the annotations that training does not use."""
+"""Convert objects of all formats to COCO JSON: settle what the numbers of boxes mean, and note what is not used."""
 
 import json
 from collections import Counter
@@ -11,14 +11,20 @@ import cv2
 import numpy as np
 
 from ...utils.errors import RunError
-from .box_numbers import settle
-from .data import Data, Example, OwnData
+from .data import Data, OwnData
 from .formats import READERS, recognise_all, refusal
-from .names import composed, of_split, some
-from .objects import IGNORED, Object, Photo, is_region, is_right_angled
-from .reading import Claim
+from .names import of_split, some
+from .reading import IGNORED, Object, Photo, Reader, counted, is_right_angled
 from .splits import divide
 
+_READINGS = {
+    'corners': 'corners (left, top, right, bottom)',
+    'sides': 'left, top, width, height',
+    'centre': 'centre x, y, width, height',
+}
+_SLACK = 0.01  # of shares beyond the image, by rounding
+_REMEDY = f'give --boxes {"|".join(_READINGS)}.'
+_Raw = list[tuple[Photo, Object]]
 _LEAST = 1.0  # pixels; MMDetection leaves out narrower boxes
 _MEANING = {
     'rotated': 'the upright boxes around them are learnt',
@@ -39,20 +45,28 @@ def read_boxes(data: Data) -> OwnData:
             names the file, and the option that decides.
     """
     data.need_images()
-    claims = [settle(_with_composed_names(claim), data) for claim in _claims(data)]
-    merged = _merged(claims, data)
-    photos, small = _without_small(merged)
-    if small and not any(photo.objects for photo in photos):
+    readers = _readers(data)
+    for reader in readers:
+        _settle(reader)
+    merged = _merged(readers, data)
+    photos = [_without_small(photo) for photo in merged]
+    given = [item for photo in merged for item in photo.objects]
+    objects = [item for photo in photos for item in photo.objects]
+    small, classes = len(given) - len(objects), readers[0].classes
+    if not objects:
         photo = next(photo for photo in merged if photo.objects)
         raise RunError(
             f'{photo.file}: all {small} boxes are narrower than a pixel or outside of their image, as '
             f'{photo.objects[0].box} of {photo.path.name}.'
         )
-    classes = [name for name in claims[0].classes if not is_region(name)]
-    objects = [item for photo in photos for item in photo.objects]
-    _check_classes(classes, objects, data)
+    twice = [name for name, count in Counter(classes).items() if count > 1]
+    if twice:
+        raise data.error(f': two classes have the name {twice[0]!r}.')
+    if all(item.is_ignored for item in objects):
+        kinds = {flag for item in objects for flag in item.flags & IGNORED}
+        raise data.error(f': all objects are ignored ({", ".join(sorted(kinds))}).')
     splits, notes = divide(data, photos, 'detection', classes)
-    notes[1:1] = [note for claim in claims for note in claim.notes]
+    notes[1:1] = [note for reader in readers for note in reader.notes]
     masks = _have_polygons(objects, notes)
     notes += _notes_on(photos) + _notes_on_polygons(merged)
     empty = sum(not photo.objects for photo in photos)
@@ -61,71 +75,20 @@ def read_boxes(data: Data) -> OwnData:
     written = {split: as_coco(chosen, classes, data.root, masks) for split, chosen in splits.items()}
     counts = [Counter(a['image_id'] for a in coco['annotations'] if not a['iscrowd']) for coco in written.values()]
     return OwnData(
-        ' and '.join(claim.kind for claim in claims),
+        ' and '.join(reader.kind for reader in readers),
         classes,
-        {split: [photo.path for photo in chosen] for split, chosen in splits.items()},
+        splits,
         {split: json.dumps(coco) for split, coco in written.items()},
         dict.fromkeys(splits, dict(data_prefix=dict(img=''))),
         notes,
-        [Example(photo.path, photo.objects) for photo in splits['train']],
         masks,
         max(most for count in counts for most in count.values()),
         any(item.is_ignored for item in objects),
     )
 
 
-def _merged(claims: list[Claim], data: Data) -> list[Photo]:
-    """Return the images of all claims."""
-    first: dict[Path, Photo] = {}
-    photos = [_with_regions(photo) for claim in claims for photo in claim.photos]
-    for photo in sorted(photos, key=lambda photo: photo.file == photo.path):  # without label file: last
-        other = first.setdefault(photo.path, photo)
-        if other is not photo and photo.file != photo.path:
-            files = [f'{data.name(each.file)}{of_split(each.split)}' for each in (other, photo)]
-            remedy = 'give --labels FILE, or remove one' if other.split == photo.split else 'remove it from one'
-            raise RunError(f'{photo.path} is labelled twice: by {files[0]} and by {files[1]}: {remedy}.')
-        _check_run_lengths(photo)
-    for claim in claims[1:]:
-        _check_splits(claims[0], claim, data)
-    return list(first.values())
-
-
-def _with_composed_names(claim: Claim) -> Claim:
-    known = {*claim.classes}
-    classes = [composed(name) for name in claim.classes if name == composed(name) or composed(name) not in known]
-    if classes == claim.classes:
-        return claim
-    photos = [
-        photo._replace(objects=[item._replace(name=item.name and composed(item.name)) for item in photo.objects])
-        for photo in claim.photos
-    ]
-    return claim._replace(classes=classes, photos=photos)
-
-
-def _check_classes(classes: list[str], objects: list[Object], data: Data) -> None:
-    twice = [name for name, count in Counter(classes).items() if count > 1]
-    if twice:
-        raise RunError(f'DATA {str(data.root)!r}: two classes have the name {twice[0]!r}.')
-    if objects and all(item.is_ignored for item in objects):
-        kinds = {flag for item in objects for flag in item.flags & IGNORED}
-        raise RunError(f'DATA {str(data.root)!r}: all objects are ignored ({", ".join(sorted(kinds))}).')
-
-
-def _have_polygons(objects: list[Object], notes: list[str]) -> bool:
-    """Return True if all objects that are learnt have polygons, and not all of these are rectangles."""
-    have_polygons = [bool(item.segmentation) for item in objects if not item.is_ignored]
-    if not any(have_polygons):
-        return False
-    count = have_polygons.count(False)
-    if count or all(map(_is_rectangle, objects)):
-        reason = f'{count} of {len(have_polygons)} objects have no polygon' if count else 'all polygons are rectangles'
-        notes.append(f'{reason}: boxes alone are learnt')
-        return False
-    return True
-
-
-def _claims(data: Data) -> list[Claim]:
-    """Return the claims of all readers that recognise files.
+def _readers(data: Data) -> list[Reader]:
+    """Return the readers that recognise files and found objects in them.
 
     ``--labels`` with a file of one image stands for all files of its format.
     """
@@ -134,40 +97,146 @@ def _claims(data: Data) -> list[Claim]:
     if chosen and data.options.labels and data.options.labels.is_file():
         data.options = data.options._replace(labels=None)
         kinds = {chosen: recognise_all(data)[chosen]}
-    claims = []
-    for kind, reader in READERS.items():
-        if kinds.get(kind):
-            data.used.update(source.path for source in kinds[kind])
-            claims.append(reader(kind, data).read(kinds[kind]))
-    if not claims:
+    readers = [reader(kind, data) for kind, reader in READERS.items() if kinds.get(kind)]
+    if not readers:
         raise refusal(data, kinds, 'detection')
-    full = [claim for claim in claims if any(photo.objects for photo in claim.photos)]
+    for reader in readers:
+        data.used.update(source.path for source in kinds[reader.kind])
+        reader.read(kinds[reader.kind])
+    full = [reader for reader in readers if any(photo.objects for photo in reader.photos)]
     if not full:
-        why = f': {"; ".join(claims[0].notes)}' if claims[0].notes else ''
-        raise RunError(f'DATA {str(data.root)!r}: no box in its {claims[0].kind}{why}.')
+        why = f': {"; ".join(readers[0].notes)}' if readers[0].notes else ''
+        raise data.error(f': no box in its {readers[0].kind}{why}.')
     return full
 
 
-def _check_splits(first: Claim, second: Claim, data: Data) -> None:
+def _settle(reader: Reader) -> None:
+    """Set all boxes of a reader to left, top, right, bottom in pixels, and note the meaning of the numbers.
+
+    A reading is wrong where boxes have negative sides or pass the edge of their image. It is taken if the format or
+    ``--boxes`` says it and no other fits better, or if it is the only one that fits; else the data is refused.
+    """
+    options = reader.data.options
+    raw = [(photo, item) for photo in reader.photos for item in photo.objects if item.is_raw]
+    if not raw:
+        if options.boxes or options.units:
+            raise RunError(f'--boxes and --units: the numbers of {reader.kind} have one meaning; leave the option out.')
+        return
+    units, unit_note = (options.units, '; --units') if options.units else _units(reader, raw)
+    sizes = np.array([photo.size for photo, _ in raw], float)
+    scale = np.tile(sizes, 2) if units == 'shares' else np.ones((len(raw), 4))
+    numbers = np.array([item.box for _, item in raw], float)
+    first, second = numbers[:, :2], numbers[:, 2:]
+    starts = {'corners': first, 'sides': first, 'centre': first - second / 2}
+    boxes = {
+        reading: np.hstack([start, second if reading == 'corners' else start + second]) * scale
+        for reading, start in starts.items()
+    }
+    slack = np.maximum(2.0, _SLACK * sizes) if units == 'shares' else 2.0
+    bad = {
+        reading: ((box[:, :2] < -slack) | (box[:, 2:] > sizes + slack) | (box[:, 2:] < box[:, :2])).any(1)
+        for reading, box in boxes.items()
+    }
+    said, source = options.boxes or reader.boxes, '--boxes' if options.boxes else 'as the format has it'
+    if said is None:
+        flat = {r: (box[:, 2:] == box[:, :2]).any(1) & numbers[:, 2:].all(1) for r, box in boxes.items()}
+        said, source = _most_likely(raw, bad, flat), 'the only reading in which boxes stay in their images'
+    elif not options.boxes:
+        _check(raw, bad, said)
+    found = boxes[said]
+    negative = (found[:, 2:] < found[:, :2]).any(1)
+    if said == 'corners' and negative.any():
+        (photo, item), box = raw[int(negative.argmax())], found[int(negative.argmax())]
+        axis, low, high = ('x', box[0], box[2]) if box[2] < box[0] else ('y', box[1], box[3])
+        raise RunError(f'{photo.file}: {axis}min {low:g} is above {axis}max {high:g}, {_numbers(item)}.')
+    rows = iter(zip(found.tolist(), scale[:, :2]))
+    reader.photos = [
+        photo._replace(objects=[_placed(item, *next(rows)) if item.is_raw else item for item in photo.objects])
+        for photo in reader.photos
+    ]
+    note = f'the four numbers of a box are {_READINGS[said]} in {units}: {source}{unit_note}'
+    reader.notes.insert(0, note)
+
+
+def _most_likely(raw: _Raw, bad: dict[str, np.ndarray], flat: dict[str, np.ndarray]) -> str:
+    """Return the only reading in which nearly all boxes stay in their images and have an area."""
+    likely = [reading for reading in _READINGS if 5 * (bad[reading] | flat[reading]).sum() <= len(raw)]
+    if len(likely) == 1:
+        return likely[0]
+    photo, item = raw[int(np.argmax(bad['sides']))]
+    several = ' and as '.join(_READINGS[each] for each in likely)
+    both = f'boxes fit as {several}' if likely else 'boxes pass the edge of their image in every reading'
+    raise RunError(f'{photo.file}: {both}, as {_numbers(item)} of {photo.path.name}: {_REMEDY}')
+
+
+def _check(raw: _Raw, bad: dict[str, np.ndarray], said: str) -> None:
+    """Raise an error if another reading than the format's fits better, or many boxes do not fit."""
+    fitting = [reading for reading in _READINGS if not bad[reading].any()]
+    if bad[said].any() and (fitting or 5 * bad[said].sum() > len(raw)):
+        photo, item = raw[int(np.argmax(bad[said]))]
+        others = f'; as {_READINGS[fitting[0]]} all of them fit' if fitting else ''
+        raise RunError(
+            f'{photo.file}: {bad[said].sum()} of {len(raw)} boxes pass the edge of their image, as {_numbers(item)} in '
+            f'{photo.size[0]}x{photo.size[1]}, read as {_READINGS[said]}{others}: {_REMEDY}'
+        )
+
+
+def _placed(item: Object, box: list[float], scale: np.ndarray) -> Object:
+    segmentation = item.segmentation
+    if isinstance(segmentation, list) and (scale != 1).any():
+        segmentation = [(np.reshape(part, (-1, 2)) * scale).ravel().tolist() for part in segmentation]
+    return item._replace(box=tuple(box), segmentation=segmentation, is_raw=False)
+
+
+def _numbers(item: Object) -> str:
+    return f'({", ".join(f"{number:g}" for number in item.box)})'
+
+
+def _units(reader: Reader, raw: _Raw) -> tuple[str, str]:
+    """Return the unit of the numbers, and a note if they alone tell it."""
+    are_small = [max(map(abs, item.box)) <= 1 + _SLACK for _, item in raw]
+    small = [is_small for is_small, (_, item) in zip(are_small, raw) if max(item.box) > 0]
+    if any(small) and not all(small) or reader.units and small and all(small) != (reader.units == 'shares'):
+        odd = reader.units != 'shares'  # the shares among pixels, or the pixels among shares
+        photo, item = raw[are_small.index(odd)]
+        kinds = 'shares of the image, from 0 to 1' if odd else 'no shares of the image (numbers are from 0 to 1)'
+        raise RunError(
+            f'{photo.file}: {small.count(odd)} of {len(small)} boxes are {kinds}, as {_numbers(item)} of '
+            f'{photo.path.name}: give --units pixels|shares.'
+        )
+    if reader.units:
+        return reader.units, ''
+    if small and all(small):
+        return 'shares', '; all numbers are from 0 to 1'
+    return 'pixels', '; all numbers are in the size of pixels'
+
+
+def _merged(readers: list[Reader], data: Data) -> list[Photo]:
+    """Return the images of all readers."""
+    first: dict[Path, Photo] = {}
+    photos = [photo for reader in readers for photo in reader.photos]
+    for photo in sorted(photos, key=lambda photo: photo.file == photo.path):  # without label file: last
+        other = first.setdefault(photo.path, photo)
+        if other is not photo and photo.file != photo.path:
+            files = [f'{data.name(each.file)}{of_split(each.split)}' for each in (other, photo)]
+            remedy = 'give --labels FILE, or remove one' if other.split == photo.split else 'remove it from one'
+            raise RunError(f'{photo.path} is labelled twice: by {files[0]} and by {files[1]}: {remedy}.')
+    for reader in readers[1:]:
+        _check_splits(readers[0], reader, data)
+    return list(first.values())
+
+
+def _check_splits(first: Reader, second: Reader, data: Data) -> None:
     """Raise an error if two formats label one split, or differ in their classes."""
     names, splits = list[str](), list[set]()
-    for claim in (first, second):
-        photos = [photo for photo in claim.photos if photo.file != photo.path]
+    for reader in (first, second):
+        photos = [photo for photo in reader.photos if photo.file != photo.path]
         splits.append({photo.split or data.splits.of(data.rel(photo.path).parent) for photo in photos})
         of_splits = f' of {some(sorted(splits[-1]))}' if None not in splits[-1] else ''
         file, count = data.name(photos[0].file), len(photos)
-        names.append(f'{claim.kind} ({file}, {count} images{of_splits}, classes {some(claim.classes)})')
+        names.append(f'{reader.kind} ({file}, {count} images{of_splits}, classes {some(reader.classes)})')
     if splits[0] & splits[1] or None in splits[0] | splits[1] or set(first.classes) != set(second.classes):
         raise RunError(f'{" and ".join(names)} both have labels: convert one, or give --labels FILE, one of them.')
-
-
-def _check_run_lengths(photo: Photo) -> None:
-    for item in photo.objects:
-        if isinstance(item.segmentation, dict) and list(item.segmentation.get('size') or ()) != list(photo.size[::-1]):
-            raise RunError(
-                f'{photo.file}: a run length of {photo.path.name} has size={item.segmentation.get("size")}: expected '
-                f'{list(photo.size[::-1])}, height and width of the image.'
-            )
 
 
 def _cut(box: Sequence[float], size: tuple[int, int]) -> tuple[float, float, float, float]:
@@ -176,50 +245,53 @@ def _cut(box: Sequence[float], size: tuple[int, int]) -> tuple[float, float, flo
     return left, top, right, bottom
 
 
-def _without_small(photos: list[Photo]) -> tuple[list[Photo], int]:
-    """Leave out boxes that are narrower than a pixel within their image; return their number too."""
-    kept = []
-    for photo in photos:
-        boxes = ((item, _cut(item.box, photo.size)) for item in photo.objects)
-        objects = [item for item, b in boxes if min(b[2] - b[0], b[3] - b[1]) >= _LEAST]
-        kept.append(photo._replace(objects=objects))
-    return kept, sum(map(len, (p.objects for p in photos))) - sum(map(len, (p.objects for p in kept)))
+def _without_small(photo: Photo) -> Photo:
+    """Leave out boxes that are narrower than a pixel within their image."""
+    boxes = ((item, _cut(item.box, photo.size)) for item in photo.objects)
+    return photo._replace(objects=[item for item, b in boxes if min(b[2] - b[0], b[3] - b[1]) >= _LEAST])
 
 
-def _with_regions(photo: Photo) -> Photo:
-    """Replace objects of a class that means "ignore" by regions that are ignored for every class."""
-    objects = [
-        item._replace(name=None, flags=item.flags | {'ignore'}) if is_region(item.name) else item
-        for item in photo.objects
-    ]
-    return photo._replace(objects=objects)
+def _have_polygons(objects: list[Object], notes: list[str]) -> bool:
+    """Return True if all objects that are learnt have polygons, and not all of these are rectangles."""
+    have_polygons = [bool(item.segmentation) for item in objects if not item.is_ignored]
+    count = have_polygons.count(False)
+    if not any(have_polygons):
+        return False
+    if count or all(map(_is_rectangle, objects)):
+        reason = f'{count} of {len(have_polygons)} objects have no polygon' if count else 'all polygons are rectangles'
+        notes.append(f'{reason}: boxes alone are learnt')
+        return False
+    return True
+
+
+def _is_rectangle(item: Object) -> bool:
+    """Return True if the polygon is a rectangle, as some exporters write it for a box."""
+    if not isinstance(item.segmentation, list) or len(item.segmentation) != 1:
+        return not item.segmentation and item.is_ignored
+    polygon = item.segmentation[0]
+    return is_right_angled(polygon[:8] if len(polygon) == 10 and polygon[:2] == polygon[8:] else polygon)
 
 
 def _notes_on_polygons(photos: list[Photo]) -> list[str]:
     """Return a note on objects whose box and polygons overlap by less than half."""
     both = [
-        (photo, item)
+        (photo, item, _overlap(item.box, item.segmentation) < 0.5)
         for photo in photos
         for item in photo.objects
         if isinstance(item.segmentation, list) and not item.flags & {'rotated', 'lines'}
     ]
-    apart = [(photo, item) for photo, item in both if _overlap(item.box, _extent(item.segmentation)) < 0.5]
-    if not apart:
-        return []
-    photo, item = apart[0]
+    apart = [(photo, item) for photo, item, is_apart in both if is_apart]
     return [
         f'the boxes of {len(apart)} of {len(both)} objects lie elsewhere than their polygons, as '
         f'{item.box} of {photo.path.name}: boxes are learnt as they are; correct one'
+        for photo, item in apart[:1]
     ]
 
 
-def _extent(polygons: list[list[float]]) -> tuple:
-    sides = [[each for polygon in polygons for each in polygon[axis::2]] for axis in (0, 1)]
-    return (*map(min, sides), *map(max, sides))
-
-
-def _overlap(box: tuple, other: tuple) -> float:
-    """Return the intersection over union of two boxes."""
+def _overlap(box: tuple, polygons: list[list[float]]) -> float:
+    """Return the intersection over union of a box and the box around polygons."""
+    xs, ys = ([each for polygon in polygons for each in polygon[axis::2]] for axis in (0, 1))
+    other = (min(xs), min(ys), max(xs), max(ys))
     left, top, right, bottom = (*map(max, box[:2], other[:2]), *map(min, box[2:], other[2:]))
     areas = [(b[2] - b[0]) * (b[3] - b[1]) for b in (box, other)]
     shared = max(right - left, 0) * max(bottom - top, 0)
@@ -227,19 +299,17 @@ def _overlap(box: tuple, other: tuple) -> float:
 
 
 def _notes_on(photos: list[Photo]) -> list[str]:
-    """Return notes on attributes of objects, and on boxes that extend beyond the image."""
+    """Return notes on attributes of objects, and on boxes that extend beyond the image by more than rounding does."""
     boxes = [(photo.size, item) for photo in photos for item in photo.objects]
-    beyond = sum(_reaches_beyond(size, item.box) for size, item in boxes)
+    beyond = sum(min(b[:2]) < -2 or b[2] > width + 2 or b[3] > height + 2 for (width, height), (_, b, *_) in boxes)
     notes = [f'{beyond} of {len(boxes)} boxes reach beyond their images and are cut'] if beyond else []
     ignored = Counter(flag for _, item in boxes for flag in sorted(item.flags & IGNORED)[:1])
     if ignored:
         listed = ', '.join(f'{count} {flag}' for flag, count in sorted(ignored.items()))
         notes.append(f'{sum(ignored.values())} of {len(boxes)} boxes are ignored, neither learnt nor counted: {listed}')
     counts = Counter(flag for _, item in boxes for flag in item.flags - IGNORED)
-    notes += [f'{counts[flag]} objects: {flag}, {meaning}' for flag, meaning in _MEANING.items() if counts[flag]]
-    rest = [f'{flag} ({count})' for flag, count in sorted(counts.items()) if flag not in _MEANING]
-    notes += [f'not used of the annotations: {", ".join(rest)}'] if rest else []
-    return notes
+    notes += [f'{counts.pop(flag)} objects: {flag}, {meaning}' for flag, meaning in _MEANING.items() if counts[flag]]
+    return notes + ([f'not used of the annotations: {counted(counts)}'] if counts else [])
 
 
 def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = False) -> dict:
@@ -271,17 +341,3 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = F
 def _area(segmentation: Any) -> float:
     parts = segmentation if isinstance(segmentation, list) else []
     return sum(float(cv2.contourArea(np.reshape(part, (-1, 2)).astype(np.float32))) for part in parts)
-
-
-def _is_rectangle(item: Object) -> bool:
-    """Return True if the polygon is a rectangle, as some exporters write it for a box."""
-    if not isinstance(item.segmentation, list) or len(item.segmentation) != 1:
-        return not item.segmentation and item.is_ignored
-    polygon = item.segmentation[0]
-    return is_right_angled(polygon[:8] if len(polygon) == 10 and polygon[:2] == polygon[8:] else polygon)
-
-
-def _reaches_beyond(size: tuple[int, int], box: tuple) -> bool:
-    """Return True if a box extends beyond the image by more than two pixels, which allows for rounding and counting
-    from 1."""
-    return min(box[:2]) < -2 or box[2] > size[0] + 2 or box[3] > size[1] + 2

@@ -9,9 +9,8 @@ import numpy as np
 from ...engine.data.coco import error_of_coco
 from ...utils.errors import RunError
 from .data import Source
-from .names import GROUPS, plain
-from .objects import Object, Photo, corners, flags_of
-from .reading import Claim, Entry, Reader
+from .names import GROUPS, composed, plain
+from .reading import Entry, Object, Photo, Reader, corners, flags_of
 
 # keys that are read, or say nothing about an object
 _READ = {'id', 'image_id', 'category_id', 'bbox', 'area', 'segmentation', 'attributes', 'rotation', 'num_keypoints'}
@@ -26,19 +25,16 @@ class Coco(Reader):
 
     boxes, units, lists = 'sides', 'pixels', ()
 
-    def read(self, sources: list[Source]) -> Claim:
+    def images(self, sources: list[Source]) -> list[Photo]:
         """Leave out COCO's key points and stuff beside its ``instances_*.json``; drop groups without objects."""
         with_boxes = {source.path.parent for source in sources if source.path.name.startswith('instances')}
         others = ('person_keypoints', 'stuff')
         chosen = [s for s in sources if not (s.path.name.startswith(others) and s.path.parent in with_boxes)]
         self.data.used -= {source.path for source in sources if source not in chosen}
         self.groups = set[str]()
-        return super().read(chosen)
-
-    def photos(self, sources: list[Source]) -> list[Photo]:
-        photos = super().photos(sources)
+        photos = super().images(chosen)
         groups = self.groups - {str(item.name) for photo in photos for item in photo.objects}
-        self.classes = [name for name in self.classes if name not in groups]
+        self.classes = [name for name in self.classes if composed(name) not in groups]
         return photos
 
     def entries(self, source: Source) -> Iterator[Entry]:
@@ -54,7 +50,7 @@ class Coco(Reader):
             raise RunError(f'{path} has the categories {names}: expected different names, the same in all files.')
         self.classes = names
         parents = ((item.get('supercategory'), item['name']) for item in coco['categories'])
-        self.groups.update(str(group) for group, name in parents if group not in (None, name))
+        self.groups.update(composed(str(group)) for group, name in parents if group not in (None, name))
         annotations: dict[Any, list] = {}
         for item in coco['annotations']:
             named = str(categories[item['category_id']]), item
@@ -77,12 +73,12 @@ class Coco(Reader):
     def objects(self, content: Any, size: tuple[int, int]) -> Iterator[Object]:
         for name, item in content:
             try:
-                yield _object(name, item)
+                yield _object(name, item, [size[1], size[0]])
             except (TypeError, ValueError) as error:
                 raise ValueError(f'annotation {item.get("id")}: {error}') from error
 
 
-def _object(name: str, item: dict) -> Object:
+def _object(name: str, item: dict, shape: list[int]) -> Object:
     box, is_raw = tuple(item['bbox']), True
     attributes = item['attributes'] if isinstance(item.get('attributes'), dict) else {}
     flags = flags_of({key: value for key, value in item.items() if key not in _READ})
@@ -94,6 +90,9 @@ def _object(name: str, item: dict) -> Object:
         kept = [part for part in segmentation if len(part) >= 6 and len(part) % 2 == 0]
         flags |= {'lines'} if len(kept) < len(segmentation) else set()
         segmentation = kept or None
+    elif isinstance(segmentation, dict) and list(segmentation.get('size') or ()) != shape:
+        told = segmentation.get('size')
+        raise ValueError(f'a run length has size={told}: expected {shape}, height and width of the image')
     turn = attributes.get('rotation', item.get('rotation'))
     if isinstance(turn, (int, float)) and turn % 180:  # CVAT: degrees clockwise, of a box given before its rotation
         x, y, width, height = box

@@ -6,16 +6,14 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from ...utils.errors import RunError
 from .data import Data, Source, read_text
 from .images import SUFFIXES
-from .names import GROUPS, of_split, plain, split_in
-from .objects import Object, flags_of
-from .reading import Claim, Entry, Reader
+from .names import GROUPS, composed, of_split, plain, split_in
+from .reading import Entry, Object, Photo, Reader, flags_of
 
 # columns by their meaning, in small letters without other signs
 _IMAGE = 'filename fname file imagename imagepath image imageid path filepath img imgname id photo picture'.split()
@@ -24,18 +22,12 @@ _CLASS = 'class classname label labelname category categoryname target species l
 _SPLIT, _BOX = ['split', 'set', 'subset', 'partition', 'phase'], ['bbox', 'box', 'boundingbox']
 _SPLIT += ['isvalid', 'isval', 'isvalidation', 'istest']  # the others are of train
 _SEVERAL = frozenset('tags labels classes categories attributes'.split())
-# columns of a box, and their meaning (None: the numbers have to tell)
-_HEADERS: list[tuple[str, Optional[str]]] = [
-    ('xmin ymin xmax ymax', 'corners'),
-    ('x1 y1 x2 y2', 'corners'),
-    ('roix1 roiy1 roix2 roiy2', 'corners'),
-    ('left top right bottom', 'corners'),
-    ('left top width height', 'sides'),
-    ('xmin ymin width height', 'sides'),
-    ('x y w h', None),
-    ('x y width height', None),
-    ('bboxx bboxy bboxwidth bboxheight', None),
-]
+# columns of a box by their meaning (None: the numbers have to tell)
+_HEADERS = {
+    'corners': ('xmin ymin xmax ymax', 'x1 y1 x2 y2', 'roix1 roiy1 roix2 roiy2', 'left top right bottom'),
+    'sides': ('left top width height', 'xmin ymin width height'),
+    None: ('x y w h', 'x y width height', 'bboxx bboxy bboxwidth bboxheight'),
+}
 _SIZE = ['width imagewidth imgwidth', 'height imageheight imgheight']
 _FLAGS = 'confidence score difficult truncated occluded ignore iscrowd isoccluded istruncated isgroupof'.split()
 _RETINANET = ['filename', 'x1', 'y1', 'x2', 'y2', 'class']  # without header
@@ -63,7 +55,7 @@ class Table:
         self.image, self.split, self.group = self.key(_IMAGE), self.key(_SPLIT), self.key(GROUPS)
         self.label = self._label()
         self.box, self.boxes = [self.key(_BOX)] if self.key(_BOX) else [], None
-        for header, meaning in _HEADERS:
+        for meaning, header in ((meaning, header) for meaning, headers in _HEADERS.items() for header in headers):
             if not self.box and set(header.split()) <= set(self.columns):
                 self.box, self.boxes = header.split(), meaning
         self.size = [key if key not in self.box else '' for key in (self.key(names.split()) for names in _SIZE)]
@@ -119,26 +111,13 @@ class Table:
         return [a, b, c, d]
 
     def split_of(self, row: dict[str, str]) -> str:
-        """Return the split by the column of splits, or ''.
-
-        Raises:
-            RunError: The column has a value that is no known split.
-        """
+        """Return the split by the column of splits, or ''; other values than known splits raise an error."""
         value = row.get(self.split, '')
         if value and self.split.startswith('is'):
             value = self.split[2:] if value.lower() in ('true', '1', '1.0', 'yes') else 'train'
         if value and not split_in(value):
             raise RunError(f'{self.path}: {self.split}={value!r}: expected train, val or test.')
         return split_in(value) or ''
-
-
-def split_table(path: Path) -> list[Table]:
-    """Return the table of a file that has the splits of images and nothing else of them, or []."""
-    with suppress(RunError):
-        table = Table(path)
-        if table.image and table.split and not table.box and not table.unused():
-            return [table]
-    return []
 
 
 def _plain_names(data: Data) -> Optional[list[str]]:
@@ -154,7 +133,7 @@ def _plain_names(data: Data) -> Optional[list[str]]:
 class BoxTable(Reader):
     """Tables with a box in each row, as written by TensorFlow, keras-retinanet, Kaggle, Open Images and others."""
 
-    def read(self, sources: list[Source]) -> Claim:
+    def images(self, sources: list[Source]) -> list[Photo]:
         """Read all tables; refuse tables with other columns of boxes, or without header and names."""
         tables = [source.content for source in sources]
         names = _plain_names(self.data) if any(table.is_plain for table in tables) else None
@@ -168,7 +147,7 @@ class BoxTable(Reader):
             raise RunError(f'{tables[0].path} and {tables[1].path} have other columns of boxes: give --labels FILE.')
         self.boxes = meanings.pop()
         self.classes = names or []
-        return super().read(sources)
+        return super().images(sources)
 
     def listed(self, found: set[str]) -> Optional[list[str]]:
         return self.classes or super().listed(found)
@@ -211,33 +190,15 @@ def _has_several_words(table: Table, name: str) -> bool:
     return len(words) > 1 and not any(re.fullmatch(r'-?[\d.]*', word) for word in words)
 
 
-class Item(NamedTuple):
-    """Image with one class."""
-
-    path: Path
-    name: str  # class
-    split: Optional[str]
-    file: Path  # of the label
-    group: Optional[str] = None
-
-    @property
-    def classes(self) -> list[str]:
-        return [self.name]
-
-
 _SEPARATORS = r'[\s,;|]+'
 
 
-def read_class_tables(tables: list[Table], data: Data) -> tuple[list[Item], list[str]]:
-    """Read tables with a row for each image: a column with the class, or a 0/1 column for each class.
+def read_class_tables(tables: list[Table], data: Data) -> tuple[list[Photo], list[str]]:
+    """Return the images of tables, and notes for the user.
 
-    Returns:
-        tuple[list[Item], list[str]]: The images, and notes for the user.
-
-    Raises:
-        RunError: A row has no class or several classes, or its image does not exist.
+    A table has a row for each image: a column with the class, or a 0/1 column for each class.
     """
-    notes, items, columns = list[str](), dict[Path, Item](), set[str]()
+    notes, items, columns = list[str](), dict[Path, Photo](), set[str]()
     for table in tables:
         path, others = table.path, table.unused(table.label)
         label = table.label or (table.column(others[0]) if len(others) == 1 else '')
@@ -250,13 +211,14 @@ def read_class_tables(tables: list[Table], data: Data) -> tuple[list[Item], list
             names += [row[label]] if row.get(label) else []
             if len(names) != 1:
                 raise RunError(f'{path}: {list(row.values())} has {len(names)} classes; one an image is learnt.')
-            item = Item(picture, names[0], table.split_of(row) or of_file, path, row.get(table.group) or None)
+            split, group = table.split_of(row) or of_file, row.get(table.group) or None
+            item = Photo(picture, path, split, group, composed(names[0]))
             first = items.setdefault(picture, item)
-            if first[:4] != item[:4]:
-                labels = [f'{each.name!r}{of_split(each.split)} in {data.name(each.file)}' for each in (first, item)]
+            if first._replace(group=group) != item:
+                labels = [f'{each.label!r}{of_split(each.split)} in {data.name(each.file)}' for each in (first, item)]
                 remedy = 'remove one of the two rows' if first.file == path else 'give --labels FILE'
                 raise RunError(f'{picture} is labelled twice: {labels[0]}, and {labels[1]}: {remedy}.')
-    _refuse_several(tables[0].path, {item.name for item in items.values()}, columns)
+    _refuse_several(tables[0].path, {item.label for item in items.values()}, columns)
     return list(items.values()), notes
 
 

@@ -4,19 +4,20 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import numpy as np
 import yaml
 
 from ...utils.errors import RunError, described
 from .images import SUFFIXES
-from .names import Splits, is_hidden, relative, some
+from .names import Splits, composed, some
 from .pictures import Pictures
 
+_T = TypeVar('_T')
 _LABELS = ('.json', '.xml', '.csv', '.tsv', '.txt', '.yaml', '.yml', '.names', '.labels', '.data')
 _NO_IMAGES = '.gif .heic .heif .avif .ppm .pgm .pnm .jp2 .dcm .nii .npy .npz .svg .raw .dng .psd'.split()
 _CONTAINERS = {
@@ -39,16 +40,30 @@ _ABOUT = re.compile(r'(readme|license|licence|copying|changelog|citation|attribu
 _PLACEHOLDER = re.compile(r'(sample_?)?submission', re.IGNORECASE)  # of Kaggle: labels that stand for none
 
 
-class Options(NamedTuple):
-    """Options that choose between two readings of the data."""
+class ConfigArgs(NamedTuple):
+    """Arguments of the command line."""
 
+    data: Path
+    task: str
+    backbone: str
+    out: Path
+    batch: Optional[int] = None
+    size: Optional[int] = None
+    channels: Optional[int] = None
+    classes: Optional[list[str]] = None
+    scratch: bool = False
     boxes: Optional[str] = None  # 'corners', 'sides' or 'centre'
     units: Optional[str] = None  # 'pixels' or 'shares'
     images: Optional[Path] = None
     labels: Optional[Path] = None
     train: Optional[Path] = None
     val: Optional[Path] = None
-    classes: Optional[list[str]] = None
+    overwrite: bool = False
+
+    @property
+    def root(self) -> Path:
+        """Folder to which paths of the data are relative."""
+        return self.data if self.data.is_dir() else self.data.parent
 
 
 class Source(NamedTuple):
@@ -73,50 +88,43 @@ class Data:
 
     Args:
         path: Folder, or a label file in it.
-        options: Options of the command line.
-
-    Attributes:
-        images: Images, sorted by path.
-        files: Files that may hold labels, lists or names.
-        empty: Folders without a file.
-        used: Files that were read. Readers add theirs.
-        lost: Numbers of lines that name no image, by list.
+        options: Arguments of the command line.
     """
 
-    def __init__(self, path: Path, options: Optional[Options] = None):
-        options = options or Options()
-        self.root = path if path.is_dir() else path.parent
-        self.options = options._replace(
-            images=self._given('--images', options.images),
-            labels=path if path.is_file() else self._given('--labels', options.labels),
-            train=self._given('--train', options.train),
-            val=self._given('--val', options.val),
-        )
+    def __init__(self, path: Path, options: Optional[ConfigArgs] = None):
+        options = options or ConfigArgs(path, 'detection', '', path)
+        self.root = options.root
+        given: dict[str, Any] = {
+            key: self._given(key, getattr(options, key)) for key in ('images', 'labels', 'train', 'val')
+        }
+        self.options = options._replace(**given | ({'labels': path} if path.is_file() else {}))
         every = self._walk()
         self.splits = Splits({part for path in every for part in path.relative_to(self.root).parts[:-1]})
         chosen = self.options.images
         self.images = [path for path in every if path.suffix.lower() in SUFFIXES and _is_in(path, chosen)]
+        # that may hold labels, lists or names
         self.files = [path for path in every if path.suffix.lower() in _LABELS and not _ABOUT.match(path.name)]
         self.containers = [path for path in every if container(path) and _is_in(path, self.options.labels)]
         self.no_images = [path for path in every if path.suffix.lower() in _NO_IMAGES]
-        self.used: set[Path] = set()
-        self.lost = dict[Path, int]()
+        self.used = set[Path]()  # files that were read; readers add theirs
+        self.lost = dict[Path, int]()  # numbers of lines that name no image, by list
 
     def _walk(self) -> list[Path]:
         found: list[Path] = []
         self.empty = list[Path]()
         for folder, inner, files in os.walk(self.root, followlinks=True):
             self.empty += [] if inner or files else [Path(folder)]
-            inner[:] = [name for name in inner if not is_hidden(name) and not _is_loop(Path(folder, name))]
+            shown = [name for name in inner if not name.startswith('.') and name != '__MACOSX']
+            inner[:] = [name for name in shown if not _is_loop(Path(folder, name))]
             found += [Path(folder, name) for name in files if not name.startswith('.')]
         return sorted(found)
 
-    def _given(self, argument: str, path: Optional[Path]) -> Optional[Path]:
+    def _given(self, option: str, path: Optional[Path]) -> Optional[Path]:
         if path is None:
             return None
         found = next((each.absolute() for each in (self.root / path, Path(path)) if each.exists()), None)
         if found is None:
-            raise RunError(f'{argument}={str(path)!r}: expected a file or folder, by its path or from {self.root}.')
+            raise RunError(f'--{option}={str(path)!r}: expected a file or folder, by its path or from {self.root}.')
         return Path(os.path.normpath(found))
 
     @cached_property
@@ -126,17 +134,23 @@ class Data:
     @property
     def labels(self) -> list[Path]:
         """Files that may hold labels: all, or those of ``--labels``; placeholders of Kaggle do not."""
-        return [
-            path
-            for path in self.files
-            if _is_in(path, self.options.labels) and (self.options.labels or not _PLACEHOLDER.match(path.stem))
-        ]
+        chosen = self.options.labels
+        return [path for path in self.files if _is_in(path, chosen) and (chosen or not _PLACEHOLDER.match(path.stem))]
 
     def rel(self, path: Path) -> Path:
         return path.relative_to(self.root)
 
     def name(self, path: Path) -> str:
-        return relative(path, self.root)
+        return self.rel(path).as_posix() if self.root in path.parents else str(path)
+
+    def folders_of(self, paths: Iterable[Path]) -> str:
+        """Return the folders of some files with the number of files in each, as text."""
+        counts = Counter('.' if path.parent == self.root else self.name(path.parent) for path in paths)
+        return some((f'{folder}/ ({count})' for folder, count in counts.items()), 6)
+
+    def error(self, said: str) -> RunError:
+        """Return an error of the whole data set."""
+        return RunError(f'DATA {str(self.root)!r}{said}')
 
     @property
     def unread(self) -> str:
@@ -147,26 +161,31 @@ class Data:
 
     def need_images(self) -> None:
         """Raise an error without images: it names the files that are there."""
-        if self.images:
-            return
         there = [f'{container(path)} ({self.name(path)})' for path in self.containers[:1]]
         there += [self.unread] if self.unread else []
         found = f', but {some(there)}: unpack or convert them to PNG or JPEG' if there else ''
-        raise RunError(f'DATA {str(self.root)!r}: no image in it{found}.')
+        if not self.images:
+            raise self.error(f': no image in it{found}.')
+
+    def agreed(self, found: dict[Path, _T], kept: str) -> Optional[_T]:
+        """Return the content in which some files agree, None without files; ``kept`` is the remedy if they differ."""
+        for path, content in found.items():
+            first = next(iter(found))
+            if content != found[first]:
+                raise RunError(f'{first} and {path} differ in {kept}.')
+        self.used.update(found)
+        return next(iter(found.values()), None)
 
     def names(self, *files: str) -> Optional[list[str]]:
         """Return class names: those of ``--classes``, or of the only file of one of the names or suffixes, or None.
 
         Each line has a name, perhaps after its number from 0. In CVAT's ``labelmap.txt`` a name ends at the colon.
-
-        Raises:
-            RunError: Two such files differ, or one has an empty line or a comment between its names.
         """
         if self.options.classes:
-            return self.options.classes
+            return list(map(composed, self.options.classes))
         found: dict[Path, list[str]] = {}
         for path in [path for file in files for path in self.files if file in (path.name, path.suffix)]:
-            lines = [line.strip() for line in read_text(path).rstrip().splitlines()]
+            lines = [line.strip() for line in composed(read_text(path)).rstrip().splitlines()]
             if path.name == 'labelmap.txt':
                 lines = [line.split(':')[0] for line in lines if line and not line.startswith('#')]
             odd = next((number for number, line in enumerate(lines, 1) if not line or line.startswith('#')), None)
@@ -179,37 +198,23 @@ class Data:
             if all(match and int(match[1]) == i for i, match in enumerate(numbered)):
                 lines = [match[2] for match in numbered if match]
             found[path] = lines
-        if not found:
-            return None
-        (first, names), *others = found.items()
-        for path, lines in others:
-            if lines != names:
-                raise RunError(f'{first} and {path} differ: keep one, or give --classes NAME ...')
-        self.used.update(found)
-        return names
+        return self.agreed(found, 'the names of classes: keep one, or give --classes NAME ...')
 
     @cached_property
     def settings(self) -> tuple[Optional[Path], dict]:
-        """Return the file with ``names`` or darknet's lists, and its content.
-
-        Raises:
-            RunError: Several YAML files have other names or splits.
-        """
+        """The YAML file with ``names`` or that of darknet's lists, and its content."""
         found: dict[Path, dict] = {}
         for path in [path for path in self.files if path.suffix.lower() in ('.yaml', '.yml')]:
             try:  # names are texts: YAML would read yes, no, on and 1.0 otherwise
-                content = yaml.load(path.read_text(encoding='utf-8-sig'), Loader=yaml.BaseLoader)  # noqa: S506
-            except (yaml.YAMLError, UnicodeDecodeError) as error:
+                content = yaml.load(read_text(path), Loader=yaml.BaseLoader)  # noqa: S506
+            except yaml.YAMLError as error:
                 raise RunError(f'{path} cannot be read: {described(error)}') from error
             if isinstance(content, dict) and content.get('names'):
                 found[path] = content
-        if found:
-            (first, content), *others = found.items()
-            for path, other in others:
-                if other != content or content.get('train') and path.parent != first.parent:
-                    raise RunError(f'{first} and {path} have other names or splits: keep one YAML file.')
-            self.used.update(found)
-            return first, content
+        # the same lists are others in another folder
+        compared = {path: (each, path.parent if each.get('train') else None) for path, each in found.items()}
+        if self.agreed(compared, 'names or splits: keep one YAML file'):
+            return next(iter(found.items()))
         for path in [path for path in self.files if path.suffix.lower() == '.data']:
             self.used.add(path)
             pairs = {key.strip(): value.strip() for key, _, value in (line.partition('=') for line in read_lines(path))}
@@ -234,11 +239,7 @@ def _is_in(path: Path, chosen: Optional[Path]) -> bool:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the stripped, non-empty lines of a text file.
-
-    Raises:
-        RunError: The file cannot be read as UTF-8 text.
-    """
+    """Return the stripped, non-empty lines of a text file in UTF-8."""
     return list(filter(None, map(str.strip, read_text(path).splitlines())))
 
 
@@ -250,31 +251,20 @@ def read_text(path: Path) -> str:
         raise RunError(f'{path} cannot be read as text of UTF-8: {described(error)}{remedy}.') from error
 
 
-def folders_of(paths: Iterable[Path], root: Path) -> str:
-    """Return the folders of some files with the number of files in each, as text."""
-    counts = Counter(relative(path.parent, root) if path.parent != root else '.' for path in paths)
-    return some((f'{folder}/ ({count})' for folder, count in counts.items()), 6)
-
-
-class Example(NamedTuple):
-    """Training image with its labels, to be drawn."""
-
-    path: Path
-    objects: Sequence = ()  # of objects.Object
-    label_map: Optional[Callable[[], np.ndarray]] = None
-    title: str = ''
-
-
 class OwnData(NamedTuple):
     """Data set of the user, as read by one of the readers."""
 
     kind: str  # format, for messages
     classes: list[str]  # in the order of the labels
-    images: dict[str, list[Path]]  # by split: 'train', 'val', perhaps 'test'
+    items: dict[str, list]  # images with their labels by split: 'train', 'val', perhaps 'test'
     annotations: dict[str, str]  # text of the annotation file by split
     settings: dict[str, dict]  # further settings of the data set by split
     notes: list[str]  # for the user, a line each
-    examples: list[Example]  # of train
     masks: bool = False  # objects have polygons
     densest: int = 0  # most objects in an image
     ignores: bool = False  # some objects are neither learnt nor counted
+    labels_of: Optional[Callable[[Path], np.ndarray]] = None  # label map of a mask file
+
+    @property
+    def images(self) -> dict[str, list[Path]]:
+        return {split: [item.path for item in items] for split, items in self.items.items()}

@@ -10,22 +10,21 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 from PIL import Image, ImageOps
 
-from .data import Example, OwnData
+from .data import OwnData
 from .mask_values import IGNORED
 from .names import some
-from .objects import Object
+from .reading import Object
 
 _COUNT = 6
 _LONGER_SIDE = 640
 
 
-def _chosen(data: OwnData) -> list[Example]:
-    """Return six examples: the two fullest, that of the smallest object, and others spread over the data set.
+def _chosen(examples: list) -> list:
+    """Return six images: the two fullest, that of the smallest object, and others spread over the data set.
 
     Of a data set with one class per image: one of each class first.
     """
-    examples = data.examples
-    first = {example.title: i for i, example in reversed(list(enumerate(examples)))}
+    first = {example.label: i for i, example in reversed(list(enumerate(examples)))}
     chosen = sorted(first.values()) if len(first) > 1 else []
     areas = {i: min(map(_area, example.objects)) for i, example in enumerate(examples) if example.objects}
     if areas:
@@ -41,26 +40,21 @@ def _area(item: Object) -> float:
 
 
 def draw_examples(data: OwnData, file: Path) -> None:
-    """Write a picture of six training images with boxes and polygons, the colours of a mask, or a class.
-
-    Args:
-        data: The data set.
-        file: PNG file to write.
-    """
+    """Write a PNG file of six training images with boxes and polygons, the colours of a mask, or a class."""
     figure = Figure(figsize=(15, 10), layout='constrained')
     colours = [colormaps['tab20'](i % 20) for i in range(len(data.classes))]
-    for axes, example in zip(figure.subplots(2, 3).flat, _chosen(data)):
+    for axes, example in zip(figure.subplots(2, 3).flat, _chosen(data.items['train'])):
         with Image.open(example.path) as opened:
             image = ImageOps.exif_transpose(opened)
             pixels = np.asarray(image if image.mode in ('L', 'RGB', 'RGBA', 'I;16', 'I', 'F') else image.convert('RGB'))
         if pixels.dtype != np.uint8:
             pixels = np.interp(pixels, (pixels.min(), pixels.max()), (0, 255)).astype(np.uint8)
-        if example.label_map and pixels.ndim == 3:  # grey, so that the colours of a mask are those of its legend
+        if data.labels_of and pixels.ndim == 3:  # grey, so that the colours of a mask are those of its legend
             pixels = pixels[..., :3].mean(axis=-1).astype(np.uint8)
         step = max(1, max(pixels.shape[:2]) // _LONGER_SIDE)
         height, width = pixels.shape[:2]
         axes.imshow(pixels[::step, ::step], cmap='gray', vmin=0, vmax=255, extent=(0, width, height, 0))
-        axes.set_title(f'{example.path.name}\n{example.title}'.strip()[-80:], parse_math=False)
+        axes.set_title(f'{example.path.name}\n{example.label}'.strip()[-80:], parse_math=False)
         axes.axis('off')
         for item in example.objects:
             colour = colours[data.classes.index(item.name)] if item.name in data.classes else (1, 1, 1, 1)
@@ -73,8 +67,8 @@ def draw_examples(data: OwnData, file: Path) -> None:
             name = f'{item.name or "all classes"}{" (ignored)" if item.is_ignored else ""}'
             background = dict(facecolor=colour, pad=1, linewidth=0)
             axes.text(left, top, name, fontsize=8, va='bottom', parse_math=False, clip_on=True, bbox=background)
-        if example.label_map:
-            labels = example.label_map()[::step, ::step]
+        if data.labels_of:
+            labels = data.labels_of(example.file)[::step, ::step]
             overlay = np.array([*colours, (0, 0, 0, 1)])[np.where(labels == IGNORED, len(colours), labels)]
             overlay[..., 3] = 0.5
             axes.imshow(overlay, extent=(0, width, height, 0), interpolation='nearest')

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Optional
 
 from ...utils.errors import RunError
-from .csv_files import Item, Table, read_class_tables
-from .data import Data, Example, OwnData, Source
+from .csv_files import Table, read_class_tables
+from .data import Data, OwnData, Source
 from .formats import UNKNOWN, described_kind, recognise_all, refusal
-from .names import composed, has_role_only, is_unlabelled, some
-from .reading import name_table
+from .names import composed, has_role_only, plain, some
+from .reading import Photo, name_table
 from .splits import divide
+
+_Found = dict[Path, tuple[Optional[str], tuple[str, ...]]]  # split and folders of each image
 
 
 def read_classes(data: Data) -> OwnData:
@@ -26,62 +28,58 @@ def read_classes(data: Data) -> OwnData:
         RunError: There are fewer than two classes, a class occurs only in val, or tables and folders differ.
     """
     data.need_images()
-    kinds = recognise_all(data)
-    kind, items, notes = _claim(data, kinds)
-    items = [item._replace(name=composed(item.name)) for item in items]
-    listed = data.names('classes.txt') if kind.startswith('CSV') else data.options.classes
-    order, names = name_table({item.name for item in items}, listed)
-    items = [item._replace(name=names[item.name]) for item in items]
-    _refuse_numbers(data, [item.name for item in items])
-    occurring = {item.name for item in items}
+    kind, items, notes = _claim(data, recognise_all(data))
+    listed = data.names(*['classes.txt'] if kind.startswith('CSV') else [])
+    order, names = name_table({item.label for item in items}, listed)
+    items = [item._replace(label=names[item.label]) for item in items]
+    _refuse_numbers(data, [item.label for item in items])
+    occurring = {item.label for item in items}
     order = [name for name in order if name in occurring]
     splits, more = divide(data, items, 'classification', order, kind.startswith('CSV'))
-    found = {item.name for item in splits['train']}
+    found = {item.label for item in splits['train']}
     classes = [name for name in order if name in found]
     for split, chosen in splits.items():
-        others = {item.name for item in chosen} - found
+        others = {item.label for item in chosen} - found
         if others:
             raise RunError(f'{split} has images of {min(others)!r}, and train has none ({some(classes)}).')
     if len(classes) < 2:
-        raise RunError(f'DATA {str(data.root)!r} has images of {len(classes)} class(es): expected a folder for each.')
-    used = {split: [item.path for item in chosen] for split, chosen in splits.items()}
+        raise data.error(f' has images of {len(classes)} class(es): expected a folder for each.')
     lists = {
-        split: ''.join(f'{data.name(item.path)} {classes.index(item.name)}\n' for item in chosen)
+        split: ''.join(f'{data.name(item.path)} {classes.index(item.label)}\n' for item in chosen)
         for split, chosen in splits.items()
     }
-    examples = [Example(item.path, title=item.name) for item in splits['train']]
-    return OwnData(kind, classes, used, lists, dict.fromkeys(lists, dict(data_prefix='')), more + notes, examples)
+    return OwnData(kind, classes, splits, lists, dict.fromkeys(lists, dict(data_prefix='')), more + notes)
 
 
 def _refuse_numbers(data: Data, labels: list[str]) -> None:
     """Raise an error if the labels are measured numbers, or another one for each image."""
     classes = set(labels)
-    what = f'DATA {str(data.root)!r}: the {len(classes)} labels ({some(sorted(classes), 3)})'
+    given = f': the {len(classes)} labels ({some(sorted(classes), 3)})'
     has_fractions = any(re.fullmatch(r'-?\d*\.\d*[1-9]\d*', name) for name in classes)
     if has_fractions and 2 * len(classes) > len(labels):  # coins of 0.50 have many images of each
-        raise RunError(f'{what} are numbers, not classes: regression is not learnt.')
+        raise data.error(f'{given} are numbers, not classes: regression is not learnt.')
     if len(classes) == len(labels) > 2:
-        raise RunError(f'{what} are of one image each: these are names of images, or each class needs more images.')
+        raise data.error(f'{given} are of one image each: these are names of images, or each class needs more images.')
 
 
-def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Item], list[str]]:
+def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Photo], list[str]]:
     """Return the only claim: format, images and notes."""
     tables = _tables(kinds)
     chosen, notes = data.options.labels, list[str]()
     labelled = [{path for row in t.rows for path in data.pictures.named(row[t.image])} for t in tables]
     named = [table for table, images in zip(tables, labelled) if images]
-    folders, error = list[Item](), None
+    folders, error = list[Photo](), None
     if not chosen or chosen.is_dir() and not tables:
         try:
             folders = _folder_items(data, notes, set[Path]().union(*labelled))
         except RunError as raised:
             error = raised
-    if len({item.name for item in folders}) == 1 and len(kinds) > 0:
+    if len({item.label for item in folders}) == 1 and kinds:
         folders = []
     if tables := named or ([] if folders or error else tables):  # a table of numbers and names names no image
         data.used.update(table.path for table in tables)
         items, more = read_class_tables(tables, data)
-        kind, items = _joined(data, items, folders, data.name(tables[0].path))
+        kind, items = _joined(items, folders, data.name(tables[0].path))
         return kind, items, more + notes
     if error:
         others = [sources[0] for kind, sources in kinds.items() if kind not in (UNKNOWN, 'CSV of classes')]
@@ -100,24 +98,22 @@ def _tables(kinds: dict[str, list[Source]]) -> list[Table]:
     return [table for table in classes if not table.box or table.label and table.has_one_row_an_image] + boxes
 
 
-def _joined(data: Data, items: list[Item], folders: list[Item], table: str) -> tuple[str, list[Item]]:
+def _joined(items: list[Photo], folders: list[Photo], table: str) -> tuple[str, list[Photo]]:
     """Return the images of a table, and those of class folders if both are of different splits.
 
-    Raises:
-        RunError: Class folders differ from the classes of the table, or have more images.
+    Class folders that differ from the classes of the table, or have more images, raise an error.
     """
-    classes = {item.path: item.name for item in items}
+    classes = {item.path: item.label for item in items}
     splits = [{item.split for item in found} for found in (items, folders)]
-    are_apart = None not in splits[0] | splits[1] and not splits[0] & splits[1]
-    if folders and are_apart and not any(item.path in classes for item in folders):
+    rest = {item.path for item in folders} - classes.keys()
+    if folders and None not in splits[0] | splits[1] and not splits[0] & splits[1] and len(rest) == len(folders):
         return 'CSV of classes and folders of images', items + folders
     for item in folders:
-        if classes.get(item.path, item.name) != item.name:
+        if classes.get(item.path, item.label) != item.label:
             raise RunError(
                 f'{item.path} is of the class {classes[item.path]!r} in {table}, and in a folder of '
-                f'{item.name!r}: give --labels FILE, or --labels {item.path.parent.parent} for the folders.'
+                f'{item.label!r}: give --labels FILE, or --labels {item.path.parent.parent} for the folders.'
             )
-    rest = {item.path for item in folders} - classes.keys()
     if rest:
         raise RunError(
             f'{table} and folders of classes both have labels, and {len(rest)} images are in folders alone: give '
@@ -126,81 +122,60 @@ def _joined(data: Data, items: list[Item], folders: list[Item], table: str) -> t
     return 'CSV of classes', items
 
 
-class _Folders:
-    """Folders below ``top`` that name a split, a class, or nothing (``images``, a folder around all others)."""
-
-    def __init__(self, data: Data, top: Path, images: list[Path]):
-        self.data, self.top = data, top
-        self.inner: dict[Path, set[str]] = {}  # names of the folders in a folder
-        for folder in {folder for path in images for folder in path.parents if top in folder.parents}:
-            self.inner.setdefault(folder.parent, set()).add(folder.name)
-        self.full = {path.parent for path in images}
-
-    def split(self, folder: Path) -> Optional[str]:
-        """Return the split of a folder that holds other folders, or lies beside another split."""
-        found = {self.data.splits.of_folder(name) for name in self.inner[folder.parent]} - {None}
-        return self.data.splits.of_folder(folder.name) if len(found) > 1 or self.inner.get(folder) else None
-
-    def read(self, path: Path) -> tuple[Optional[str], tuple[str, ...]]:
-        """Return the split of an image, and the names of its other folders that tell images apart."""
-        split, names = None, list[str]()
-        for folder in [folder for folder in reversed(path.parents) if self.top in folder.parents]:
-            beside, own = self.inner[folder.parent], self.split(folder)
-            is_around = self.inner.get(folder) and folder.parent not in self.full or folder.name == folder.parent.name
-            split = own or split
-            if not own and not (len(beside) == 1 and is_around) and not all(map(has_role_only, beside)):
-                names.append(folder.name)
-        return split, tuple(names)
-
-
-def _folder_items(data: Data, notes: list[str], labelled: set[Path]) -> list[Item]:
+def _folder_items(data: Data, notes: list[str], labelled: set[Path]) -> list[Photo]:
     """Return the images in class folders, in or around folders of splits; ``labelled`` ones may lie in none."""
     masks = data.pictures.masks_among(data.images)
     notes += [f'{len(masks)} masks of images are left out, as {data.name(min(masks))}'] if masks else []
     data.images = [path for path in data.images if path not in masks]
     given = [path for path in (data.options.train, data.options.val) if path and path.is_dir()]
-    items = list[Item]()
+    items = list[Photo]()
     for top in given or [data.root]:
-        images = [path for path in data.images if top in path.parents]
-        folders = _Folders(data, top, images)
-        found = {path: folders.read(path) for path in images}
-        around = len(os.path.commonprefix([names[:-1] for _, names in found.values() if names]))
-        found = {path: (split, names[around:]) for path, (split, names) in found.items()}
+        found = _in_folders(data, top)
         if not given and any(split for split, _ in found.values()):
             found = _of_splits(data, found, notes, labelled)
         _refuse_nested(top, {names for _, names in found.values()})
-        items += [Item(path, names[0], split, path) for path, (split, names) in found.items() if names]
-    unlabelled = {item.name for item in items if is_unlabelled(item.name)}
+        items += [Photo(path, path, split, None, composed(names[0])) for path, (split, names) in found.items() if names]
+    labels = {item.label for item in items}  # _unlabeled of FiftyOne, no_label of CVAT
+    unlabelled = {name for name in labels if name[0] == '_' or plain(name) in ('unlabeled', 'unlabelled', 'nolabel')}
     notes += [f'folders of images without label are left out: {some(sorted(unlabelled))}'] if unlabelled else []
-    return [item for item in items if item.name not in unlabelled]
+    return [item for item in items if item.label not in unlabelled]
 
 
-_Found = dict[Path, tuple[Optional[str], tuple[str, ...]]]  # split and folders of each image
+def _in_folders(data: Data, top: Path) -> _Found:
+    """Return the split of each image below ``top``, and the names of its other folders that tell images apart.
+
+    A folder names a split if it holds other folders or lies beside another split. Names of roles (``images``), and
+    folders around all others tell nothing apart.
+    """
+    images = [path for path in data.images if top in path.parents]
+    folders = {folder for path in images for folder in path.parents if top in folder.parents}
+    inner: dict[Path, set[str]] = {}  # names of the folders in a folder
+    for folder in folders:
+        inner.setdefault(folder.parent, set()).add(folder.name)
+    full, split_of = {path.parent for path in images}, data.splits.of_folder
+    splits, names = dict[Path, Optional[str]](), dict[Path, str]()
+    for folder in folders:
+        beside, name = inner[folder.parent], folder.name
+        names_split = len({*map(split_of, beside)} - {None}) > 1 or folder in inner
+        splits[folder] = split_of(name) if names_split else None
+        is_around = folder in inner and folder.parent not in full or name == folder.parent.name
+        if not splits[folder] and not (len(beside) == 1 and is_around) and not all(map(has_role_only, beside)):
+            names[folder] = name
+    found: _Found = {}
+    for path in images:
+        of_path = (splits[folder] for folder in path.parents if splits.get(folder))
+        found[path] = next(of_path, None), tuple(names[each] for each in reversed(path.parents) if each in names)
+    around = len(os.path.commonprefix([names[:-1] for _, names in found.values() if names]))
+    return {path: (split, names[around:]) for path, (split, names) in found.items()}
 
 
 def _of_splits(data: Data, found: _Found, notes: list[str], labelled: set[Path]) -> _Found:
     """Return the images in folders of splits, after checking what lies beside and in them."""
-    splits = {split for split, _ in found.values() if split}
     inside: _Found = {path: (split, names) for path, (split, names) in found.items() if split}
-    first = next(split for split in ('train', 'val', 'test') if split in splits)
-    _refuse_unclear(data, found, inside, first)
-    beside = sorted({names[0] for split, names in found.values() if not split and names})
-    loose = [path for path, (split, names) in inside.items() if not names and split != 'test' and path not in labelled]
-    if loose:
-        lists = [path for path in data.files if path.suffix.lower() in ('.txt', '.csv')]
-        raise RunError(
-            f'{loose[0].parent}: {len(loose)} images of {inside[loose[0]][0]} are in no folder of a class'
-            f'{"; " + some(map(data.name, lists), 4) + ": no CSV of images and classes" if lists else ""}: sort '
-            'them into folders, or write a CSV file with filename,label.'
-        )
-    notes += [f'{some(beside)} beside {first}: left out'] if beside else []
-    return inside
-
-
-def _refuse_unclear(data: Data, found: _Found, inside: _Found, first: str) -> None:
-    """Raise an error if folders beside those of splits or of classes may be splits or classes too."""
-    classes = sorted({names[0] for _, names in inside.values() if len(names) == 1})
     splits = {split for split, _ in inside.values()}
+    first = next(split for split in ('train', 'val', 'test') if split in splits)
+    # folders beside those of splits or of classes that may be splits or classes too
+    classes = sorted({names[0] for _, names in inside.values() if len(names) == 1})
     unclear = [names[0] for split, names in found.values() if {*classes} & {*names[bool(split) :]}]
     nested = Counter(first for first, _ in {names[:2] for split, names in found.values() if not split and names[1:]})
     unclear += [name for name, count in nested.items() if count > 1 and len(splits) == 1]
@@ -212,6 +187,17 @@ def _refuse_unclear(data: Data, found: _Found, inside: _Found, first: str) -> No
             f'{some(classes, 4)}). Is {unclear[0]} a split, or {first} a class? Give --train DIR and --val DIR, or '
             '--images DIR.'
         )
+    beside = sorted({names[0] for split, names in found.values() if not split and names})
+    loose = [path for path, (split, names) in inside.items() if not names and split != 'test' and path not in labelled]
+    if loose:
+        lists = [path for path in data.files if path.suffix.lower() in ('.txt', '.csv')]
+        raise RunError(
+            f'{loose[0].parent}: {len(loose)} images of {inside[loose[0]][0]} are in no folder of a class'
+            f'{"; " + some(map(data.name, lists), 4) + ": no CSV of images and classes" if lists else ""}: sort '
+            'them into folders, or write a CSV file with filename,label.'
+        )
+    notes += [f'{some(beside)} beside {first}: left out'] if beside else []
+    return inside
 
 
 def _refuse_nested(top: Path, names: set[tuple[str, ...]]) -> None:

@@ -14,11 +14,10 @@ from ...utils.errors import RunError, described
 from .coco import Coco
 from .csv_files import BoxTable, Table
 from .data import Data, Source, container, read_text
-from .labelling_tools import Cvat, LabelMe, LabelStudio
+from .labelling_tools import Cvat, LabelMe, LabelStudio, Voc
 from .names import some, split_in
 from .reading import Reader
 from .text_files import Kitti, Yolo
-from .voc import Voc
 
 UNKNOWN = 'of no known format'
 _AS_COCO = 'export it as COCO JSON'
@@ -54,44 +53,38 @@ class Format(NamedTuple):
     use: Union[type[Reader], str] = _AS_COCO  # reader, or the remedy for a format that is not read
 
 
+def _first(value: Any) -> dict:
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    first = next(iter(entries), None)
+    return first if isinstance(first, dict) else {}
+
+
 class _Json:
     """Parsed JSON, its keys, its first entry, the first label of that entry and the first annotation of COCO."""
 
     def __init__(self, content: Any):
-        self.content, self.is_list = content, isinstance(content, list)
-        self.keys = set(content) if isinstance(content, dict) else set()
-        self.first = self._first(content)
-        self.inner = self._first(self.first.get('annotations')) or self._first(self.first.get('labels'))
-        self.annotation = self.one('annotations')
-        self.has_classes_only = bool(self.annotation) and not {'bbox', 'segmentation'} & set(self.annotation)
-        lists = [value for value in self.first.values() if isinstance(value, list)]
-        self.has_results = any(map(_is_result, itertools.chain(*lists)))  # shapes beside the image
-
-    @staticmethod
-    def _first(value: Any) -> dict:
-        entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        first = next(iter(entries), None)
-        return first if isinstance(first, dict) else {}
-
-    def one(self, key: str) -> dict:
-        return self._first(self.content.get(key)) if key in self.keys else {}
+        self.is_list, self.top = isinstance(content, list), content if isinstance(content, dict) else {}
+        self.keys, self.first, self.annotation = self.top.keys(), _first(content), _first(self.top.get('annotations'))
+        self.inner = _first(self.first.get('annotations')) or _first(self.first.get('labels'))
 
     def has(self, key: str, kind: type) -> bool:
-        return key in self.keys and isinstance(self.content[key], kind)
+        return isinstance(self.top.get(key), kind)
 
 
-def _is_result(value: Any) -> bool:
-    return (
-        isinstance(value, dict) and any(key.endswith('labels') for key in value) and bool({'x', 'points'} & set(value))
-    )
+def _is_label_studio(j: _Json) -> object:
+    lists = (value for value in j.first.values() if isinstance(value, list))  # of JSON-MIN, beside the image
+    shapes = (each.keys() for each in itertools.chain(*lists) if isinstance(each, dict))
+    are_shapes = (keys & {'x', 'points'} and any(key.endswith('labels') for key in keys) for keys in shapes)
+    is_whole = 'data' in j.first and {'annotations', 'completions'} & j.first.keys()
+    return j.is_list and (is_whole or any(are_shapes))
 
 
+_LISTED = {'images', 'categories'}
 # of each table the first that matches
 _JSON = [
     Format('LabelMe JSON', lambda j: j.has('shapes', list), LabelMe),
-    Format('VGG Image Annotator JSON', lambda j: 'regions' in j.first, _VIA),
-    Format('VGG Image Annotator JSON', lambda j: any(key.startswith('_via') for key in j.keys), _VIA),
-    Format('Supervisely JSON', lambda j: 'projectType' in j.keys or 'classTitle' in j.one('objects')),
+    Format('VGG Image Annotator JSON', lambda j: 'regions' in j.first or '_via' in {key[:4] for key in j.keys}, _VIA),
+    Format('Supervisely JSON', lambda j: 'projectType' in j.keys or 'classTitle' in _first(j.top.get('objects'))),
     Format('Datumaro JSON', lambda j: j.keys & {'dm_format_version', 'media_type'}, _DATUM),
     Format('Datumaro JSON', lambda j: j.keys >= {'categories', 'items'}, _DATUM),
     Format('Darwin JSON of V7', lambda j: 'schema_ref' in j.keys or j.keys >= {'item', 'annotations'}),
@@ -103,15 +96,13 @@ _JSON = [
     Format('Cityscapes polygons', lambda j: j.keys >= {'imgHeight', 'objects'}, 'take its masks: --task segmentation'),
     Format('Segment Anything JSON (SA-1B)', lambda j: j.has('image', dict)),
     Format('COCO panoptic JSON', lambda j: 'segments_info' in j.annotation, 'take the file instances_*.json'),
-    Format('Label Studio JSON', lambda j: j.is_list and j.first.keys() >= {'data', 'annotations'}, LabelStudio),
-    Format('Label Studio JSON', lambda j: j.is_list and j.first.keys() >= {'data', 'completions'}, LabelStudio),
-    Format('Label Studio JSON', lambda j: j.is_list and j.has_results, LabelStudio),  # JSON-MIN
+    Format('Label Studio JSON', _is_label_studio, LabelStudio),
     Format('captions of COCO', lambda j: 'caption' in j.annotation),
+    Format('a list of images', lambda j: j.keys >= _LISTED and j.top['images'] and 'annotations' not in j.keys),
     Format(
-        'a list of images',
-        lambda j: j.keys >= {'images', 'categories'} and j.content['images'] and 'annotations' not in j.keys,
+        'COCO JSON of classes',
+        lambda j: j.keys >= _LISTED and j.annotation and not {'bbox', 'segmentation'} & {*j.annotation},
     ),
-    Format('COCO JSON of classes', lambda j: j.keys >= {'images', 'categories'} and j.has_classes_only),
     Format('COCO JSON', lambda j: j.has('images', list) and j.has('annotations', list), Coco),
 ]
 _XML = [
@@ -148,11 +139,7 @@ READERS = {name: use for name, use in FORMATS.items() if not isinstance(use, str
 
 
 def recognise(path: Path) -> Source:
-    """Return the format of a label file by its content; the kind is :data:`UNKNOWN` if it is none of the known.
-
-    Raises:
-        RunError: JSON or XML is damaged, or a table cannot be read.
-    """
+    """Return the format of a label file by its content; the kind is :data:`UNKNOWN` if it is none of the known."""
     suffix, content = path.suffix.lower(), None
     if container(path):
         return Source(path, container(path))
@@ -217,32 +204,31 @@ def recognise_all(data: Data) -> dict[str, list[Source]]:
 def described_kind(data: Data, source: Source, task: str) -> str:
     """Return a sentence on a label file of a format that a task does not take."""
     path, kind, content = source
-    name, columns = data.name(path), f'columns {some(content.names)}' if isinstance(content, Table) else ''
+    name, columns = data.name(path), some(content.names) if isinstance(content, Table) else ''
     if kind in (UNKNOWN, 'CSV of classes') and columns:
-        return f'{name} is a table without a known header; its {columns.replace("columns", "columns are", 1)}'
+        return f'{name} is a table without a known header; its columns are {columns}'
     why = f', which {task} does not take' if kind in READERS else ', which is not read here'
-    return f'{name} is {kind}{f" ({columns})" if columns else ""}{why}'
+    return f'{name} is {kind}{f" (columns {columns})" if columns else ""}{why}'
 
 
 def refusal(data: Data, kinds: dict[str, list[Source]], task: str) -> RunError:
     """Return the error for data without a claim: it names a file that was found and its format, and a remedy."""
     remedy, takes = _TASKS[task]
-    root, takes = f'DATA {str(data.root)!r}', f'It takes {takes}.'
     unread = f'; images of a kind that is not read: {data.unread}' if data.unread else ''
     if task == 'segmentation' and unread:
-        return RunError(f'{root}: no masks in it that are read{unread}. {takes}')
+        return data.error(f': no masks in it that are read{unread}. It takes {takes}.')
     for kind, (source, *_) in kinds.items():
         if kind == UNKNOWN or task == 'detection' and (kind in READERS or kind == 'CSV of classes'):
             continue
         if kind in ('an archive', 'a spreadsheet'):
             remedy = 'unpack it' if kind == 'an archive' else 'save it as CSV'
-        elif task == 'detection' and kind in FORMATS:
-            remedy = str(FORMATS[kind])
-        return RunError(f'{root}: {described_kind(data, source, task)}: {remedy}. {takes}')
+        elif task == 'detection':
+            remedy = str(FORMATS.get(kind, remedy))
+        return data.error(f': {described_kind(data, source, task)}: {remedy}. It takes {takes}.')
     others = [*kinds.get(UNKNOWN, ()), *kinds.get('CSV of classes', ())]
     tables = [source for source in others if isinstance(source.content, Table)]
     if tables and not any(data.pictures.named(source.path.stem) for source in others):
-        return RunError(f'{root}: {described_kind(data, tables[0], task)}. {takes}')
+        return data.error(f': {described_kind(data, tables[0], task)}. It takes {takes}.')
     unknown = some((data.name(source.path) for source in kinds.get(UNKNOWN, [])), 4)
     there = f' ({unknown}: {UNKNOWN})' if unknown else ''
-    return RunError(f'{root}: no annotations in it that are read{there}{unread}: {remedy}. {takes}')
+    return data.error(f': no annotations in it that are read{there}{unread}: {remedy}. It takes {takes}.')

@@ -37,11 +37,7 @@ def end_of(path: Path) -> bytes:
 
 
 def check_whole(path: Path) -> None:
-    """Check the header and the end of an image file.
-
-    Raises:
-        RunError: The file is no image, or is truncated.
-    """
+    """Raise an error if a file is no image, or is truncated, by its header and its end."""
     image_size(path)
     tail = end_of(path)
     ends = {'.png': b'IEND', '.jpg': b'\xff\xd9', '.jpeg': b'\xff\xd9'}
@@ -63,18 +59,13 @@ def is_mask(path: Path) -> bool:
             pixels = np.asarray(image)
     except Exception:  # no image: its reader reports it
         return False
-    pixels = pixels.reshape(len(pixels), -1, 1) if pixels.ndim == 2 else pixels
-    flat = pixels.reshape(-1, pixels.shape[2])
+    flat = pixels.reshape(pixels.shape[0] * pixels.shape[1], -1)
     return len(np.unique(flat[:: max(1, len(flat) // 65536)], axis=0)) <= _MOST_VALUES
 
 
 def file_notes(paths: Iterable[Path], are_drawn_on: bool = False) -> list[str]:
-    """Return notes on image files: pages that loaders do not read, the nodata value, and EXIF rotations.
-
-    Args:
-        paths: The files.
-        are_drawn_on: Labels have coordinates in the images.
-    """
+    """Return notes on image files: pages that loaders do not read, the nodata value, and EXIF rotations if labels
+    ``are_drawn_on`` them."""
     found: dict[tuple[str, str], list[Path]] = {}
     for path in paths:
         has_pages = path.suffix.lower() in _SEVERAL_PAGES
@@ -107,14 +98,9 @@ class ImageFormat(NamedTuple):
 
 
 def image_format(paths: list[Path], channels: Optional[int] = None) -> ImageFormat:
-    """Infer the image format from a sample. 8-bit images, also grey ones, are read as RGB, to fit the released weights.
+    """Infer the image format from a sample; images that differ in ``channels`` or dtype raise an error.
 
-    Args:
-        paths: The images.
-        channels: Channels of 8-bit images; None infers them.
-
-    Raises:
-        RunError: An image cannot be read, or the images differ in channels or dtype.
+    8-bit images, also grey ones, are read as RGB, to fit the released weights, unless ``channels`` says others.
     """
     found = []
     for path in paths[:: -(-len(paths) // _NUM_READ)]:

@@ -1,9 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Read LabelMe JSON, CVAT XML 1.1 and Label Studio JSON."""
+"""Read LabelMe JSON, CVAT XML 1.1, Label Studio JSON, and VOC XML with images of any suffix."""
 
 import base64
 import io
 import itertools
+import math
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -14,8 +16,7 @@ from PIL import Image
 from ...utils.errors import RunError
 from .data import Source
 from .images import SUFFIXES
-from .objects import Object, corners, ellipse, flags_of, from_points
-from .reading import Entry, Reader
+from .reading import Entry, Object, Reader, corners, ellipse, flags_of, from_points
 
 
 class _Shape(NamedTuple):
@@ -59,11 +60,11 @@ def _of_mask(name: str, mask: np.ndarray, flags: frozenset) -> Object:
     return Object(name, (left, top, left + width, top + height), segmentation, flags, float(mask.sum()))
 
 
-def _placed(mask: np.ndarray, left: int, top: int, size: tuple[int, int]) -> np.ndarray:
+def _placed(mask: np.ndarray, left: float, top: float, size: tuple[int, int]) -> np.ndarray:
     """Return a mask of the image ``size``, with the given part placed at ``left``, ``top``."""
-    whole = np.zeros(size[::-1], bool)
-    part = mask[: size[1] - top, : size[0] - left]
-    whole[top : top + part.shape[0], left : left + part.shape[1]] = part
+    whole, x, y = np.zeros(size[::-1], bool), int(left), int(top)
+    part = mask[: size[1] - y, : size[0] - x]
+    whole[y : y + part.shape[0], x : x + part.shape[1]] = part
     return whole
 
 
@@ -91,7 +92,7 @@ class LabelMe(_ShapeReader):
                 points = ellipse(points[0, 0], points[0, 1], radius, radius)
             elif kind == 'mask':
                 with Image.open(io.BytesIO(base64.b64decode(shape['mask']))) as image:
-                    points = _placed(np.asarray(image) > 0, int(points[0, 0]), int(points[0, 1]), size)
+                    points = _placed(np.asarray(image) > 0, points[0, 0], points[0, 1], size)
             elif kind == 'rotation':
                 flags |= {'rotated'}
             elif kind != 'rectangle' and (kind != 'polygon' or len(points) < 3):
@@ -133,10 +134,11 @@ class Cvat(_ShapeReader):
             elif kind == 'ellipse':
                 points = ellipse(numbers['cx'], numbers['cy'], numbers['rx'], numbers['ry'], turn)
             elif kind == 'mask':  # run lengths of rows, background first
-                left, top, width, height = (int(numbers[key]) for key in ('left', 'top', 'width', 'height'))
                 runs = [int(run) for run in values['rle'].split(',')]
-                part = np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(height, width)
-                points = _placed(part, left, top, size)
+                part = np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(
+                    int(numbers['height']), int(numbers['width'])
+                )
+                points = _placed(part, numbers['left'], numbers['top'], size)
             else:
                 self.lost[kind] += 1
                 continue
@@ -151,7 +153,10 @@ class LabelStudio(_ShapeReader):
     def entries(self, source: Source) -> Iterator[Entry]:
         several, unlabelled = 0, 0
         for task in source.content:
-            results = [each for each in task.get('annotations') or task.get('completions') or () if _counts(each)]
+            given = [
+                each for each in task.get('annotations') or task.get('completions') or () if isinstance(each, dict)
+            ]
+            results = [each for each in given if 'result' in each and not each.get('was_cancelled')]
             if 'annotations' not in task and 'completions' not in task:  # JSON-MIN has the values beside the image
                 lists = (value for value in task.values() if isinstance(value, list))
                 shapes = [each for each in itertools.chain(*lists) if isinstance(each, dict)]
@@ -179,7 +184,6 @@ class LabelStudio(_ShapeReader):
         return (names or texts or [''])[0]
 
     def shapes(self, content: Any, size: tuple[int, int]) -> Iterator[_Shape]:
-        share = np.array(size) / 100  # of percent
         named = {result.get('id') for result in content if _names_of(result)}  # a region may be in two results
         for result in content:
             value, names = result.get('value'), _names_of(result)
@@ -193,21 +197,22 @@ class LabelStudio(_ShapeReader):
             if 'rle' in value:
                 raise ValueError('it has brush masks: export them as "Brush labels to PNG" or COCO JSON')
             flags, turn = flags_of(dict(score=result.get('score'))), float(value.get('rotation') or 0)
-            if 'points' in value:
-                points = np.asarray(value['points'], float) * share
-            elif 'radiusX' in value:
-                x, y, rx, ry = np.array([value[key] for key in ('x', 'y', 'radiusX', 'radiusY')], float) * np.tile(
-                    share, 2
-                )
-                points = ellipse(x, y, rx, ry, turn)
-            elif 'width' in value and 'keypointlabels' not in value:
-                x, y, w, h = np.array([value[key] for key in ('x', 'y', 'width', 'height')], float) * np.tile(share, 2)
-                points = corners((x, y, x + w, y + h), turn, pivot=(x, y))
-                flags |= {'rotated'} if turn % 180 else set()
-            else:
+            keys, is_polygon = ('x', 'y', 'radiusX', 'radiusY'), 'points' in value or 'radiusX' in value
+            if not is_polygon and 'width' in value and 'keypointlabels' not in value:
+                keys = ('x', 'y', 'width', 'height')
+            elif not is_polygon:
                 self.lost[str(result.get('type', 'keypoint'))] += 1
                 continue
-            is_polygon = 'points' in value or 'radiusX' in value
+            rows = value['points'] if 'points' in value else [[value[key] for key in keys]]
+            numbers = np.asarray(rows, float).reshape(-1, 2) * (np.array(size) / 100)  # of percent
+            if 'points' in value:
+                points = numbers
+            elif is_polygon:
+                x, y, rx, ry = numbers.ravel()
+                points = ellipse(x, y, rx, ry, turn)
+            else:
+                points = corners((*numbers[0], *numbers.sum(0)), turn, pivot=tuple(numbers[0]))
+                flags |= {'rotated'} if turn % 180 else set()
             for name in names:
                 yield _Shape(str(name), points, is_polygon, flags)
 
@@ -218,5 +223,40 @@ def _names_of(result: dict) -> list:
     return next((names for key, names in values if key.endswith('labels') and names), [])
 
 
-def _counts(annotation: Any) -> bool:
-    return isinstance(annotation, dict) and 'result' in annotation and not annotation.get('was_cancelled')
+_OF_VOC = ('name', 'bndbox', 'robndbox', 'polygon', 'segmented', 'type', 'id', 'deleted')
+
+
+class Voc(Reader):
+    """A file for each image. Coordinates are pixels from the upper left corner, and are not shifted by 1."""
+
+    boxes, units, has_one_image = 'corners', 'pixels', True
+
+    def entries(self, source: Source) -> Iterator[Entry]:
+        tree = source.content
+        name = (tree.findtext('filename') or '').strip()
+        name = name if self.data.pictures.named(name) else ''  # files that were renamed keep their old <filename>
+        yield Entry(name, tree, (tree.findtext('size/width'), tree.findtext('size/height')))
+
+    def objects(self, content: ElementTree.Element, size: tuple[int, int]) -> Iterator[Object]:
+        """Yield boxes, rotated boxes of roLabelImg, and polygons that Roboflow writes beside the box."""
+        for item in content.iter('object'):
+            name = _text(item, 'name')
+            flags = flags_of({child.tag: child.text for child in item if child.tag not in _OF_VOC and not len(child)})
+            flags |= {f'<{child.tag}>' for child in item if len(child) and child.tag not in _OF_VOC}
+            polygon = item.find('polygon')
+            if item.find('robndbox') is not None:  # centre, sides, radians clockwise
+                x, y, w, h, angle = (float(_text(item, f'robndbox/{key}')) for key in ('cx', 'cy', 'w', 'h', 'angle'))
+                points = corners((x - w / 2, y - h / 2, x + w / 2, y + h / 2), math.degrees(angle))
+                yield from_points(name, [points], flags | {'rotated'}, is_polygon=False)
+            elif polygon is not None and len(polygon) >= 6:
+                yield from_points(name, [[float(child.text or 'nan') for child in polygon]], flags)
+            else:
+                edges = (float(_text(item, f'bndbox/{edge}')) for edge in ('xmin', 'ymin', 'xmax', 'ymax'))
+                yield Object(name, tuple(edges), None, flags, is_raw=True)
+
+
+def _text(item: ElementTree.Element, key: str) -> str:
+    found = item.findtext(key)
+    if not found:
+        raise ValueError(f'{item.tag} without {key}')
+    return found.strip()

@@ -24,12 +24,12 @@ from ..swapping.upstream import Upstream
 from ..swapping.writing import statement
 from ..swapping.zoo import recipes
 from .boxes import read_boxes
-from .data import Data, Options, OwnData
+from .data import ConfigArgs, Data, OwnData
 from .drawing import draw_examples
 from .folders import read_classes
 from .images import file_notes, image_format
 from .masks import read_masks
-from .settings import TASKS, ConfigArgs, annotation_file, config_values
+from .settings import TASKS, annotation_file, config_values
 
 # the import makes the scope known to upstream's tools; MMEngine evaluates this line before all others
 _BASE = "_base_ = __import__('mmlinattn').__name__ + '::%s.py'\n"
@@ -53,8 +53,7 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
         raise RunError(f'--out {str(args.out)!r}: an annotation file beside it would be written over DATA; rename it.')
     if args.out.exists() and not args.overwrite and _is_edited(args.out.read_text(encoding='utf-8', errors='replace')):
         raise RunError(f'--out {str(args.out)!r} was edited or written by hand. Set --overwrite, or name another file.')
-    given = Options(**{key: getattr(args, key) for key in Options._fields})
-    files = Data(args.data, given)
+    files = Data(args.data, args)
     if args.task == 'detection':
         data = read_boxes(files)
     elif args.task == 'segmentation':
@@ -77,7 +76,7 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
     trial = _try(args)
     picture = args.out.with_name('labels.png')
     draw_examples(data, picture)
-    notes.append(f'{picture} shows {min(6, len(data.examples))} training images with their labels: look at it')
+    notes.append(f'{picture} shows {min(6, len(data.items["train"]))} training images with their labels: look at it')
     return [found, *data.notes, *pixels.notes, *notes, *_durations(args, values, data, trial)], trial
 
 

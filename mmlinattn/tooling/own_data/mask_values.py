@@ -3,7 +3,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -22,12 +21,13 @@ _MAX_VALUES = 256
 _VOID = ('void', 'unlabelled', 'unlabeled', 'ignore', 'ignored', '__ignore__')
 IGNORED = 255  # left out by MMSegmentation's losses and metrics
 _CITYSCAPES_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)  # of its 19 classes
-_IS_COLOUR = 1 << 24  # added to 0xRRGGBB
+_IS_COLOUR = 1 << 24  # added to 0xRRGGBB, so that a colour differs from all numbers
 _GREY = 0x010101
+_Reading = tuple[list[str], dict[int, int], str]  # class names in the order of the labels, labels by value, a note
 
 
 class ValueCounts(NamedTuple):
-    """Values of masks. A colour is stored as ``_IS_COLOUR`` + 0xRRGGBB, so that it differs from all numbers."""
+    """Values of masks: numbers, or colours as ``_IS_COLOUR`` + 0xRRGGBB."""
 
     values: list[set[int]]  # of each mask
     pixels: Counter  # number of pixels by value
@@ -37,42 +37,33 @@ class ValueCounts(NamedTuple):
     is_indexed: bool  # all have a palette: the values are the indices of classes
 
 
-def read_mask(path: Path) -> tuple[np.ndarray, bool]:
-    """Return the values of a mask ``(H, W)``, and True if MMSegmentation reads the same values.
-
-    A colour is stored as ``_IS_COLOUR`` + 0xRRGGBB.
-
-    Raises:
-        RunError: A value is not an integer from 0 to 65535.
-    """
-    with Image.open(path) as image:
-        pixels, mode = np.asarray(image), image.mode
-    if pixels.dtype.kind == 'f' and not (pixels == np.floor(pixels)).all():
-        raise RunError(f'{path} has values with fractions, or NaN: labels are whole numbers from 0.')
-    if mode == 'LA':
-        pixels = pixels[..., 0]
-    if pixels.ndim == 3:
-        if (pixels[..., :3] != pixels[..., :1]).any():
-            return _packed(pixels), False
-        pixels = pixels[..., 0]
-    if pixels.min() < 0 or pixels.max() > 65535:
-        raise RunError(f'{path} has values from {pixels.min()} to {pixels.max()}: labels are 0 to 254.')
-    return pixels.astype(np.uint16), mode in ('L', 'P', '1')
-
-
-def _packed(pixels: np.ndarray) -> np.ndarray:
-    red, green, blue = (pixels[..., i].astype(np.int32) for i in range(3))
+def _colour(red: int, green: int, blue: int) -> int:
     return _IS_COLOUR + (red << 16 | green << 8 | blue)
-
-
-def _as_colours(path: Path) -> np.ndarray:
-    with Image.open(path) as image:
-        return _packed(np.asarray(image.convert('RGB')))
 
 
 def format_value(value: int) -> str:
     colour = value - _IS_COLOUR
     return str(value) if colour < 0 else f'({colour >> 16}, {colour >> 8 & 255}, {colour & 255})'
+
+
+def read_mask(path: Path, coloured: bool = False) -> tuple[np.ndarray, bool]:
+    """Return the values of a mask ``(H, W)``, and True if MMSegmentation reads the same values.
+
+    With ``coloured``, grey levels and numbers with a palette are read as colours too. Other values than integers from
+    0 to 65535 raise an error.
+    """
+    with Image.open(path) as image:
+        pixels, mode = np.asarray(image.convert('RGB') if coloured else image), image.mode
+    if pixels.dtype.kind == 'f' and not (pixels == np.floor(pixels)).all():
+        raise RunError(f'{path} has values with fractions, or NaN: labels are whole numbers from 0.')
+    if pixels.ndim == 3:
+        if coloured or mode != 'LA' and (pixels[..., :3] != pixels[..., :1]).any():
+            red, green, blue = (pixels[..., i].astype(np.int32) for i in range(3))
+            return _IS_COLOUR + (red << 16 | green << 8 | blue), False
+        pixels = pixels[..., 0]
+    if pixels.min() < 0 or pixels.max() > 65535:
+        raise RunError(f'{path} has values from {pixels.min()} to {pixels.max()}: labels are 0 to 254.')
+    return pixels.astype(np.uint16), mode in ('L', 'P', '1')
 
 
 def scan(masks: list[Path]) -> ValueCounts:
@@ -89,15 +80,15 @@ def scan(masks: list[Path]) -> ValueCounts:
             colour = given[3 * value : 3 * value + 3]
             coloured = coloured or palettes.setdefault(value, colour) != colour
     values, pixels, flat = [], Counter[int](), Counter[int]()
-    is_plain = not coloured
+    is_plain = True
     for path in masks:
-        read, plain = (_as_colours(path), False) if coloured else read_mask(path)
-        here, counts = np.unique(read, return_counts=True)
-        values.append(set(here.tolist()))
-        pixels.update(dict(zip(here.tolist(), counts.tolist())))
+        read, plain = read_mask(path, coloured)
         inside = read[:-1, :-1]
         same = inside[(inside == read[:-1, 1:]) & (inside == read[1:, :-1])]
-        flat.update(dict(zip(*(each.tolist() for each in np.unique(same, return_counts=True)))))
+        for counter, chosen in ((pixels, read), (flat, same)):
+            here, counts = np.unique(chosen, return_counts=True)
+            counter.update(dict(zip(here.tolist(), counts.tolist())))
+        values.append(set(np.unique(read).tolist()))
         is_plain = is_plain and plain
         if len(pixels) > _MAX_VALUES:
             kind = 'colours' if coloured else 'values'
@@ -108,19 +99,11 @@ def scan(masks: list[Path]) -> ValueCounts:
 
 
 def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
-    read = _as_colours(path) if coloured else read_mask(path)[0]
+    read, _ = read_mask(path, coloured)
     known = np.array(sorted(table))
     at = np.searchsorted(known, read).clip(max=len(known) - 1)
     labels = np.array([table[value] for value in known.tolist()], np.uint8)
     return np.where(known[at] == read, labels[at], np.uint8(IGNORED)).astype(np.uint8)
-
-
-class _Reading(NamedTuple):
-    """Class names in the order of the labels, and the label of each value."""
-
-    names: list[str]
-    table: dict[int, int]
-    note: str = ''
 
 
 class _Masks(NamedTuple):
@@ -138,13 +121,9 @@ class _Masks(NamedTuple):
 def interpret(
     data: Data, image: Path, mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
-    """Return the class names, and a table from all values to labels.
+    """Return the class names, and a table from all values to labels; extend the notes.
 
-    Args:
-        data: The data set. Its class names are in the order of the values.
-        image, mask: First image and mask.
-        seen: Values of all masks.
-        notes: Notes for the user, extended in place.
+    ``image`` and ``mask`` are the first of the data set, whose class names are in the order of the values.
     """
     values, listed = sorted(seen.pixels), read_values(data)
     greys = {i: listed[_IS_COLOUR + i * _GREY] for i in range(256) if _IS_COLOUR + i * _GREY in listed}
@@ -153,36 +132,31 @@ def interpret(
     if not named and not seen.coloured and len(listed) == values[-1] + 1 and min(listed) >= _IS_COLOUR:
         named = list(listed.values())
         notes.append('the numbers of the masks are named in the order of the list of colours')
-    _refuse_two_codings(seen, values)
-    masks = _Masks(image, mask, seen, values, listed, named, data.options.classes)
-    reading = next(filter(None, (read(masks) for read in _READINGS)))
-    names, table = reading.names, {IGNORED: IGNORED, **reading.table}
-    notes += [reading.note] if reading.note else []
-    ignored = [format_value(value) for value in values if table.get(value) == IGNORED]
-    meanings = some(
-        f'{format_value(value)} is {names[label]}' for value, label in reading.table.items() if label != IGNORED
-    )
-    notes.append(f'{"colour" if seen.coloured else "label"} {meanings}')
-    kept = [label for label, name in enumerate(names) if name.strip().lower() not in _VOID]
-    if len(kept) < len(names):
-        table = {value: kept.index(label) if label in kept else IGNORED for value, label in table.items()}
-        notes.append(f'pixels of {", ".join(name for name in names if name.strip().lower() in _VOID)} are ignored')
-        names = [names[label] for label in kept]
-    elif ignored:
-        notes.append(f'pixels of value {some(ignored, 20)} are ignored')
-    if len(names) > IGNORED:
-        raise RunError(f'the masks have {len(names)} classes: 255 are the most.')
-    return names, table
-
-
-def _refuse_two_codings(seen: ValueCounts, values: list[int]) -> None:
-    """Raise an error if some masks have the values 0 and 1, and others 0 and 255."""
     of_255 = [IGNORED in each for each in seen.values if len(each) > 1]
     if values == [0, 1, IGNORED] and any(of_255) and not any({1, IGNORED} <= each for each in seen.values):
         raise RunError(
             f'{of_255.count(False)} masks have the values 0 and 1, {sum(of_255)} the values 0 and 255: two codings of '
             'one class. Write one of them.'
         )
+    masks = _Masks(image, mask, seen, values, listed, named, data.options.classes)
+    readings = (read(masks) for read in (_of_colours, _of_cityscapes, _of_two_blurred, _of_list))  # the first decides
+    names, labels, note = next(filter(None, readings), None) or read_indices(values, named, seen.is_indexed)
+    table = {IGNORED: IGNORED, **labels}
+    notes += [note] if note else []
+    ignored = [format_value(value) for value in values if table.get(value) == IGNORED]
+    meanings = some(f'{format_value(value)} is {names[label]}' for value, label in labels.items() if label != IGNORED)
+    notes.append(f'{"colour" if seen.coloured else "label"} {meanings}')
+    void = [name for name in names if name.strip().lower() in _VOID]
+    if void:
+        kept = [label for label, name in enumerate(names) if name not in void]
+        table = {value: kept.index(label) if label in kept else IGNORED for value, label in table.items()}
+        notes.append(f'pixels of {", ".join(void)} are ignored')
+        names = [names[label] for label in kept]
+    elif ignored:
+        notes.append(f'pixels of value {some(ignored, 20)} are ignored')
+    if len(names) > IGNORED:
+        raise RunError(f'the masks have {len(names)} classes: 255 are the most.')
+    return names, table
 
 
 def _of_cityscapes(masks: _Masks) -> Optional[_Reading]:
@@ -195,10 +169,10 @@ def _of_cityscapes(masks: _Masks) -> Optional[_Reading]:
 
     names, values = get_classes('cityscapes'), masks.values
     train_ids = {number: label for label, number in enumerate(_CITYSCAPES_IDS)}
-    table = _identity(values) if are_train_ids else {value: train_ids.get(value, IGNORED) for value in values}
+    table = {value: value if are_train_ids else train_ids.get(value, IGNORED) for value in values}
     if any(len(names) <= label != IGNORED for label in table.values()):
         return None
-    return _Reading(names, table, "the values are Cityscapes' ids: its 19 classes are learnt")
+    return names, table, "the values are Cityscapes' ids: its 19 classes are learnt"
 
 
 def _of_two_blurred(masks: _Masks) -> Optional[_Reading]:
@@ -214,7 +188,7 @@ def _of_two_blurred(masks: _Masks) -> Optional[_Reading]:
             f'the masks have {len(values)} values, as masks of {values[0]} and {values[-1]} that were enlarged with '
             f'interpolation or saved with loss: above {(values[0] + values[-1]) / 2:g} is the second class'
         )
-        return _Reading(named or ['background', 'foreground'], table, note)
+        return named or ['background', 'foreground'], table, note
     if len(noisy) > max(24, len(values) / 2):
         raise RunError(
             f'the masks have {len(values)} values, most of them in single pixels between others, as '
@@ -228,27 +202,18 @@ def _of_list(masks: _Masks) -> Optional[_Reading]:
     numbers = sorted(value for value in masks.listed if value < _IS_COLOUR)
     if not numbers or masks.given:
         return None
-    unknown = [value for value in masks.values if value not in numbers and value != IGNORED]
-    if unknown:
-        raise RunError(f'the masks have the value {unknown[0]}, which the list of values does not name.')
-    return _Reading([masks.listed[value] for value in numbers], {value: i for i, value in enumerate(numbers)})
-
-
-def _identity(values: Iterable[int]) -> dict[int, int]:
-    return {value: value for value in values}
+    for value in masks.values:
+        if value not in numbers and value != IGNORED:
+            raise RunError(f'the masks have the value {value}, which the list of values does not name.')
+    return [masks.listed[value] for value in numbers], {value: i for i, value in enumerate(numbers)}, ''
 
 
 def read_values(data: Data) -> dict[int, str]:
-    """Return class names by value from a file that lists both, or {}; values are numbers or colours
-    (:class:`ValueCounts`).
+    """Return class names by value from a file that lists both, or {}; values are as in :class:`ValueCounts`.
 
     Such files are label_colors.txt of CamVid, labelmap.txt of CVAT, class_dict.csv and _classes.csv of Roboflow.
-
-    Raises:
-        RunError: Two such files differ.
     """
-    found: dict[int, str] = {}
-    first: Optional[Path] = None
+    found: dict[Path, dict[int, str]] = {}
     for path in [path for path in data.files if path.suffix.lower() in ('.txt', '.csv')]:
         if path.stat().st_size > 1 << 16 or len(data.rel(path).parts) > 3:
             continue
@@ -257,56 +222,39 @@ def read_values(data: Data) -> dict[int, str]:
         parsed = parsed[1:] if parsed and not parsed[0] else parsed  # names of columns
         if len(parsed) < 2 or not all(parsed):
             continue
-        here: dict[int, str] = {}
+        found[path] = {}
         for line in filter(None, parsed):
             numbers = [int(each) for each in re.findall(r'\d+', line['before'] or line['after'])]
-            value = numbers[0]
-            if len(numbers) == 3:
-                value = _IS_COLOUR + (numbers[0] << 16 | numbers[1] << 8 | numbers[2])
+            value = _colour(*numbers) if len(numbers) == 3 else numbers[0]
             name = (line['name'] or line['name2']).strip()
-            other = here.setdefault(value, name)
+            other = found[path].setdefault(value, name)
             if other != name and not {other.lower(), name.lower()}.intersection(_VOID):
                 raise RunError(f'{path}: {format_value(value)} is {other!r} and {name!r}: correct one.')
-        if found and here != found:
-            raise RunError(f'{first} and {path} give values other classes; keep one.')
-        found, first = here, path
-        data.used.add(path)
-    return found
-
-
-def _of_indices(masks: _Masks) -> _Reading:
-    """Read numbers that are the labels, the classes in their order, or a background and a foreground."""
-    return read_indices(masks.values, masks.named, masks.seen.is_indexed)
+    return data.agreed(found, 'the classes of values: keep one') or {}
 
 
 def read_indices(values: list[int], names: Optional[list[str]], is_indexed: bool = False) -> _Reading:
-    """Return class names, and a table from values to labels.
+    """Read numbers that are the labels, the classes in their order, or a background and a foreground.
 
-    Args:
-        values: Values in the masks, ascending.
-        names: Class names, if given.
-        is_indexed: The values are the indices of classes, with or without gaps.
-
-    Raises:
-        RunError: Values and names do not match.
+    The values are ascending, and with ``is_indexed`` the indices of classes, with or without gaps.
     """
-    labels = [value for value in values if value != IGNORED]
+    labels, same = [value for value in values if value != IGNORED], dict(zip(values, values))
     listed = some(map(str, values))
     if len(values) < 2:
         raise RunError(f'the masks have the value {listed} alone: there is nothing to tell apart.')
     if len(values) == 2 and values[0] == 0 and values[1] > 1 and len(names or 'ab') == 2:
-        return _Reading(names or ['background', 'foreground'], {0: 0, values[1]: 1})
+        return names or ['background', 'foreground'], {0: 0, values[1]: 1}, ''
     if names is None:
         if is_indexed or labels[-1] < 2 * len(labels):
             names = [f'class_{label}' for label in range(labels[-1] + 1)]
             note = 'the classes have no names: give --classes, or write classes.txt, one name per line'
-            return _Reading(names, _identity(values), note)
+            return names, same, note
         raise RunError(f'the masks have the values {listed}: give --classes NAME ..., one name per value.')
     if len(names) > 1 and labels[-1] < len(names):
-        return _Reading(names, _identity(values))
+        return names, same, ''
     for known in (labels, values) if len(names) > 1 else ():
         if len(known) == len(names):
-            return _Reading(names, {value: label for label, value in enumerate(known)})
+            return names, {value: label for label, value in enumerate(known)}, ''
     raise RunError(
         f'the masks have the values {listed}, and {len(names)} classes have names ({", ".join(names)}): name '
         'every value in their order, the background too.'
@@ -323,9 +271,9 @@ def _of_colours(masks: _Masks) -> Optional[_Reading]:
         listed, note = _palette(colours)
     if not listed and given and len(given) == len(colours):
         note = 'names are given to colours in the order of their red, green and blue'
-        return _Reading(given, {colour: label for label, colour in enumerate(colours)}, note)
+        return given, {colour: label for label, colour in enumerate(colours)}, note
     if not listed and len(colours) == 2 and _IS_COLOUR in colours:
-        return _Reading(given or ['background', 'foreground'], {_IS_COLOUR: 0, colours[1]: 1})
+        return given or ['background', 'foreground'], {_IS_COLOUR: 0, colours[1]: 1}, ''
     if not listed:
         raise RunError(
             f'{masks.mask} and others have the colours {some(map(format_value, colours))}: write label_colors.txt into '
@@ -339,7 +287,7 @@ def _of_colours(masks: _Masks) -> Optional[_Reading]:
         note = f'{sum(unknown.values())} pixels of {len(unknown)} colours that are not listed are ignored'
     names = list(dict.fromkeys(listed.values()))
     table = {colour: names.index(name) for colour, name in listed.items()} | dict.fromkeys(unknown, IGNORED)
-    return _Reading(given if given and len(given) == len(names) else names, table, note)
+    return given if given and len(given) == len(names) else names, table, note
 
 
 def _palette(colours: list[int]) -> tuple[dict[int, str], str]:
@@ -347,12 +295,8 @@ def _palette(colours: list[int]) -> tuple[dict[int, str], str]:
     from mmseg.utils import get_classes, get_palette
 
     for dataset, void in (('cityscapes', 0), ('voc', 0xE0E0C0)):
-        palette = [_IS_COLOUR + (r << 16 | g << 8 | b) for r, g, b in get_palette(dataset)]
+        palette = [_colour(*rgb) for rgb in get_palette(dataset)]
         known = {**dict(zip(palette, get_classes(dataset))), _IS_COLOUR + void: 'void'}
         if set(colours) <= known.keys() and len(colours) > 2:
             return known, f'the colours are those of {dataset}, and no file says others: they are named as there'
     return {}, ''
-
-
-# the first that understands the values decides
-_READINGS = (_of_colours, _of_cityscapes, _of_two_blurred, _of_list, _of_indices)

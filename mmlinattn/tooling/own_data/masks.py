@@ -7,17 +7,18 @@ import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from PIL import Image
 
 from ...utils.errors import RunError
-from .data import Data, Example, OwnData
+from .data import Data, OwnData
 from .formats import recognise_all, refusal
 from .images import file_notes, image_size, is_mask
 from .mask_values import IGNORED, format_value, interpret, remap, scan
 from .names import some
 from .pictures import MASK_SUFFIXES, beginnings, stems_of_image
+from .reading import Photo
 from .splits import divide
 
 _KINDS = ('labelTrainIds', 'labelIds')  # of masks, in the order of preference
@@ -25,22 +26,22 @@ _KINDS = ('labelTrainIds', 'labelIds')  # of masks, in the order of preference
 _OTHERS = re.compile(r'instance|object|panoptic|_parts|polygon|_color|_colour|confidence', re.IGNORECASE)
 
 
-class _Pair(NamedTuple):
-    images: Path  # folder of the image
-    masks: Path  # folder of the mask
-    stem: str  # of both, relative to their folders
+class _Place(NamedTuple):
+    """Folders of an image and its mask, their path below these without ending, and the two endings."""
+
+    images: Path
+    masks: Path
+    stem: str
     suffixes: tuple[str, str]
-    split: Optional[str] = None
-    classes: frozenset = frozenset()
-    group: None = None
 
-    @property
-    def path(self) -> Path:
-        return self.images / f'{self.stem}{self.suffixes[0]}'
 
-    @property
-    def file(self) -> Path:
-        return self.masks / f'{self.stem}{self.suffixes[1]}'
+def _place(photo: Photo) -> _Place:
+    image, mask = photo.path, photo.file
+    stem = next(stem for stem in beginnings(mask.stem) if stem in stems_of_image(image))
+    inner = [path.parent.parts[::-1] for path in (image, mask)]
+    depth = len(os.path.commonprefix(inner)) if image.parent != mask.parent else 0
+    name = (image.parent.relative_to(image.parents[depth]) / stem).as_posix()
+    return _Place(image.parents[depth], mask.parents[depth], name, (image.name[len(stem) :], mask.name[len(stem) :]))
 
 
 def read_masks(data: Data, remapped: Path) -> OwnData:
@@ -58,43 +59,43 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
     items = []
     for pair, values in zip(pairs, seen.values):
         labels = {table.get(value, IGNORED) for value in values}
-        items.append(pair._replace(classes=frozenset(classes[label] for label in labels if label < len(classes))))
+        items.append(pair._replace(in_mask=frozenset(classes[label] for label in labels if label < len(classes))))
     splits, more = divide(data, items, 'segmentation', classes)
     notes += file_notes(pair.file for pair in pairs)
     changed = {value: label for value, label in sorted(table.items()) if value != label and value in seen.pixels}
     is_copied, settings, lists = bool(changed) or not seen.is_plain, {}, {}
     for split, chosen in splits.items():
-        first = chosen[0]
-        for pair in chosen:
-            if (pair.images, pair.suffixes) != (first.images, first.suffixes):
+        first, lists[split] = _place(chosen[0]), ''
+        for item in chosen:
+            place = _place(item)
+            if (place.images, place.suffixes) != (first.images, first.suffixes):
                 raise RunError(
-                    f'{pair.path} and {first.path} are both of {split}: MMSegmentation wants one folder and ending.'
+                    f'{item.path} and {chosen[0].path} are both of {split}: MMSegmentation wants one folder and ending.'
                 )
+            lists[split] += f'{place.stem}\n'
             if is_copied:
-                copy = remapped / split / f'{pair.stem}.png'
+                copy = remapped / split / f'{place.stem}.png'
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(remap(pair.file, table, seen.coloured)).save(copy)
+                Image.fromarray(remap(item.file, table, seen.coloured)).save(copy)
         folder = remapped / split if is_copied else data.name(first.masks)
         prefix = dict(img_path=f'{data.name(first.images)}/', seg_map_path=f'{folder}/')
         endings = dict(img_suffix=first.suffixes[0], seg_map_suffix='.png' if is_copied else first.suffixes[1])
         settings[split] = dict(data_prefix=prefix, **endings)
-        lists[split] = ''.join(f'{pair.stem}\n' for pair in chosen)
     if is_copied:
         changes = some(f'{format_value(old)} -> {new}' for old, new in changed.items() if new != IGNORED)
         notes.append(f'masks are copied to {remapped}: {changes or "one number per pixel"}')
-    used = {split: [pair.path for pair in chosen] for split, chosen in splits.items()}
-    drawn = [Example(pair.path, label_map=partial(remap, pair.file, table, seen.coloured)) for pair in splits['train']]
-    return OwnData('segmentation masks', classes, used, lists, settings, more + notes, drawn)
+    labels_of = partial(remap, table=table, coloured=seen.coloured)
+    return OwnData('segmentation masks', classes, splits, lists, settings, more + notes, labels_of=labels_of)
 
 
-def _all_pairs(data: Data) -> list[_Pair]:
+def _all_pairs(data: Data) -> list[Photo]:
     """Pair images with masks: both have the same folders, apart from words for roles, and begin with the same name."""
     images, masks = _keys(data)
     named: dict[tuple, list[Path]] = {}
     for path, key in images.items():
         for stem in stems_of_image(path):
             named.setdefault((key, stem), []).append(path)
-    found: dict[Path, list[_Pair]] = {}
+    found: dict[Path, list[Photo]] = {}
     for mask, key in masks.items():
         stem = next((stem for stem in beginnings(mask.stem) if (key, stem) in named), '')
         owners = named.get((key, stem), [])
@@ -102,7 +103,7 @@ def _all_pairs(data: Data) -> list[_Pair]:
         if len(owners) > 1:
             raise RunError(f'{owners[0]} and {owners[1]} have one name: of which is the mask {mask}?')
         for image in owners:
-            found.setdefault(image, []).append(_pair(image, mask, stem))
+            found.setdefault(image, []).append(Photo(image, mask))
     if not found:
         raise _no_pairs(data, images, masks)
     pairs = [_of_classes(data, several) for several in found.values()]
@@ -130,26 +131,14 @@ def _keys(data: Data) -> tuple[dict[Path, tuple], dict[Path, tuple]]:
     return images, {path: key for path, key in masks.items() if labels is None or labels in path.parents}
 
 
-def _pair(image: Path, mask: Path, stem: str) -> _Pair:
-    inner = [path.parent.parts[::-1] for path in (image, mask)]
-    depth = len(os.path.commonprefix(inner)) if image.parent != mask.parent else 0
-    folder = image.parents[depth]
-    return _Pair(
-        folder,
-        mask.parents[depth],
-        (image.parent.relative_to(folder) / stem).as_posix(),
-        (image.name[len(stem) :], mask.name[len(stem) :]),
-    )
-
-
-def _of_classes(data: Data, several: list[_Pair]) -> _Pair:
+def _of_classes(data: Data, several: list[Photo]) -> Photo:
     """Return the pair of an image whose mask is one of classes rather than of objects, parts or previews."""
     left = [pair for pair in several if pair.file.suffix.lower() in MASK_SUFFIXES] or several
     left = [pair for pair in left if not _OTHERS.search(data.name(pair.file))] or left
     kinds = ([pair for pair in left if kind in pair.file.name] for kind in _KINDS)
     first, *others = next(filter(None, kinds), left)
-    if others and others[0].masks != first.masks:
-        raise _two_folders(data, first, others[0].masks)
+    if others and _place(others[0]).masks != _place(first).masks:
+        raise _two_folders(data, _place(first), _place(others[0]).masks)
     if others:
         shorter, longer = sorted((first.file, others[0].file), key=lambda path: (len(path.name), path))
         raise RunError(f'{longer} is a second mask of {first.path.name}, beside {shorter.name}: join them.')
@@ -158,29 +147,26 @@ def _of_classes(data: Data, several: list[_Pair]) -> _Pair:
     return first
 
 
-def _two_folders(data: Data, pair: _Pair, other: Path) -> RunError:
+def _two_folders(data: Data, place: _Place, other: Path) -> RunError:
     return RunError(
-        f'{data.name(pair.masks)} and {data.name(other)} both have masks of {data.name(pair.images)}: give --labels '
+        f'{data.name(place.masks)} and {data.name(other)} both have masks of {data.name(place.images)}: give --labels '
         'DIR, one of them.'
     )
 
 
-def _refuse_others(data: Data, pairs: list[_Pair], masks: Iterable[Path]) -> None:
+def _refuse_others(data: Data, pairs: list[Photo], masks: Iterable[Path]) -> None:
     """Raise an error if folders beside those of a pair hold other masks."""
-    tops = {pair.images.parent: pair for pair in pairs if pair.images != pair.masks}
-    folders = {path.parent for path in data.images}.difference(
-        (path.parent for path in masks), (pair.path.parent for pair in pairs)
-    )
+    tops = {place.images.parent: place for place in map(_place, pairs) if place.images != place.masks}
+    folders = {path.parent for path in data.images} - {path.parent for path in (*masks, *(pair.path for pair in pairs))}
     for folder in sorted(folders):
-        pair = next((tops[top] for top in folder.parents if top in tops), None)
-        is_apart = pair and pair.images not in folder.parents and not _OTHERS.search(data.name(folder))
-        if pair and is_apart and _has_masks(data, folder):
-            raise _two_folders(data, pair, folder)
+        place = next((tops[top] for top in folder.parents if top in tops), None)
+        is_apart = place and place.images not in folder.parents and not _OTHERS.search(data.name(folder))
+        if place and is_apart and _has_masks(data, folder):
+            raise _two_folders(data, place, folder)
 
 
 def _has_masks(data: Data, folder: Path) -> bool:
-    here = [path for path in data.images if path.parent == folder]
-    return bool(here) and all(map(is_mask, here[:3]))
+    return all(map(is_mask, [path for path in data.images if path.parent == folder][:3]))
 
 
 def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunError:
@@ -191,7 +177,8 @@ def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunE
             return RunError(f'{mask} and {image} differ by capital letters in their names: rename one.')
     for image, mask in zip(images, masks):
         alike = sorted(path.parent.name for path in masks if path.name == mask.name)
-        several = f'; {len(alike)} masks have the name {mask.name}, in {some(alike, 4)}: join them' * (len(alike) > 1)
+        joined = f'; {len(alike)} masks have the name {mask.name}, in {some(alike, 4)}: join them'
+        several = joined if len(alike) > 1 else ''
         return RunError(
             f'{mask.parent} has no label image with the name of an image of {image.parent}{several}: give --images DIR '
             'and --labels DIR.'
@@ -199,9 +186,9 @@ def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunE
     there = [folder for folder in sorted({path.parent for path in data.images}) if _has_masks(data, folder)]
     there = there or [path for path in data.images[:100] if is_mask(path)][:2]
     if there:
-        return RunError(
-            f'DATA {str(data.root)!r}: no annotations in it under known names; {some(map(data.name, there), 6)} '
-            'seem to be masks: give --images DIR and --labels DIR, or name them images/x.jpg and masks/x.png (in '
-            'one folder x.jpg and x_mask.png).'
+        return data.error(
+            f': no annotations in it under known names; {some(map(data.name, there), 6)} seem to be masks: give '
+            '--images DIR and --labels DIR, or name them images/x.jpg and masks/x.png (in one folder x.jpg and '
+            'x_mask.png).'
         )
     return refusal(data, recognise_all(data), 'segmentation')

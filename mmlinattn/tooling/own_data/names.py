@@ -5,7 +5,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Optional
 
 _SPLITS = dict.fromkeys(('train', 'training', 'trainval'), 'train')
@@ -28,15 +28,6 @@ _JOINED = re.compile(r'(train|val|test)(annot|annotations?|labels?|masks?|images
 def plain(name: str) -> str:
     """Return the small letters and digits of a field's name."""
     return re.sub('[^a-z0-9]', '', name.lower())
-
-
-def is_hidden(name: str) -> bool:
-    return name.startswith('.') or name == '__MACOSX'
-
-
-def is_unlabelled(name: str) -> bool:
-    """Return True for a class such as ``_unlabeled`` of FiftyOne or ``no_label`` of CVAT."""
-    return name.startswith('_') or plain(name) in ('unlabeled', 'unlabelled', 'nolabel')
 
 
 def _words(name: str) -> list[str]:
@@ -125,10 +116,6 @@ def of_split(split: Optional[str]) -> str:
 def composed(name: str) -> str:
     """Return a class name in Unicode's composed form: macOS decomposes the names of folders."""
     return unicodedata.normalize('NFC', name)
-
-
-def relative(path: Path, root: Path) -> str:
-    return path.relative_to(root).as_posix() if root in path.parents else str(path)
 
 
 def some(names: Iterable[str], count: int = 12) -> str:

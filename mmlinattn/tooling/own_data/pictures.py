@@ -54,11 +54,7 @@ class Pictures:
         return [path for path in found if base in (path.name, path.stem)] or found
 
     def find(self, file: Path, names: Iterable[str], is_upload: bool = False) -> list[Path]:
-        """Return an image for each name, path or URL in a label file.
-
-        Raises:
-            RunError: No image has the name, or several have, or a folder contradicts.
-        """
+        """Return an image for each name, path or URL in a label file; none, or several, raise an error."""
         names = list(map(str, names))
         folders = {part for name in names for part in _parts(name)[:-1]}
         return [self._find(file, name, folders, is_upload) for name in names]
@@ -92,9 +88,6 @@ class Pictures:
             file: The label file.
             name: Name or path of the image in the file; the name of the file stands for a missing or unknown one.
             keys: :func:`~.names.shared_key` of the folders of all such files.
-
-        Raises:
-            RunError: No image has the name, several have, two names are of two images, or a folder contradicts.
         """
         named, own = self.named(name) if name else [], self.named(file.stem)
         if named and own and not set(named) & set(own):

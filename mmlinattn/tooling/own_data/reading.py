@@ -1,17 +1,120 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Common part of all readers of boxes: match images, check their sizes, name the classes."""
+"""Objects in images, and the common part of all readers of boxes: match images, check their sizes, name the classes."""
 
+import itertools
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+import numpy as np
+
 from ...utils.errors import RunError, described
 from .data import Data, Source
 from .images import image_size
-from .objects import Object, Photo, is_region
+from .names import composed
+
+IGNORED = frozenset({'crowd', 'ignore', 'difficult'})  # flags of objects that are neither learnt nor counted
+_ATTRIBUTES = {'iscrowd': 'crowd', 'is_crowd': 'crowd', 'isgroupof': 'crowd', 'ignored': 'ignore', 'dontcare': 'ignore'}
+_ATTRIBUTES.update(isoccluded='occluded', istruncated='truncated', confidence='score', num_keypoints='keypoints')
+_NOTHING = ('', '0', '0.0', 'false', 'no', 'none', 'unspecified', 'n/a', '-1')
+# classes of regions that are ignored, of CrowdHuman, KITTI, LabelMe, VisDrone
+_REGIONS = ('ignore', 'ignored', '__ignore__', 'dontcare', "don't care", 'ignored regions', 'ignored-regions')
+
+
+class Object(NamedTuple):
+    """Annotated object in an image."""
+
+    name: Optional[str]  # class; None for a region that is ignored for every class
+    box: tuple  # left, top, right, bottom in pixels; of a raw box: four numbers as the file has them
+    segmentation: Any = None  # polygons [[x, y, ...], ...] in pixels, or run lengths
+    flags: frozenset = frozenset()  # of the annotation, e.g. 'crowd', 'rotated'
+    area: float = 0.0  # square pixels; 0 if the format has none
+    is_raw: bool = False  # the meaning of the four numbers is that of the reader
+
+    @property
+    def is_ignored(self) -> bool:
+        return bool(self.flags & IGNORED)
+
+
+class Photo(NamedTuple):
+    """Image with its objects, its class or its mask."""
+
+    path: Path
+    file: Path  # of the labels: perhaps a mask
+    split: Optional[str] = None  # 'train', 'val' or 'test' by a column or the name of the label file
+    group: Optional[str] = None  # images of a group belong to one split
+    label: str = ''  # class of the whole image
+    in_mask: frozenset[str] = frozenset()  # classes of the pixels
+    objects: Sequence[Object] = ()
+    size: tuple[int, int] = (0, 0)  # width, height; read for objects alone
+
+    @property
+    def classes(self) -> set[str]:
+        """Classes that are used in training."""
+        objects = {item.name for item in self.objects if item.name and not item.is_ignored}
+        return {self.label} - {''} | self.in_mask | objects
+
+
+def flags_of(attributes: dict[str, Any]) -> frozenset:
+    """Return the names of attributes with a value other than empty, 0, false or 'Unspecified'."""
+    found = set()
+    for key, value in attributes.items():
+        flag = _ATTRIBUTES.get(str(key).lower(), str(key).lower())
+        if _is_set(value):
+            if flag in IGNORED and str(value).strip().lower() not in ('1', '1.0', 'true', 'yes'):
+                raise ValueError(f'{key}={value!r}: expected 0 or 1')
+            found.add(flag)
+    return frozenset(found)
+
+
+def _is_set(value: Any) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(_is_set, value.values() if isinstance(value, dict) else value))
+    return value is not None and str(value).strip().lower() not in _NOTHING
+
+
+def from_points(name: str, parts: list, flags: Iterable[str] = (), is_polygon: bool = True) -> Object:
+    """Return an object made of polygons, each ``(N, 2)`` in pixels."""
+    points = np.concatenate([np.reshape(np.asarray(part, float), (-1, 2)) for part in parts])
+    if not len(points) or not np.isfinite(points).all():
+        raise ValueError('a point that is no number')
+    box = (*points.min(0).tolist(), *points.max(0).tolist())
+    segmentation = [np.ravel(np.asarray(part, float)).tolist() for part in parts if len(part) >= 3]
+    return Object(name, box, segmentation if is_polygon and segmentation else None, frozenset(flags))
+
+
+def corners(box: tuple, degrees: float = 0.0, pivot: Optional[tuple] = None) -> np.ndarray:
+    """Return the corners ``(4, 2)`` of a box rotated clockwise around its centre, or around ``pivot``."""
+    left, top, right, bottom = box
+    points = np.array([(left, top), (right, top), (right, bottom), (left, bottom)], float)
+    return _rotated(points, degrees, np.array(pivot or ((left + right) / 2, (top + bottom) / 2)))
+
+
+def ellipse(x: float, y: float, rx: float, ry: float, degrees: float = 0.0) -> np.ndarray:
+    """Return 36 points ``(36, 2)`` on an ellipse rotated clockwise around its centre."""
+    angles = np.linspace(0, 2 * math.pi, 36, endpoint=False)
+    centre = np.array((x, y))
+    return _rotated(np.stack([rx * np.cos(angles), ry * np.sin(angles)], 1) + centre, degrees, centre)
+
+
+def _rotated(points: np.ndarray, degrees: float, centre: np.ndarray) -> np.ndarray:
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    return (points - centre) @ np.array([[cos, sin], [-sin, cos]]) + centre
+
+
+def is_right_angled(polygon: list[float]) -> bool:
+    """Return True for the four points of a rectangle, upright or rotated."""
+    if len(polygon) != 8:
+        return False
+    points = np.reshape(polygon, (4, 2))
+    sides = np.roll(points, -1, 0) - points
+    lengths = np.linalg.norm(sides, axis=1)
+    angles = np.abs((sides * np.roll(sides, -1, 0)).sum(1)) / np.maximum(lengths * np.roll(lengths, -1), 1e-9)
+    return bool((lengths > 0).all() and (angles < 0.05).all())
 
 
 class Entry(NamedTuple):
@@ -24,41 +127,23 @@ class Entry(NamedTuple):
     group: Optional[str] = None
 
 
-class Claim(NamedTuple):
-    """Labelled images, as one reader understood them."""
-
-    kind: str  # format
-    photos: list[Photo]
-    classes: list[str]  # in the order of the labels
-    notes: list[str]  # for the user
-    boxes: Optional[str] = None  # meaning of raw boxes: 'corners', 'sides' or 'centre'; None if the file does not say
-    units: Optional[str] = None  # 'pixels' or 'shares'
-
-
 class Reader:
-    """Reader of a format. A subclass has the images of a file (:meth:`entries`) and their objects (:meth:`objects`).
+    """Reader of a format. A subclass has the images of a file (:meth:`entries`) and their objects (:meth:`objects`)."""
 
-    Attributes:
-        boxes, units: Meaning of raw boxes (:class:`Claim`).
-        lists: Names of files with a class name a line.
-        is_upload: Label Studio's prefix may stand before the names of images.
-        has_one_image: A file has the labels of one image, mostly of its own name.
-        classes: Class names that the files list.
-        notes: Notes for the user.
-        lost: Shapes that are neither boxes nor polygons, by kind.
-        unused: Fields of images that are not used.
-    """
-
-    boxes: Optional[str] = None
-    units: Optional[str] = None
-    lists: tuple[str, ...] = ('classes.txt', 'labels.txt', 'labelmap.txt')
-    is_upload = False
-    has_one_image = False
+    boxes: Optional[str] = None  # meaning of raw boxes: 'corners', 'sides' or 'centre'; None: the file does not say
+    units: Optional[str] = None  # of raw boxes: 'pixels' or 'shares'; None: the file does not say
+    lists: tuple[str, ...] = ('classes.txt', 'labels.txt', 'labelmap.txt')  # files with a class name a line
+    is_upload = False  # Label Studio's prefix may stand before the names of images
+    has_one_image = False  # a file has the labels of one image, mostly of its own name
+    is_numbered = False  # labels are numbers of classes: a class without objects stays
+    remark = ''  # note for the user on all data of the format
 
     def __init__(self, kind: str, data: Data):
         self.kind, self.data = kind, data
-        self.classes, self.notes = list[str](), list[str]()
-        self.lost, self.unused = Counter[str](), Counter[str]()
+        self.photos, self.notes = list[Photo](), [self.remark] if self.remark else []
+        self.classes = list[str]()  # names that the files list; after read() those in the order of the labels
+        self.lost = Counter[str]()  # shapes that are neither boxes nor polygons, by kind
+        self.unused = Counter[str]()  # fields of images
 
     def entries(self, source: Source) -> Iterable[Entry]:
         """Yield the images of a label file."""
@@ -70,38 +155,32 @@ class Reader:
 
     def listed(self, found: set[str]) -> Optional[list[str]]:
         """Return the class names in the order of a list file, or of the label files with others that occur."""
-        listed = self.data.names(*self.lists)
-        if listed is None and self.classes:
-            listed = [*self.classes, *sort_names(found - set(self.classes))]
-        return listed
+        listed, given = self.data.names(*self.lists), {*self.classes}  # perhaps one name in two forms of Unicode
+        own = [composed(name) for name in self.classes if name == composed(name) or composed(name) not in given]
+        return [*own, *sort_names(found - {*own})] if listed is None and own else listed
 
-    def read(self, sources: list[Source]) -> Claim:
-        """Read all files of a format.
-
-        Raises:
-            RunError: A file is damaged, or its images do not exist or have another size.
-        """
-        photos = self.photos(sources)
-        found = {str(item.name) for photo in photos for item in photo.objects if not is_region(item.name)}
+    def read(self, sources: list[Source]) -> None:
+        """Read all files of a format; set ``photos`` and ``classes``, and add to ``notes``."""
+        photos = self.images(sources)
+        found = {str(item.name) for photo in photos for item in photo.objects if not _is_region(str(item.name))}
         order, names = name_table(found, self.listed(found))
+        self.photos = [photo._replace(objects=[_named(item, names) for item in photo.objects]) for photo in photos]
         # without LabelMe's _background_
-        classes = [name for name in order if name in names.values() or not name.startswith('_')]
-        if any(name != label for label, name in names.items()):
-            photos = [_renamed(photo, names) for photo in photos]
-        notes = [*self.notes]
+        kept = [name for name in order if self.is_numbered or name in names.values() or not name.startswith('_')]
+        self.classes = [name for name in kept if not _is_region(name)]
         if self.unused:
-            notes.append(f'not used of the images in {self.kind}: {_counted(self.unused, "{key} ({count})")}')
+            self.notes.append(f'not used of the images in {self.kind}: {counted(self.unused)}')
         if self.lost:
-            listed_kinds = _counted(self.lost, '{count} of kind {key}')
-            notes.append(f'shapes that are no boxes or polygons are left out: {listed_kinds}')
-        return Claim(self.kind, photos, classes, notes, self.boxes, self.units)
+            kinds = ', '.join(f'{count} of kind {kind}' for kind, count in sorted(self.lost.items()))
+            self.notes.append(f'shapes that are no boxes or polygons are left out: {kinds}')
 
-    def photos(self, sources: list[Source]) -> list[Photo]:
+    def images(self, sources: list[Source]) -> list[Photo]:
+        """Read the images of all files, with objects as the files name them."""
         photos, pictures = list[Photo](), self.data.pictures
         keys = {pictures.key(source.path) for source in sources}
         for source in sources:
             path = source.path
-            with guarded(str(path)):
+            with _guarded(str(path)):
                 entries = list(self.entries(source))
             if self.has_one_image:
                 found = [pictures.of_label(path, entry.name, keys) for entry in entries]
@@ -109,18 +188,29 @@ class Reader:
                 found = pictures.find(path, (entry.name for entry in entries), self.is_upload)
             of_file = None if self.has_one_image else self.data.splits.of(self.data.rel(path), is_file=True)
             for entry, picture in zip(entries, found):
-                photo = self.photo(path, picture, entry)
-                photos.append(photo._replace(split=self.data.splits.of(Path(entry.split)) or of_file))
+                split = self.data.splits.of(Path(entry.split)) or of_file
+                photos.append(self.photo(path, picture, entry)._replace(split=split))
         return photos
 
     def photo(self, path: Path, picture: Path, entry: Entry) -> Photo:
-        size = checked_size(path, picture, *entry.size)
-        with guarded(str(path) if self.has_one_image else f'{path}, image {entry.name!r}'):
-            return Photo(picture, size, list(self.objects(entry.content, size)), None, path, entry.group)
+        """Return an image with its objects, after comparing its size with that of the file, if neither None nor 0."""
+        size = image_size(picture)
+        try:
+            expected = tuple(int(float(side or 0)) for side in entry.size)
+        except (TypeError, ValueError):
+            raise RunError(f'{path}: width and height {entry.size} are no size of an image.') from None
+        if all(expected) and expected != size:
+            told, real = (f'{width}x{height}' for width, height in (expected, size))
+            raise RunError(f'{path} has an image of {told}, and {picture} is {real} (turned by EXIF?).')
+        with _guarded(str(path) if self.has_one_image else f'{path}, image {entry.name!r}'):
+            objects = [item._replace(name=composed(str(item.name))) for item in self.objects(entry.content, size)]
+            if not all(map(math.isfinite, itertools.chain(*(item.box for item in objects)))):
+                raise ValueError('a box that is no number')
+        return Photo(picture, path, None, entry.group, objects=objects, size=size)
 
 
 @contextmanager
-def guarded(place: str) -> Iterator[None]:
+def _guarded(place: str) -> Iterator[None]:
     """Raise the errors of damaged content as RunError that names the place."""
     try:
         yield
@@ -130,25 +220,19 @@ def guarded(place: str) -> Iterator[None]:
         raise RunError(f'{place} cannot be read: {described(error)}') from error
 
 
-def _counted(counts: Counter, form: str) -> str:
-    return ', '.join(form.format(key=key, count=count) for key, count in sorted(counts.items()))
+def counted(counts: Counter) -> str:
+    return ', '.join(f'{key} ({count})' for key, count in sorted(counts.items()))
 
 
-def checked_size(file: Path, picture: Path, width: Any = None, height: Any = None) -> tuple[int, int]:
-    """Return width and height of an image, after comparing them with those in its annotation file.
+def _is_region(name: str) -> bool:
+    """Return True for a class that means a region to ignore."""
+    return name.lower() in _REGIONS
 
-    Raises:
-        RunError: The annotation file gives another size. Missing sizes and 0 are accepted.
-    """
-    size = image_size(picture)
-    try:
-        expected = (int(float(width or 0)), int(float(height or 0)))
-    except (TypeError, ValueError):
-        raise RunError(f'{file}: {width!r} x {height!r} is no size of an image.') from None
-    if all(expected) and expected != size:
-        text = f'{file} has an image of {expected[0]}x{expected[1]}'
-        raise RunError(f'{text}, and {picture} is {size[0]}x{size[1]} (turned by EXIF?).')
-    return size
+
+def _named(item: Object, names: dict[str, str]) -> Object:
+    """Return an object with the name of its class, or a region that is ignored for every class."""
+    name = names.get(str(item.name), str(item.name))
+    return item._replace(name=None, flags=item.flags | {'ignore'}) if _is_region(name) else item._replace(name=name)
 
 
 def sort_names(names: Iterable[str]) -> list[str]:
@@ -159,15 +243,9 @@ def sort_names(names: Iterable[str]) -> list[str]:
 def name_table(found: set[str], listed: Optional[list[str]]) -> tuple[list[str], dict[str, str]]:
     """Return the class names in the order of the labels, and the name of each label that occurs.
 
-    Args:
-        found: Labels that occur.
-        listed: Names of the user's list, if any; labels may be their numbers from 0.
-
-    Raises:
-        RunError: A label is not in the list.
+    Labels that are not in the user's list may be their numbers from 0.
     """
-    if not listed:
-        return sort_names(found), {name: name for name in found}
+    listed = listed or sort_names(found)
     if found <= set(listed):
         return listed, {name: name for name in found}
     if '0' in found and found <= set(map(str, range(len(listed)))):
@@ -177,8 +255,3 @@ def name_table(found: set[str], listed: Optional[list[str]]) -> tuple[list[str],
         f'the label {lacking!r} is not in the list of classes ({", ".join(listed)}), and not all labels are its '
         'numbers from 0: correct classes.txt, or give --classes NAME ...'
     )
-
-
-def _renamed(photo: Photo, names: dict[str, str]) -> Photo:
-    objects = [item._replace(name=names.get(str(item.name), item.name)) for item in photo.objects]
-    return photo._replace(objects=objects)

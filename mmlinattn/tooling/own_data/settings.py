@@ -11,47 +11,17 @@ from mmengine.config import Config
 from ...checkpoints.released import released_checkpoints
 from ..swapping.writing import difference
 from ..swapping.zoo import find_backbone
-from .data import OwnData
+from .data import ConfigArgs, OwnData
 from .images import ImageFormat
 
 TASKS = {'detection': 'mmdet', 'segmentation': 'mmseg', 'classification': 'mmpretrain'}
 _FROM_SCRATCH = 2e-4  # learning rate of AdamW in docs/real_images.md, without released weights
 
 
-class ConfigArgs(NamedTuple):
-    """Arguments of the command line."""
-
-    data: Path
-    task: str
-    backbone: str
-    out: Path
-    batch: Optional[int] = None
-    size: Optional[int] = None
-    channels: Optional[int] = None
-    classes: Optional[list[str]] = None
-    scratch: bool = False
-    boxes: Optional[str] = None
-    units: Optional[str] = None
-    images: Optional[Path] = None
-    labels: Optional[Path] = None
-    train: Optional[Path] = None
-    val: Optional[Path] = None
-    overwrite: bool = False
-
-    @property
-    def root(self) -> Path:
-        """Folder to which paths of the data are relative."""
-        return self.data if self.data.is_dir() else self.data.parent
-
-
-class Reference:
+class Reference(str):
     """Name of a variable of the config, written in place of its value."""
 
-    def __init__(self, name: str):
-        self.name = name
-
-    def __repr__(self) -> str:
-        return self.name
+    __repr__ = str.__str__
 
 
 def _portable(args: ConfigArgs, path: Any) -> str:
@@ -93,43 +63,58 @@ def config_values(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of the new config by name, and notes on them for the user."""
     whole, notes = cfg.to_dict(), list[str]()
-    task = _OF_TASK[args.task](args, data, pixels, cfg)
-    root = _portable(args, args.root).rstrip('/')
-    values: dict[str, Any] = dict(data_root=f'{root}/', metainfo=dict(classes=tuple(data.classes)))
+    values: dict[str, Any] = dict(data_root=f'{_portable(args, args.root).rstrip("/")}/')
+    values['metainfo'] = dict(classes=tuple(data.classes))
     model = _fitted(whole['model'], data)
     if model.get('roi_head') and not data.masks:
         model['type'] = model['type'].replace('MaskRCNN', 'FasterRCNN')
         model['roi_head'].update(mask_roi_extractor=None, mask_head=None)
     load_from, is_scratch = _weights(args, pixels, model, stem, notes)
     values.update(dict(load_from=load_from) if load_from else {})
-    most = _widen(model, data, notes)
+    task = _settings_of_task(args, data, pixels, cfg, _widen(model, data, notes))
     if pixels.mean is not None:
         model['backbone']['in_channels'] = pixels.channels
-    train, test, size = task.pipelines()
     if args.task == 'classification':
-        values['data_preprocessor'] = task.preprocessor(size)
+        values['data_preprocessor'] = task.preprocessor
     else:
-        model['data_preprocessor'] = {**model['data_preprocessor'], **task.preprocessor(size)}
-    values.update(model=difference(whole['model'], model), train_pipeline=train, test_pipeline=test)
+        model['data_preprocessor'] = {**model['data_preprocessor'], **task.preprocessor}
+    values.update(model=difference(whole['model'], model), train_pipeline=task.train, test_pipeline=task.test)
 
+    batch = args.batch or task.batch
     for split in data.images:
-        ann_file = _portable(args, annotation_file(args, split))
-        values[f'{split}_dataloader'] = _loader(task, split, ann_file)
-        if split != 'train':
-            evaluator = task.evaluator(ann_file, most)
-            values.update({f'{split}_evaluator': evaluator} if evaluator else {})
+        ann_file, is_train = _portable(args, annotation_file(args, split)), split == 'train'
+        settings = dict(data.settings[split])
+        if isinstance(settings['data_prefix'], dict):
+            prefixes = settings['data_prefix'].items()
+            settings['data_prefix'] = {
+                key: f'{_portable(args, path)}/' if os.path.isabs(path) else path for key, path in prefixes
+            }
+        dataset = dict(
+            task.dataset,
+            data_root=Reference('data_root'),
+            metainfo=Reference('metainfo'),
+            ann_file=ann_file,
+            **settings,
+            **(task.of_train if is_train else task.of_val),
+            pipeline=Reference('train_pipeline' if is_train else 'test_pipeline'),
+        )
+        sizes = dict(batch_size=batch) if is_train or args.task == 'classification' else {}
+        values[f'{split}_dataloader'] = dict(num_workers=2, dataset=dataset, **sizes)
+        if not is_train and task.evaluator:
+            beside = dict(ann_file=ann_file) if args.task == 'detection' else {}
+            values[f'{split}_evaluator'] = {**beside, **task.evaluator}
     if 'test' not in data.images:
         values['test_dataloader'] = Reference('val_dataloader')
         values.update({'test_evaluator': Reference('val_evaluator')} if 'val_evaluator' in values else {})
 
     recipe_rate = cfg.optim_wrapper.optimizer.lr
     base_batch = (cfg.get('auto_scale_lr') or {}).get('base_batch_size', 16)
-    rate = _FROM_SCRATCH if is_scratch else float(f'{recipe_rate * task.batch / base_batch:.2g}')
+    rate = _FROM_SCRATCH if is_scratch else float(f'{recipe_rate * batch / base_batch:.2g}')
     values['optim_wrapper'] = dict(optimizer=dict(lr=rate))
-    values['auto_scale_lr'] = dict(base_batch_size=task.batch)
-    values.update(schedule(args.task, len(data.images['train']) / task.batch, cfg))
+    values['auto_scale_lr'] = dict(base_batch_size=batch)
+    values.update(schedule(args.task, len(data.images['train']) / batch, cfg))
     origin = '' if is_scratch else f" (the recipe's {recipe_rate:g} is for {base_batch})"
-    notes.append(f'learning rate {rate:g} for {task.batch} images per step{origin}')
+    notes.append(f'learning rate {rate:g} for {batch} images per step{origin}')
     return values, notes
 
 
@@ -177,131 +162,66 @@ def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
     return most
 
 
-class _Task:
-    """Settings that differ by task.
+class _Task(NamedTuple):
+    """Settings that differ by task."""
 
-    Attributes:
-        batch: Images per step; of val and test too, if ``batch_of_val``.
-        dataset: Settings of the data set; ``of_train`` and ``of_val`` in one split.
-        rgb: Setting of the preprocessor that swaps channels.
-    """
-
-    batch: int
-    batch_of_val = False
-    dataset: dict[str, Any] = {}
-    of_train: dict[str, Any] = {}
-    of_val: dict[str, Any] = {}
-    rgb = 'bgr_to_rgb'
-
-    def __init__(self, args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config):
-        self.args, self.data, self.pixels, self.cfg = args, data, pixels, cfg
-        self.batch = args.batch or self.batch
-        self.long, self.short = max(pixels.width, pixels.height), min(pixels.width, pixels.height)
-        self.loading: dict[str, Any] = dict(type='LoadImageFromFile')
-        if pixels.mean is not None:
-            self.loading.update(color_type='unchanged', to_float32=True)
-
-    def pipelines(self) -> tuple[Any, Any, int]:
-        """Return the transforms of training and test, and the longer side of training images in pixels."""
-        raise NotImplementedError
-
-    def preprocessor(self, size: int) -> dict[str, Any]:
-        mean, std = self.pixels.mean, self.pixels.std
-        return {} if mean is None else {'mean': mean, 'std': std, self.rgb: False}
-
-    def evaluator(self, ann_file: str, most: int) -> Optional[dict[str, Any]]:
-        """Return the evaluator, or None for the inherited one; ``most`` boxes of an image are evaluated."""
-        return None
+    batch: int  # images per step
+    train: Any  # pipelines
+    test: Any
+    preprocessor: dict[str, Any]
+    dataset: dict[str, Any]  # of all splits
+    of_train: dict[str, Any]
+    of_val: dict[str, Any]
+    evaluator: dict[str, Any]  # {} for the inherited one
 
 
-class _Detection(_Task):
-    batch = 2
-    of_train = dict(filter_cfg=dict(filter_empty_gt=False, min_size=1))  # keep background, and images below 32 px
-
-    def pipelines(self) -> tuple[Any, Any, int]:
-        size = self.args.size
-        ratio = size / self.long if size else min(1, 1333 / self.long, 800 / self.short)
-        scale = (round(self.long * ratio), round(self.short * ratio))
-        resize = dict(type='Resize', scale=scale, keep_ratio=True)
-        labels = dict(type='LoadAnnotations', with_bbox=True, **(dict(with_mask=True) if self.data.masks else {}))
+def _settings_of_task(args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config, most: int) -> _Task:
+    """Return pipelines, data set, preprocessor and evaluator; ``most`` boxes of an image are evaluated."""
+    long, short = max(pixels.width, pixels.height), min(pixels.width, pixels.height)
+    loading: dict[str, Any] = dict(type='LoadImageFromFile')
+    preprocessor: dict[str, Any] = {}
+    if pixels.mean is not None:
+        loading.update(color_type='unchanged', to_float32=True)
+        preprocessor.update(mean=pixels.mean, std=pixels.std)
+        preprocessor['to_rgb' if args.task == 'classification' else 'bgr_to_rgb'] = False
+    if args.task == 'detection':
+        ratio = args.size / long if args.size else min(1, 1333 / long, 800 / short)
+        resize = dict(type='Resize', scale=(round(long * ratio), round(short * ratio)), keep_ratio=True)
+        labels = dict(type='LoadAnnotations', with_bbox=True, **(dict(with_mask=True) if data.masks else {}))
         keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')
-        train = [self.loading, labels, resize, dict(type='RandomFlip', prob=0.5), dict(type='PackDetInputs')]
-        return train, [self.loading, resize, labels, dict(type='PackDetInputs', meta_keys=keys)], max(scale)
-
-    def preprocessor(self, size: int) -> dict[str, Any]:
-        found = super().preprocessor(size)
-        if self.pixels.channels not in (1, 3):  # MMEngine takes no other lengths of mean and std
-            found.update({key: [sum(found[key]) / len(found[key])] for key in ('mean', 'std') if key in found})
-        return found
-
-    def evaluator(self, ann_file: str, most: int) -> Optional[dict[str, Any]]:
-        metric = ['bbox', 'segm'] if self.data.masks else 'bbox'
-        found: dict[str, Any] = dict(ann_file=ann_file, metric=metric, classwise=True)
+        train = [loading, labels, resize, dict(type='RandomFlip', prob=0.5), dict(type='PackDetInputs')]
+        test = [loading, resize, labels, dict(type='PackDetInputs', meta_keys=keys)]
+        if pixels.mean and pixels.std and pixels.channels not in (1, 3):  # MMEngine takes no other lengths
+            preprocessor.update({key: [sum(preprocessor[key]) / pixels.channels] for key in ('mean', 'std')})
+        kept = dict(filter_cfg=dict(filter_empty_gt=False, min_size=1))  # background, and images below 32 px
+        evaluator: dict[str, Any] = dict(metric=['bbox', 'segm'] if data.masks else 'bbox', classwise=True)
         if most > 100:  # pycocotools' mAP ends at 100 boxes an image; MMDetection's own evaluation does not
-            found.update(use_mp_eval=True, proposal_nums=(100, 300, max(1000, most)))
-        return found
-
-
-class _Segmentation(_Task):
-    batch, dataset, of_val = 4, dict(_delete_=True, type='BaseSegDataset'), dict(test_mode=True)
-
-    def pipelines(self) -> tuple[Any, Any, int]:
-        side = self.args.size or max(32, min(512, self.short // 32 * 32))
-        is_large = self.long > 2048
+            evaluator.update(use_mp_eval=True, proposal_nums=(100, 300, max(1000, most)))
+        return _Task(2, train, test, preprocessor, {}, kept, {}, evaluator)
+    if args.task == 'segmentation':
+        side = args.size or max(32, min(512, short // 32 * 32))
+        is_large = long > 2048
         labels, pack = dict(type='LoadAnnotations'), dict(type='PackSegInputs')
-        scale = (2048, 1024) if is_large else (self.long, self.short)
+        scale = (2048, 1024) if is_large else (long, short)
         shrink = [dict(type='Resize', scale=scale, keep_ratio=True)] if is_large else []
         zoom = dict(type='RandomResize', scale=scale, ratio_range=(0.5, 2.0), keep_ratio=True)
         crop = dict(type='RandomCrop', crop_size=(side, side), cat_max_ratio=0.75)
-        colours = [dict(type='PhotoMetricDistortion')] if self.pixels.mean is None else []
-        train = [self.loading, labels, zoom, crop, dict(type='RandomFlip', prob=0.5), *colours, pack]
-        return train, [self.loading, *shrink, labels, pack], side
-
-    def preprocessor(self, size: int) -> dict[str, Any]:
-        return dict(super().preprocessor(size), size=(size, size))
-
-
-class _Classification(_Task):
-    batch, batch_of_val, rgb = 32, True, 'to_rgb'
-    dataset, of_val = dict(_delete_=True, type='CustomDataset'), dict(test_mode=True)
-
-    def pipelines(self) -> tuple[Any, Any, int]:
-        recipe_side = next(step for step in self.cfg.train_pipeline if step.type == 'RandomResizedCrop').scale
-        side = self.args.size or recipe_side
-        if self.pixels.mean is None and side == recipe_side:
-            return Reference('_base_.train_pipeline'), Reference('_base_.test_pipeline'), side
+        colours = [dict(type='PhotoMetricDistortion')] if pixels.mean is None else []
+        train = [loading, labels, zoom, crop, dict(type='RandomFlip', prob=0.5), *colours, pack]
+        dataset = dict(_delete_=True, type='BaseSegDataset')
+        preprocessor['size'] = (side, side)
+        return _Task(4, train, [loading, *shrink, labels, pack], preprocessor, dataset, {}, dict(test_mode=True), {})
+    recipe_side = next(step for step in cfg.train_pipeline if step.type == 'RandomResizedCrop').scale
+    side = args.size or recipe_side
+    pipelines: tuple[Any, Any] = Reference('_base_.train_pipeline'), Reference('_base_.test_pipeline')
+    if pixels.mean is not None or side != recipe_side:
         cut, pack = dict(type='RandomResizedCrop', scale=side), dict(type='PackInputs')
         flip = dict(type='RandomFlip', prob=0.5, direction='horizontal')
-        return [self.loading, cut, flip, pack], [self.loading, dict(type='Resize', scale=(side, side)), pack], side
-
-    def preprocessor(self, size: int) -> dict[str, Any]:
-        return dict(num_classes=len(self.data.classes), **super().preprocessor(size))
-
-    def evaluator(self, ann_file: str, most: int) -> Optional[dict[str, Any]]:
-        return dict(topk=(1, 5) if len(self.data.classes) > 5 else (1,))
-
-
-_OF_TASK = dict(detection=_Detection, segmentation=_Segmentation, classification=_Classification)
-
-
-def _loader(task: _Task, split: str, ann_file: str) -> dict[str, Any]:
-    settings, is_train = dict(task.data.settings[split]), split == 'train'
-    if isinstance(settings['data_prefix'], dict):
-        prefixes = settings['data_prefix'].items()
-        settings['data_prefix'] = {
-            key: f'{_portable(task.args, path)}/' if os.path.isabs(path) else path for key, path in prefixes
-        }
-    dataset = dict(
-        task.dataset,
-        data_root=Reference('data_root'),
-        metainfo=Reference('metainfo'),
-        ann_file=ann_file,
-        **settings,
-        **(task.of_train if is_train else task.of_val),
-        pipeline=Reference('train_pipeline' if is_train else 'test_pipeline'),
-    )
-    batch = dict(batch_size=task.batch) if is_train or task.batch_of_val else {}
-    return dict(num_workers=2, dataset=dataset, **batch)
+        pipelines = [loading, cut, flip, pack], [loading, dict(type='Resize', scale=(side, side)), pack]
+    preprocessor = dict(num_classes=len(data.classes), **preprocessor)
+    dataset = dict(_delete_=True, type='CustomDataset')
+    evaluator = dict(topk=(1, 5) if len(data.classes) > 5 else (1,))
+    return _Task(32, *pipelines, preprocessor, dataset, {}, dict(test_mode=True), evaluator)
 
 
 def schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
@@ -326,16 +246,12 @@ def schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
     every, warm = max(1, epochs // 12), max(1, min(500, epochs * steps // 10))
     warming = dict(type='LinearLR', start_factor=0.001, by_epoch=False, begin=0, end=warm)
     if task == 'detection':
-        milestones = [epochs * 2 // 3, epochs * 11 // 12]
-        falling = dict(
-            type='MultiStepLR', by_epoch=True, begin=0, end=Reference('max_epochs'), milestones=milestones, gamma=0.1
-        )
+        best, kind = 'coco/bbox_mAP', 'MultiStepLR'
+        more = dict(milestones=[epochs * 2 // 3, epochs * 11 // 12], gamma=0.1)
     else:
-        falling = dict(
-            type='CosineAnnealingLR', by_epoch=True, begin=0, end=Reference('max_epochs'), eta_min_ratio=0.01
-        )
-        falling.update(T_max=Reference('max_epochs'), convert_to_iter_based=True)
-    best = 'coco/bbox_mAP' if task == 'detection' else 'accuracy/top1'
+        best, kind = 'accuracy/top1', 'CosineAnnealingLR'
+        more = dict(eta_min_ratio=0.01, T_max=Reference('max_epochs'), convert_to_iter_based=True)
+    falling = dict(type=kind, by_epoch=True, begin=0, end=Reference('max_epochs'), **more)
     return dict(
         max_epochs=epochs,
         train_cfg=dict(max_epochs=Reference('max_epochs'), val_interval=every),

@@ -3,48 +3,56 @@
 
 import os
 import random
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Optional
 
 from ...utils.errors import RunError
-from .csv_files import split_table
-from .data import Data, folders_of, read_lines
+from .csv_files import Table
+from .data import Data, read_lines
 from .images import SUFFIXES, check_whole, end_of
 from .names import some, split_in
+from .reading import Photo
 
 _ENDINGS = (*SUFFIXES, '.xml', '.txt', '.json')  # of images and label files in lists
 _PREFERRED = {'detection': 'Main', 'segmentation': 'Segmentation'}  # VOC's folders of lists
+_Listed = tuple[dict[Path, str], list[Path]]  # splits of images by lists, and the files that list them
 
 
 def divide(
-    data: Data, items: list, task: str, classes: list[str], by_folder: bool = True
-) -> tuple[dict[str, list], list[str]]:
+    data: Data, items: list[Photo], task: str, classes: list[str], by_folder: bool = True
+) -> tuple[dict[str, list[Photo]], list[str]]:
     """Group images by split.
 
     If there is no val, test is used as val. If both are missing, about a fifth of train is drawn as val.
 
     Args:
         data: The data set.
-        items: Images with the attributes ``path``, ``file`` (of the label), ``split`` (of columns and names of label
-            files, or None), ``group`` and ``classes``.
+        items: Labelled images. Their ``split`` is that of columns and names of label files, or None.
         task: Task of the config.
         classes: Class names in the order of the labels.
         by_folder: Names of folders tell the splits of items without split.
 
     Returns:
-        tuple[dict[str, list], list[str]]: Images by split, and notes for the user, first the source of the splits.
-
-    Raises:
-        RunError: An image is damaged, lists and folders differ, there are fewer than two training images, or a split
-            has no labels.
+        tuple: Images by split, and notes for the user, first the source of the splits.
     """
     for item in items:
         check_whole(item.path)
-    splits, notes = _by_split(data, items, *_splits_of(data, items, task, by_folder))
+    found, source = _splits_of(data, items, task, by_folder)
+    splits: dict[str, list[Photo]] = {}
+    for item, split in zip(items, found):
+        splits.setdefault(split or 'none', []).append(item)
+    stray, notes = splits.pop('none', []), [f'splits by {source}'] if source else []
+    if len(splits) == 1 and not stray and 'train' not in splits:
+        stray = splits.popitem()[1]
+    if 'train' not in splits:
+        splits['train'] = stray
+    elif stray:
+        folders = data.folders_of(item.path for item in stray)
+        notes.append(f'{len(stray)} images outside of train and val are left out: {folders}')
     copies = _copies([item for chosen in splits.values() for item in chosen])
     if 'val' not in splits and any(item.classes for item in splits.get('test', ())):
         splits['val'] = splits.pop('test')
@@ -65,85 +73,20 @@ def divide(
     if task == 'segmentation':
         masks = data.pictures.divided(data.images)[1].keys() & {*left}
         left = [path for path in left if path not in masks]
-        notes += [f'{len(masks)} masks are not used: {folders_of(sorted(masks), data.root)}'] if masks else []
-    notes += [f'{len(left)} images without labels are left out: {folders_of(left, data.root)}'] if left else []
+        notes += [f'{len(masks)} masks are not used: {data.folders_of(sorted(masks))}'] if masks else []
+    notes += [f'{len(left)} images without labels are left out: {data.folders_of(left)}'] if left else []
     notes += _notes_on_copies(splits, copies) + _class_table(classes, splits)
     return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
 
 
-def _by_split(data: Data, items: list, found: list[Optional[str]], source: str) -> tuple[dict[str, list], list[str]]:
-    """Return the images by split, all in train without one, and notes on the source and on images of no split."""
-    splits: dict[str, list] = {}
-    for item, split in zip(items, found):
-        splits.setdefault(split or 'none', []).append(item)
-    stray, notes = splits.pop('none', []), [f'splits by {source}'] if source else []
-    if len(splits) == 1 and not stray and 'train' not in splits:
-        stray = splits.popitem()[1]
-    if 'train' not in splits:
-        splits['train'] = stray
-    elif stray:
-        folders = folders_of((item.path for item in stray), data.root)
-        notes.append(f'{len(stray)} images outside of train and val are left out: {folders}')
-    return splits, notes
-
-
-def _draw_val(splits: dict[str, list], copies: list[list]) -> str:
-    """Move images drawn from train to val, whole groups together; return a note."""
-    items = splits['train']
-    alike = {item.path: str(several[0].path) for several in copies for item in several}
-    groups = [_group_of(item) for item in items]
-    for found in (groups, [group or alike.get(item.path) for group, item in zip(groups, items)]):
-        groups = found if len(set(found)) > 1 else [None] * len(items)  # one group divides nothing
-    chosen = _draw(items, groups)
-    whole = len({groups[i] for i in chosen} - {None})
-    splits['val'] = [item for i, item in enumerate(items) if i in chosen]
-    splits['train'] = [item for i, item in enumerate(items) if i not in chosen]
-    drawn = f'{len(chosen)} images were drawn from train for it{f" as {whole} whole groups" if whole else ""}'
-    return f'no val in the data, and no test takes its place: {drawn}'
-
-
-def _notes_on_copies(splits: dict[str, list], copies: list[list]) -> list[str]:
-    of_split = {item.path: split for split, chosen in splits.items() for item in chosen}
-    places = [{of_split.get(item.path): item.path for item in several} for several in copies]
-    shared = [place for place in places if {'train', 'val'} <= place.keys()]
-    notes = []
-    if shared:
-        val, train = shared[0]['val'], shared[0]['train']
-        notes.append(f'{len(shared)} images of val are copies of training images, as {val} of {train}: remove them')
-    repeated = [several for several, place in zip(copies, places) if any(place) and place not in shared]
-    if repeated:
-        first, second = (item.path for item in repeated[0][:2])
-        notes.append(f'{len(repeated)} images are there several times, as {first} and {second}: remove the copies')
-    return notes
-
-
-def _copies(items: list) -> list[list]:
-    """Return the groups of images with the same bytes; whole files are read only if size and end are equal."""
-    groups = [items]
-    for key in (lambda path: path.stat().st_size, end_of, lambda path: sha256(path.read_bytes()).digest()):
-        alike: dict[tuple, list] = {}
-        for number, several in enumerate(groups):
-            for item in several:
-                alike.setdefault((number, key(item.path)), []).append(item)
-        groups = [several for several in alike.values() if len(several) > 1]
-    return groups
-
-
-class _Listed(NamedTuple):
-    """Splits of images by lists, and the files that list them."""
-
-    splits: dict[Path, str]
-    files: list[Path]
-
-
-def _splits_of(data: Data, items: list, task: str, by_folder: bool) -> tuple[list[Optional[str]], str]:
+def _splits_of(data: Data, items: list[Photo], task: str, by_folder: bool) -> tuple[list[Optional[str]], str]:
     """Return the split of each image, or None, and their source: the first of the sources that has any."""
     given = [(split, path) for split, path in (('train', data.options.train), ('val', data.options.val)) if path]
     if given:
-        listed = _resolve(data, items, given)
-        empty = [path for _, path in given if path not in listed.files]
-        if empty:
-            raise RunError(f'{empty[0]} has no labelled image.')
+        listed, files = _resolve(data, items, given)
+        for _, path in given:
+            if path not in files:
+                raise RunError(f'{path} has no labelled image.')
         return _filled(items, listed, [None] * len(items)), ' and '.join(f'--{split}' for split, _ in given)
     folders = [
         data.splits.of(data.rel(item.path).parent) or data.splits.of(data.rel(item.file).parent) if by_folder else None
@@ -151,13 +94,13 @@ def _splits_of(data: Data, items: list, task: str, by_folder: bool) -> tuple[lis
     ]
     if any(item.split for item in items):
         return [item.split or split for item, split in zip(items, folders)], 'columns or names of files and folders'
-    of_data = next(filter(None, (source(data, items, task) for source in _SOURCES)), None)
-    if not of_data:
+    listed, files = next(filter(None, (source(data, items, task) for source in _SOURCES)), ({}, []))
+    if not files:
         return folders, 'names of folders' if any(folders) else ''
-    found, names = _filled(items, of_data, folders), some(map(data.name, of_data.files))
+    found, names = _filled(items, listed, folders), some(map(data.name, files))
     for item, split, folder in zip(items, found, folders if len({*folders}) > 1 else ()):
         is_both = 'trainval' in data.name(item.path.parent).lower()
-        if item.path in of_data.splits and folder and folder != split and not is_both:
+        if item.path in listed and folder and folder != split and not is_both:
             raise RunError(
                 f'{item.path} is of {split} in {names}, and in a folder of {folder}: give --train and --val, each a '
                 'list or a folder.'
@@ -165,16 +108,16 @@ def _splits_of(data: Data, items: list, task: str, by_folder: bool) -> tuple[lis
     return found, f'the lists {names}'
 
 
-def _filled(items: list, listed: _Listed, folders: list[Optional[str]]) -> list[Optional[str]]:
+def _filled(items: list[Photo], listed: dict[Path, str], folders: list[Optional[str]]) -> list[Optional[str]]:
     """Return the split of each image; others are of the split of their folder, or of train, if no list is of it."""
-    known = {*listed.splits.values()}
+    known = {*listed.values()}
     rest = [folder or 'train' for folder in folders]
-    return [listed.splits.get(item.path, None if own in known else own) for item, own in zip(items, rest)]
+    return [listed.get(item.path, None if own in known else own) for item, own in zip(items, rest)]
 
 
-def _resolve(data: Data, items: list, sources: Iterable[tuple[str, Path]]) -> _Listed:
+def _resolve(data: Data, items: list[Photo], sources: Iterable[tuple[str, Path]]) -> _Listed:
     """Read splits from folders, label files and lists of images."""
-    listed, labelled = _Listed({}, []), {item.path for item in items}
+    listed, files, labelled = dict[Path, str](), list[Path](), {item.path for item in items}
     for split, source in sources:
         images = [item.path for item in items if source in (item.file, *item.path.parents, *item.file.parents)]
         lost, inside = 0, source.resolve()
@@ -185,16 +128,16 @@ def _resolve(data: Data, items: list, sources: Iterable[tuple[str, Path]]) -> _L
         if not images or len(images) <= lost and source not in (data.options.train, data.options.val):
             continue
         data.lost.update({source: lost} if lost else {})
-        listed.files.append(source)
+        files.append(source)
         for image in images:
-            known = listed.splits.setdefault(image, 'train' if split == 'trainval' else split)
+            known = listed.setdefault(image, 'train' if split == 'trainval' else split)
             if known != split and 'train' in (known, split) and split != 'trainval':
                 raise RunError(
-                    f'{image} is of {known} and of {split} in two of {some(map(str, listed.files))}: give --train and '
-                    '--val, each a list or a folder.'
+                    f'{image} is of {known} and of {split} in two of {some(map(str, files))}: give --train and --val, '
+                    'each a list or a folder.'
                 )
-    data.used.update(path for path in listed.files if path.is_file())
-    return listed
+    data.used.update(path for path in files if path.is_file())
+    return listed, files
 
 
 def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], int]:
@@ -218,7 +161,7 @@ def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], i
     return found, lost
 
 
-def _of_settings(data: Data, items: list, task: str) -> Optional[_Listed]:
+def _of_settings(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
     """Read the folders or lists under ``train``, ``val`` and ``test`` of a data.yaml, if any is on this machine."""
     file, content = data.settings
     if file is None:
@@ -238,35 +181,38 @@ def _of_settings(data: Data, items: list, task: str) -> Optional[_Listed]:
             lost += [] if paths or split == 'test' else [f'{split}: {entry}']
     if lost and sources:
         raise RunError(f'{file} says {lost[0]!r}, which is not there, and the others are.')
-    listed = _resolve(data, items, sources)
-    return listed if {'val', 'test'} & {*listed.splits.values()} else None
+    listed, files = _resolve(data, items, sources)
+    return (listed, files) if {'val', 'test'} & {*listed.values()} else None
 
 
-def _of_numbers(data: Data, items: list, task: str) -> Optional[_Listed]:
+def _of_numbers(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
     """Read those of CUB-200: ``train_test_split.txt`` has 1 for train, ``images.txt`` the paths."""
     path = next((path for path in data.files if path.name == 'train_test_split.txt'), None)
     if not path or not path.with_name('images.txt').exists():
         return None
-    names = dict(line.split(maxsplit=1) for line in read_lines(path.with_name('images.txt')))
-    flags = dict(line.split(maxsplit=1) for line in read_lines(path))
+    files = path, path.with_name('images.txt')
+    flags, names = (dict(line.split(maxsplit=1) for line in read_lines(file)) for file in files)
     known = [number for number, name in names.items() if number in flags and data.pictures.named(name)]
     pictures = data.pictures.find(path, [names[number] for number in known])
-    data.used.update((path, path.with_name('images.txt')))
-    return _Listed({p: 'train' if flags[number] == '1' else 'val' for p, number in zip(pictures, known)}, [path])
+    data.used.update(files)
+    return {p: 'train' if flags[number] == '1' else 'val' for p, number in zip(pictures, known)}, [path]
 
 
-def _of_tables(data: Data, items: list, task: str) -> Optional[_Listed]:
-    """Read a table of images and splits."""
-    others = [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv') and path not in data.used]
-    for table in (table for path in others for table in split_table(path)):
-        pictures = data.pictures.find(table.path, [row[table.image] for row in table.rows])
-        data.used.add(table.path)
-        named = ((path, table.split_of(row)) for path, row in zip(pictures, table.rows))
-        return _Listed({path: split for path, split in named if split}, [table.path])
+def _of_tables(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
+    """Read a table that has images, their splits and nothing else."""
+    for path in [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv') and path not in data.used]:
+        table = None
+        with suppress(RunError):
+            table = Table(path)
+        if table and table.image and table.split and not table.box and not table.unused():
+            data.used.add(path)
+            pictures = data.pictures.find(path, [row[table.image] for row in table.rows])
+            splits = zip(pictures, map(table.split_of, table.rows))
+            return {picture: split for picture, split in splits if split}, [path]
     return None
 
 
-def _of_texts(data: Data, items: list, task: str) -> Optional[_Listed]:
+def _of_texts(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
     """Read text files that have the name of a split.
 
     VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``.
@@ -282,21 +228,37 @@ def _of_texts(data: Data, items: list, task: str) -> Optional[_Listed]:
     for lists in (preferred or by_folder).values():
         order = ('train', 'val', 'test', *([] if 'train' in lists else ['trainval']))
         sources += [(split, file) for split in order for file in lists.get(split, ())]
-    listed = _resolve(data, items, sources)
-    for _, file in sources if not listed.splits else ():
+    listed, files = _resolve(data, items, sources)
+    for _, file in sources if not listed else ():
         lines = read_lines(file)
         if lines and all(line.lower().endswith(_ENDINGS) for line in lines):
             raise RunError(
                 f'{file} has the name of a split, and its lines name no labelled image, as {lines[0]!r}: correct or '
                 'remove it, or give --train and --val.'
             )
-    return listed if listed.splits else None
+    return (listed, files) if listed else None
 
 
 _SOURCES = (_of_settings, _of_numbers, _of_tables, _of_texts)
 
 
-def _draw(items: Sequence, groups: Sequence[Optional[str]]) -> set[int]:
+def _draw_val(splits: dict[str, list[Photo]], copies: list[list[Photo]]) -> str:
+    """Move images drawn from train to val, whole groups together; return a note."""
+    items = splits['train']
+    alike = {item.path: str(several[0].path) for several in copies for item in several}
+    # a column's, or the name before Roboflow's augmentation
+    groups = [item.group or item.path.stem.rpartition('.rf.')[0] or None for item in items]
+    for found in (groups, [group or alike.get(item.path) for group, item in zip(groups, items)]):
+        groups = found if len(set(found)) > 1 else [None] * len(items)  # one group divides nothing
+    chosen = _draw(items, groups)
+    whole = len({groups[i] for i in chosen} - {None})
+    splits['val'] = [item for i, item in enumerate(items) if i in chosen]
+    splits['train'] = [item for i, item in enumerate(items) if i not in chosen]
+    drawn = f'{len(chosen)} images were drawn from train for it{f" as {whole} whole groups" if whole else ""}'
+    return f'no val in the data, and no test takes its place: {drawn}'
+
+
+def _draw(items: Sequence[Photo], groups: Sequence[Optional[str]]) -> set[int]:
     """Draw about a fifth of the images of each class, rare classes first; at least one image of each class is left.
 
     Images of a group (a patient, a photograph before its augmentation, copies) stay together.
@@ -305,50 +267,61 @@ def _draw(items: Sequence, groups: Sequence[Optional[str]]) -> set[int]:
     for i, group in enumerate(groups):
         units.setdefault(group or i, []).append(i)
     members: dict[Optional[str], list[object]] = {}
-    classes: dict[object, set] = {}
-    for unit, indices in units.items():
-        classes[unit] = {name for i in indices for name in items[i].classes}
-        for name in classes[unit] or {None}:
-            members.setdefault(name, []).append(unit)
+    classes = {unit: {name for i in indices for name in items[i].classes} for unit, indices in units.items()}
+    for unit, names in classes.items():
+        for each in names or (None,):
+            members.setdefault(each, []).append(unit)
     left = {name: len(found) for name, found in members.items()}
     chosen: set[object] = set()
     draw = random.Random(0)
     for name, found in sorted(members.items(), key=lambda item: (len(item[1]), str(item[0]))):
         wanted = max(name is not None, round(len(found) / 5)) - sum(unit in chosen for unit in found)
         for unit in draw.sample(found, len(found)):
-            if wanted > 0 and unit not in chosen and all(left[each] > 1 for each in classes[unit]):
+            if wanted > 0 and unit not in chosen and all(left[own] > 1 for own in classes[unit]):
                 chosen.add(unit)
                 wanted -= 1
-                for each in classes[unit]:
-                    left[each] -= 1
+                for own in classes[unit]:
+                    left[own] -= 1
     chosen = chosen or set(draw.sample(list(units), int(len(units) > 2)))
     return {i for unit in chosen for i in units[unit]}
 
 
-def _group_of(item: Any) -> Optional[str]:
-    """Return the group of an image: a column's, or the name before Roboflow's augmentation."""
-    augmented = re.fullmatch(r'(.+)\.rf\.\w+', item.path.stem)
-    return item.group or (augmented[1] if augmented else None)
+def _copies(items: list[Photo]) -> list[list[Photo]]:
+    """Return the groups of images with the same bytes; whole files are read only if size and end are equal."""
+    groups = [items]
+    for key in (lambda path: path.stat().st_size, end_of, lambda path: sha256(path.read_bytes()).digest()):
+        alike: dict[tuple, list[Photo]] = {}
+        for number, several in enumerate(groups):
+            for item in several:
+                alike.setdefault((number, key(item.path)), []).append(item)
+        groups = [several for several in alike.values() if len(several) > 1]
+    return groups
 
 
-def _class_table(classes: Sequence[str], splits: dict[str, list]) -> list[str]:
-    """Return the numbers of images of each class in train and val, and notes on classes that are in one alone.
+def _notes_on_copies(splits: dict[str, list[Photo]], copies: list[list[Photo]]) -> list[str]:
+    of_split = {item.path: split for split, chosen in splits.items() for item in chosen}
+    places = [{of_split.get(item.path): item.path for item in several} for several in copies]
+    shared = [place for place in places if {'train', 'val'} <= place.keys()]
+    notes = []
+    if shared:
+        val, train = shared[0]['val'], shared[0]['train']
+        notes.append(f'{len(shared)} images of val are copies of training images, as {val} of {train}: remove them')
+    repeated = [several for several, place in zip(copies, places) if any(place) and place not in shared]
+    if repeated:
+        first, second = (item.path for item in repeated[0][:2])
+        notes.append(f'{len(repeated)} images are there several times, as {first} and {second}: remove the copies')
+    return notes
 
-    Args:
-        classes: Class names in the order of the labels.
-        splits: Result of :func:`divide`.
-    """
+
+def _class_table(classes: Sequence[str], splits: dict[str, list[Photo]]) -> list[str]:
+    """Return the numbers of images of each class in train and val, and notes on classes that are in one alone."""
     counts = {split: Counter(name for item in splits[split] for name in item.classes) for split in ('train', 'val')}
     width = max(map(len, [*classes, 'class']))
     lines = [f'{"class":{width}}  train    val  (images)']
     lines += [f'{name:{width}} {counts["train"][name]:6} {counts["val"][name]:6}' for name in classes[:50]]
     lines += [f'and {len(classes) - 50} more classes'] if len(classes) > 50 else []
-    alike = [name for name in classes if [*map(str.lower, classes)].count(name.lower()) > 1]
-    lines += (
-        [f'classes differ by capital letters alone: {some(alike)}; correct the labels, if they are one']
-        if alike
-        else []
-    )
+    alike = some(name for name in classes if [*map(str.lower, classes)].count(name.lower()) > 1)
+    lines += [f'classes differ by capital letters alone: {alike}; correct the labels, if they are one'] if alike else []
     nowhere = [name for name in classes if not any(count[name] for count in counts.values())]
     lines += [f'no image of {some(nowhere)}: nothing of these classes is learnt'] if nowhere else []
     for split, end in (('train', 'val counts them, and they cannot be learnt'), ('val', 'not measured')):

@@ -10,21 +10,20 @@ import numpy as np
 from ...utils.errors import RunError
 from .data import Source, read_lines
 from .names import some
-from .objects import Object, Photo, flags_of, from_points, is_right_angled
-from .reading import Claim, Entry, Reader
+from .reading import Entry, Object, Photo, Reader, flags_of, from_points, is_right_angled
 
 
 class Yolo(Reader):
     """Boxes or polygons, with the numbers of classes. Images without file beside others with one are background."""
 
-    boxes, units, lists, has_one_image = 'centre', 'shares', (), True
+    boxes, units, lists, has_one_image, is_numbered = 'centre', 'shares', (), True, True
 
-    def read(self, sources: list[Source]) -> Claim:
+    def images(self, sources: list[Source]) -> list[Photo]:
         """Read all files; refuse a lack of class names, and numbers that are neither boxes nor polygons."""
         file, content = self.data.settings
         self.classes, self.has_points = self._class_names(file, content), 'kpt_shape' in content
         self.rows = list[list[float]]()  # numbers of polygons
-        photos = self.photos(sources)
+        photos = super().images(sources)
         if _have_points(self.rows):
             raise RunError(
                 f'{sources[0].path} and others: the first four numbers of each line are a box with further numbers, as '
@@ -36,22 +35,22 @@ class Yolo(Reader):
             photos = [photo._replace(objects=list(map(_as_rotated, photo.objects))) for photo in photos]
         elif polygons and all(len(polygon) == 8 for polygon in polygons):
             self.notes.append('all polygons have four points, as rotated boxes have: they are learnt as masks')
-        return Claim(self.kind, photos, self.classes, self.notes, self.boxes, self.units)
+        return photos
 
     def _class_names(self, file: Optional[Path], content: dict) -> list[str]:
         listed = self.data.names('classes.txt', 'labels.txt', '.names', '.labels') or []
         named = _names(file, content)
         if self.data.options.classes:
-            return self.data.options.classes
+            return listed
         if any(a != b for a, b in zip(named, listed)):
             raise RunError(
                 f'{file} names the classes {some(named)}, and a list beside (classes.txt, labels.txt or .names) '
                 f'{some(listed)}: keep one, or give --classes NAME ...'
             )
         if not named and not listed:
-            raise RunError(
-                f'DATA {str(self.data.root)!r} has YOLO text files, and no names of their classes: write classes.txt, '
-                'one name per line, or data.yaml with names: [...], or give --classes NAME ...'
+            raise self.data.error(
+                ' has YOLO text files, and no names of their classes: write classes.txt, one name per line, or '
+                'data.yaml with names: [...], or give --classes NAME ...'
             )
         return named or listed
 
@@ -106,29 +105,28 @@ def _have_points(rows: list[list[float]]) -> bool:
     if len({len(row) for row in rows}) != 1:
         return False
     table = np.array(rows)
+    centres, halves = table[:, None, :2], table[:, None, 2:4] / 2
     if table.shape[1] == 6:
-        ends = np.hstack([table[:, :2] - table[:, 2:4] / 2, table[:, :2] + table[:, 2:4] / 2])
-        return bool(((ends > -0.01) & (ends < 1.01)).all())
+        return bool((np.abs(centres - 0.5) + halves < 0.51).all())
     for size in (2, 3):
-        if (table.shape[1] - 4) % size:
-            continue
-        points = table[:, 4:].reshape(len(rows), -1, size)[..., :2]
-        inside = np.abs(points - table[:, None, :2]) <= table[:, None, 2:4] / 2 + 0.01
-        if (inside.all(-1) | (points == 0).all(-1)).all():
-            return True
+        if (table.shape[1] - 4) % size == 0:
+            points = table[:, 4:].reshape(len(rows), -1, size)[..., :2]
+            inside = np.abs(points - centres) <= halves + 0.01
+            if (inside.all(-1) | (points == 0).all(-1)).all():
+                return True
     return False
 
 
 def _names(file: Optional[Path], content: dict) -> list[str]:
     names, number = content.get('names'), content.get('nc')
-    if isinstance(names, (dict, list)) and number and str(number) != str(len(names)):
+    if names is not None and not isinstance(names, (dict, list)):
+        raise RunError(f'{file}: names={names!r}: expected a list, or numbers and their names.')
+    if names and number and str(number) != str(len(names)):
         raise RunError(f'{file}: nc={number}, and names has {len(names)}: correct one.')
     if isinstance(names, dict):
         if sorted(names) != sorted(map(str, range(len(names)))):
             raise RunError(f'{file}: names have the numbers [{", ".join(names)}]: expected 0 to {len(names) - 1}.')
-        return [str(names[str(number)]) for number in range(len(names))]
-    if names is not None and not isinstance(names, list):
-        raise RunError(f'{file}: names={names!r}: expected a list, or numbers and their names.')
+        names = [names[str(number)] for number in range(len(names))]
     return list(map(str, names or ()))
 
 
@@ -136,11 +134,7 @@ class Kitti(Reader):
     """KITTI's files: type, truncated, occluded, alpha, left, top, right, bottom, then seven fields of 3D."""
 
     boxes, units, has_one_image = 'corners', 'pixels', True
-
-    def read(self, sources: list[Source]) -> Claim:
-        """Read all files, and say that 3D is not learnt."""
-        self.notes.append('of KITTI the boxes are learnt, nothing in 3D')
-        return super().read(sources)
+    remark = 'of KITTI the boxes are learnt, nothing in 3D'
 
     def entries(self, source: Source) -> Iterator[Entry]:
         yield Entry('', read_lines(source.path))

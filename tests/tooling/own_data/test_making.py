@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers.own_files import picture, text
+from helpers.own_files import assert_refused, coco, picture, text
 from mmengine.config import Config
 
 from mmlinattn.tooling.own_data import making, settings
@@ -25,14 +25,11 @@ def noise(shape, dtype=np.uint8, high=250):
 
 
 def boxes(root, outline=(), shape=(480, 640, 3), dtype=np.uint8):
-    images, annotations = [], []
     for i in range(10):
         picture(root / f'{i}.png', noise(shape, dtype))
-        images.append(dict(id=i, file_name=f'{i}.png', width=shape[1], height=shape[0]))
-        segmentation = dict(segmentation=[list(outline)]) if outline else {}
-        annotations.append(dict(id=i + 1, image_id=i, category_id=5, bbox=[2, 2, 20, 20], **segmentation))
-    categories = [dict(id=5, name='cell'), dict(id=2, name='dust')]
-    text(root / 'all.json', dict(images=images, annotations=annotations, categories=categories))
+    more = dict(segmentation=[list(outline)]) if outline else {}
+    files, size = [f'{i}.png' for i in range(10)], shape[1::-1]
+    text(root / 'all.json', coco(files, ('cell', 'dust'), size, bbox=[2, 2, 20, 20], **more))
     return root
 
 
@@ -78,8 +75,7 @@ def test_an_edited_config_is_kept(tmp_path, untried):
     _, lines = made(data, 'detection', 'ravlt_t', batch=4, scratch=True)  # as it was written: replaced
     assert 'lr=0.0002' in out.read_text() and not any('download' in line for line in lines)
     out.write_text(edited := out.read_text().replace('lr=0.0002', 'lr=0.0003'))
-    with pytest.raises(RunError, match='mine.py. was edited .* Set --overwrite, or name another file'):
-        made(data, 'detection', 'ravlt_t')
+    assert_refused(("mine.py' was edited", 'Set --overwrite, or name another file'), made, data, 'detection', 'ravlt_t')
     assert out.read_text() == edited
     made(data, 'detection', 'ravlt_t', overwrite=True)
     assert 'lr=0.0003' not in out.read_text()
@@ -168,8 +164,7 @@ def test_refused_arguments(tmp_path, untried):
         made(root, 'detection', 'flatten_swin_b')
     with pytest.raises(RunError, match='is inside of DATA'):
         making.make_config(settings.ConfigArgs(root, 'detection', 'ravlt_t', root / 'mine.py'))
-    with pytest.raises(RunError, match='would be written over DATA'):
-        made(text(tmp_path / 'mine_train.json', '{}'), 'detection', 'ravlt_t')
+    assert_refused('would be written over DATA', made, text(tmp_path / 'mine_train.json', '{}'), 'detection', 'ravlt_t')
 
 
 def test_data_that_does_not_load_is_one_line(tmp_path, monkeypatch):
@@ -181,5 +176,4 @@ def test_data_that_does_not_load_is_one_line(tmp_path, monkeypatch):
         return values(args, data, *more)
 
     monkeypatch.setattr(making, 'config_values', lose)
-    with pytest.raises(RunError, match='mine.py: the data cannot be read: '):
-        made(root, 'detection', 'ravlt_t')
+    assert_refused('mine.py: the data cannot be read:', made, root, 'detection', 'ravlt_t')

@@ -7,38 +7,23 @@ import re
 
 import numpy as np
 import pytest
-from helpers.own_files import HEIGHT, WIDTH, assert_refused, boxes_of, counts, picture, read, text
+from helpers.own_files import HEIGHT, WIDTH, assert_refused, boxes_of, coco, counts, images, picture, read, text, voc
 from helpers.tool_runs import ROOT
 from PIL import Image
 
 from mmlinattn.tooling.own_data.boxes import read_boxes
 from mmlinattn.tooling.own_data.data import Data
 
-VOC = """<annotation><size><width>{w}</width><height>{h}</height></size>{objects}</annotation>"""
-OBJECT = """<object><name>{name}</name><difficult>{hard}</difficult><bndbox><xmin>{box[0]}</xmin><ymin>{box[1]}</ymin>
-<xmax>{box[2]}</xmax><ymax>{box[3]}</ymax></bndbox></object>"""
-WHEEL = ('wheel', (4, 8, 24, 38), 0)
-
-
-def voc(path, *objects, w=WIDTH, h=HEIGHT):
-    drawn = ''.join(OBJECT.format(name=name, box=box, hard=hard) for name, box, hard in objects)
-    text(path, VOC.format(w=w, h=h, objects=drawn))
+WHEEL = ('wheel', (4, 8, 24, 38))
+HARD = '<difficult>1</difficult>'
 
 
 def voc_folder(root, names, *objects, **lists):
+    images(root / 'JPEGImages', names)
     for name in names:
-        picture(root / 'JPEGImages' / f'{name}.jpg')
-        voc(root / 'Annotations' / f'{name}.xml', *objects)
+        text(root / 'Annotations' / f'{name}.xml', voc(*objects))
     for name, ids in lists.items():
         text(root / 'ImageSets/Main' / f'{name}.txt', '\n'.join(ids))
-
-
-def coco(names, classes=('b', 'a'), **more):
-    more.setdefault('bbox', [4, 8, 20, 30])
-    images = [dict(id=10 + i, file_name=name, width=WIDTH, height=HEIGHT) for i, name in enumerate(names)]
-    annotations = [dict(image_id=image['id'], category_id=7, **more) for image in images]
-    categories = [dict(id=i, name=name) for i, name in zip((7, 3), classes)]
-    return dict(images=images, annotations=annotations, categories=categories)
 
 
 def stems(data):
@@ -70,7 +55,7 @@ def test_layouts_of_the_page(tmp_path, kind, paths):
         elif path.endswith('.json'):
             text(file, coco([name for name in pictures if stem in (*name.split('/'), 'result')]))
         elif path.endswith('.xml'):
-            voc(file, WHEEL)
+            text(file, voc(WHEEL))
         elif path.endswith('.yaml'):
             text(file, 'names: [b, a]')
         else:
@@ -84,8 +69,8 @@ def test_layouts_of_the_page(tmp_path, kind, paths):
 def test_voc_as_published(tmp_path):
     """Boxes without area are left out, others cropped to their image; 0 stands for an unknown size."""
     lists = dict(train='ab', val='c', trainval='abc', test='d')
-    voc_folder(tmp_path, 'abcd', WHEEL, ('car', (5, 5, 5, 5), 0), **lists)
-    voc(tmp_path / 'Annotations/d.xml', ('car', (50, 10, 80, 20), 1), WHEEL, w=0, h=0)
+    voc_folder(tmp_path, 'abcd', WHEEL, ('car', (5, 5, 5, 5)), **lists)
+    text(tmp_path / 'Annotations/d.xml', voc(('car', (50, 10, 80, 20), HARD), WHEEL, size=(0, 0)))
     data = read(tmp_path)
     assert (data.kind, data.classes) == ('VOC XML', ['car', 'wheel']) and stems(data) == dict(
         train='ab', val='c', test='d'
@@ -98,9 +83,8 @@ def test_voc_as_published(tmp_path):
 
 def test_voc_of_a_folder_above_and_lists_by_other_names(tmp_path):
     lists = dict(Train='ab', Validation='c', wheel_train=['a 1', 'b -1', 'd 1'])
-    hard = ('wheel', (4, 8, 24, 38), 1)
-    voc_folder(tmp_path / 'VOCdevkit/VOC2007', 'abcd', hard, ('car', (4, 8, 9, 9), 0), **lists)
-    voc(tmp_path / 'VOCdevkit/VOC2007/Annotations/a.xml', hard, ('car', (4, 8, 24, 70), 0))
+    voc_folder(tmp_path / 'VOCdevkit/VOC2007', 'abcd', (*WHEEL, HARD), ('car', (4, 8, 9, 9)), **lists)
+    text(tmp_path / 'VOCdevkit/VOC2007/Annotations/a.xml', voc((*WHEEL, HARD), ('car', (4, 8, 24, 70))))
     data = read(tmp_path)
     assert stems(data) == dict(train='ab', val='c')
     for note in ('no image of wheel', '1 images outside of train and val', '1 of 8 boxes reach beyond', '4 difficult'):
@@ -124,7 +108,7 @@ def test_voc_of_two_years(tmp_path):
 def test_voc_beside_the_images_and_no_val(tmp_path):
     for i in range(8):
         picture(tmp_path / f'train{i}.png')  # a name of an image is no split
-        voc(tmp_path / f'train{i}.xml', WHEEL)
+        text(tmp_path / f'train{i}.xml', voc(WHEEL))
     data, again = read(tmp_path), read(tmp_path)
     assert counts(data) == [6, 2] and data.images == again.images
     assert any('drawn from train' in note for note in data.notes)
@@ -134,7 +118,7 @@ def test_images_of_xml_files_that_have_several(tmp_path):
     for name in ('train/a', 'train/c', 'val/c'):
         for folder in ('JPEGImages', 'SegmentationClass', 'SegmentationObject', 'thumbnails'):
             picture(tmp_path / folder / f'{name}.{"jpg" if folder == "JPEGImages" else "png"}')
-        voc(tmp_path / 'Annotations' / f'{name}.xml', WHEEL)
+        text(tmp_path / 'Annotations' / f'{name}.xml', voc(WHEEL))
     found = [name for name, *_ in boxes_of(read(tmp_path), 'train', 'val')]
     assert found == [f'JPEGImages/{name}.jpg' for name in ('train/a', 'train/c', 'val/c')]
     (tmp_path / 'JPEGImages' / 'val' / 'c.jpg').rename(tmp_path / 'JPEGImages' / 'd.jpg')
@@ -318,7 +302,7 @@ def test_coco_in_one_file_that_begins_with_many_categories(tmp_path):
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
-XML = VOC.format(w=HEIGHT, h=WIDTH, objects=OBJECT.format(name='a', box=(1, 1, 9, 9), hard=0))
+XML = voc(('a', (1, 1, 9, 9)), size=(HEIGHT, WIDTH))
 
 
 def labelled(line, **names):
@@ -353,6 +337,7 @@ def labelled(line, **names):
         (labelled('0 0.1 0.2 0.3 0.4 0.5 0.6 0.7'), 'is no class and x y width height'),
         (labelled('1 0.5 0.5 0.2 0.2', yaml='{1: a, 2: b}'), 'names have the numbers [1, 2]: expected 0 to 1'),
         (labelled('1 0.5 0.5 0.2 0.2', yaml='coco.names'), "names='coco.names': expected a list"),
+        (labelled('0 0.5 0.5 0.2 0.2', yaml='[a, a]'), "two classes have the name 'a'"),
         (labelled('0 0.5 0.5 0.2 0.2', yaml='[a, b]\nnc: 3'), 'data.yaml: nc=3, and names has 2'),
         ({**labelled('0 0.5 0.5 0.2 0.2'), 'classes.txt': 'a\n\nb\n'}, "classes.txt: line 2 is ''"),
         ({**labelled('0 0.5 0.5 0.2 0.2'), 'classes.txt': '# mine\na'}, "classes.txt: line 1 is '# mine'"),
