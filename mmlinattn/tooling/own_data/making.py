@@ -65,6 +65,9 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
     data.notes.extend(file_notes(used, args.task != 'classification'))
     pixels = image_format(data.images['train'], args.channels)
     base = _base(args, data)
+    if data.masks and base.endswith('retinanet_1x'):
+        data = data._replace(masks=False)
+        data.notes.append(f'the only detector of {args.backbone} is RetinaNet: boxes alone are learnt')
     cfg = Config.fromfile(str(project_files('configs') / f'{base}.py'))
     values, notes = config_values(args, data, pixels, cfg, base.rpartition('/')[2])
     for split, text in data.annotations.items():
