@@ -14,7 +14,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 import mmlinattn
-from mmlinattn.tooling.own_data.boxes import as_coco
+from mmlinattn.tooling.own_data.boxes import as_coco, without_small
 from mmlinattn.tooling.own_data.data import Data
 from mmlinattn.tooling.own_data.formats import recognise
 from mmlinattn.tooling.own_data.labelling_tools import Voc
@@ -50,10 +50,10 @@ def convert(data: Path, out: Path) -> None:
     for split, listed in SPLITS.items():
         stems = (data / 'ImageSets' / 'Main' / f'{listed}.txt').read_text().split()
         photos = reader.images([recognise(data / 'Annotations' / f'{stem}.xml') for stem in stems])
-        coco, flat = as_coco(photos, list(classes), data / 'JPEGImages')
+        coco = as_coco([without_small(photo) for photo in photos], list(classes), data / 'JPEGImages')
         (out / f'{split}.json').write_text(json.dumps(coco))
-        boxes = len(coco['annotations'])
-        print(f'{split}: {len(stems)} images, {boxes} boxes, {flat} without area left out', flush=True)
+        boxes, given = len(coco['annotations']), sum(len(photo.objects) for photo in photos)
+        print(f'{split}: {len(stems)} images, {boxes} boxes, {given - boxes} without area left out', flush=True)
 
 
 def make_config(data: Path, out: Path, backbone: str, size: tuple, seed: int) -> Config:

@@ -49,7 +49,7 @@ def read_boxes(data: Data) -> OwnData:
     for reader in readers:
         _settle(reader)
     merged = _merged(readers, data)
-    photos = [_without_small(photo) for photo in merged]
+    photos = [without_small(photo) for photo in merged]
     given = [item for photo in merged for item in photo.objects]
     objects = [item for photo in photos for item in photo.objects]
     small, classes = len(given) - len(objects), readers[0].classes
@@ -245,7 +245,7 @@ def _cut(box: Sequence[float], size: tuple[int, int]) -> tuple[float, float, flo
     return left, top, right, bottom
 
 
-def _without_small(photo: Photo) -> Photo:
+def without_small(photo: Photo) -> Photo:
     """Leave out boxes that are narrower than a pixel within their image."""
     boxes = ((item, _cut(item.box, photo.size)) for item in photo.objects)
     return photo._replace(objects=[item for item, b in boxes if min(b[2] - b[0], b[3] - b[1]) >= _LEAST])

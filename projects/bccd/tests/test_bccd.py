@@ -1,9 +1,28 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import json
+
+import mmcv
+import numpy as np
 import pytest
+from helpers.own_files import text, voc
 from mmengine.registry import MODELS, init_default_scope
 
-from projects.bccd.__main__ import BACKBONES, make_config
+from projects.bccd.__main__ import BACKBONES, convert, make_config
 from projects.bccd.page import page_of
+
+
+def test_annotations_are_converted(tmp_path):
+    for split, name in dict(trainval='a', test='b').items():
+        text(tmp_path / f'ImageSets/Main/{split}.txt', f'{name}\n')
+        content = voc(('RBC', [1, 2, 11, 12]), ('WBC', [5, 5, 5, 9]), size=(40, 30))
+        text(tmp_path / f'Annotations/{name}.xml', content)
+        mmcv.imwrite(np.zeros((30, 40, 3), np.uint8), str(tmp_path / f'JPEGImages/{name}.jpg'))
+    convert(tmp_path, tmp_path / 'out')
+    for split, name in dict(train='a', test='b').items():
+        coco = json.loads((tmp_path / f'out/{split}.json').read_text())
+        assert [image['file_name'] for image in coco['images']] == [f'{name}.jpg']
+        (box,) = coco['annotations']  # the other has no area
+        assert box['bbox'][2:] == [10, 10] and coco['categories'][box['category_id'] - 1]['name'] == 'RBC'
 
 
 @pytest.mark.parametrize('backbone', BACKBONES)

@@ -50,7 +50,6 @@ def heads(cfg):
         ('ravlt_t', (2, 2, 22, 2, 22, 22), 'MaskRCNN', 2),
         ('inline_pvt_t', (), 'FasterRCNN', 1),
         ('inline_swin_t', (2, 2, 22, 2, 22, 22), 'CascadeRCNN', 4),
-        ('flatten_pvt_v2_b1', (2, 2, 22, 2, 22, 22), 'RetinaNet', 1),  # it has no config with masks
     ],
 )
 def test_detectors(tmp_path, untried, backbone, outline, kind, count):
@@ -63,9 +62,15 @@ def test_detectors(tmp_path, untried, backbone, outline, kind, count):
     rate = 2e-4 if 'pvt' in backbone else 1e-4  # of the recipe, for 16 images
     assert cfg.optim_wrapper.optimizer.lr == pytest.approx(rate * 4 / 16) and cfg.auto_scale_lr.base_batch_size == 4
     assert cfg.param_scheduler[0].end == 2 * cfg.max_epochs // 10  # of 2 iterations; the recipe warms up for 500
-    assert cfg.val_evaluator.metric == (['bbox', 'segm'] if outline and kind != 'RetinaNet' else 'bbox')
+    assert cfg.val_evaluator.metric == (['bbox', 'segm'] if outline else 'bbox')
     whole = backbone == 'ravlt_t'
     assert (cfg.load_from is not None, cfg.model.backbone.get('init_cfg') is None) == (whole, whole)
+
+
+def test_polygons_for_a_backbone_without_a_mask_head(tmp_path, untried):
+    cfg, lines = made(boxes(tmp_path / 'data', (2, 2, 22, 2, 22, 22)), 'detection', 'flatten_pvt_v2_b1')
+    assert cfg.val_evaluator.metric == 'bbox' and 'with_mask' not in cfg.train_pipeline[1]
+    assert any('the only detector of flatten_pvt_v2_b1 is RetinaNet: boxes alone are learnt' in line for line in lines)
 
 
 def test_an_edited_config_is_kept(tmp_path, untried):
