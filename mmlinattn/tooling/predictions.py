@@ -207,7 +207,8 @@ def _names(paths: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def names_below(paths: Sequence[str]) -> list[str]:
-    """Return a unique name of a drawing, relative to an output folder, for each image file."""
+    """Return a unique name of a drawing, relative to an output folder, for each image file. ``.png`` is appended to
+    formats that are not drawn."""
     return [name if name.endswith(DRAWN) else f'{name}.png' for name in _names(paths)[1]]
 
 

@@ -107,7 +107,10 @@ ROOTS: list[Registry] = [each for each in vars(mmengine.registry).values() if is
 
 
 def takers(name: str, kind: Any) -> list[str]:
-    """Return up to four classes with an argument ``name``: of the registries of a class, else of MMEngine's own."""
+    """Return the classes with an argument ``name`` in the registries that hold the class ``kind``.
+
+    If these have none, MMEngine's root registries are searched. More than four classes give an empty list.
+    """
     registries = [registry for root in ROOTS for registry in (root, *root.children.values())]
     beside = [each for each in registries if kind in {*each.module_dict.values()}]
     for group in (beside, ROOTS):
@@ -249,8 +252,14 @@ def _inherited(path: str, tree: ast.Module) -> dict:
 
 
 def check_numbers(cfg: Config) -> None:
-    """Raise a RunError if a length is not positive, or a text is a number with an exponent, as YAML reads ``1e-4``. In
-    the optimizer or a scheduler, a text may not begin with a digit."""
+    """Check that ``max_epochs`` and ``max_iters`` are positive, and that no number is a string.
+
+    YAML reads ``1e-4``, without a dot, as a string.
+
+    Raises:
+        RunError: ``max_epochs`` or ``max_iters`` is below 1. Or a string is a number with an exponent, or begins with a
+            digit in the optimizer or a scheduler.
+    """
     for key in ('max_epochs', 'max_iters'):
         length = (cfg.get('train_cfg') or {}).get(key, 1)
         if not isinstance(length, (int, float)) or length < 1:

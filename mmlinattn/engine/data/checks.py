@@ -142,7 +142,10 @@ def _other_counts(view: View, heads: dict[str, list[int]]) -> Iterator[Finding]:
 
 
 def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
-    """Check that ``metainfo.classes`` is in the order in which MMPretrain numbers folders of the same names."""
+    """Check that no hidden folder is a class, and that ``metainfo.classes`` has the order of the class folders.
+
+    MMPretrain numbers class folders alphabetically.
+    """
     folders, classes = getattr(dataset, 'folder_to_idx', None), classes_of(dataset)
     if not isinstance(folders, dict) or not classes:
         return

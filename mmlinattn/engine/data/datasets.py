@@ -29,7 +29,14 @@ class Samples(NamedTuple):
 
 
 class View(NamedTuple):
-    """A data set that is no wrapper, as a loop of a run uses it."""
+    """Data set of a dataloader, without wrappers such as ``RepeatDataset``, as the checks take it.
+
+    Attributes:
+        key: Config key of its dataloader, e.g. ``'train_dataloader'``.
+        dataset: The data set.
+        model: Model of the run.
+        samples: Labels found in some of its images.
+    """
 
     key: str  # of its loader in the config
     dataset: Any

@@ -134,7 +134,8 @@ class CheckpointMatchHook(Hook):
     """Compare a checkpoint with the model before MMEngine loads it, because MMEngine only logs differences.
 
     - ``load_from`` in training: one warning lists weights of another shape, such as a head for other classes.
-    - Testing and resuming: the run stops if weights would keep their initial values.
+    - Testing and resuming: the run stops if weights would keep their initial values, or if the checkpoint has more
+      layers of a backbone than the model.
     - Resuming: one warning lists optimizer and schedule settings that the checkpoint replaces.
 
     Args:
@@ -145,9 +146,12 @@ class CheckpointMatchHook(Hook):
     Raises:
         RunError: One of these:
 
-            - Weights are not real numbers, or no weight of the checkpoint can be loaded.
-            - In testing and resuming, weights have another shape, are not finite, or are missing. Testing does not need
-              auxiliary heads.
+            - Weights are integer, complex, sparse or quantized tensors.
+            - In testing and resuming, weights have another shape, are NaN or infinite, are missing, or belong to layers
+              that the backbone lacks. Testing does not need auxiliary heads.
+            - In resuming, the checkpoint has position tables of another size, no epoch and iteration, or the state of
+              another type of optimizer or scheduler.
+            - In ``load_from``, no weight of the checkpoint can be loaded.
             - In ``load_from``, frozen parameters of a backbone of this package are neither in the checkpoint nor in an
               ``init_cfg``.
     """

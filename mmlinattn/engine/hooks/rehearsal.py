@@ -170,7 +170,7 @@ def _rehearsed(evaluator: Any, label: int, folder: str) -> Any:
 
 
 class _Stage:
-    """The runner of a rehearsal: of all hooks only those that draw are called."""
+    """Stand-in for the runner in :func:`rehearse`: it calls visualization hooks only, and keeps the metrics."""
 
     def __init__(self, runner: Any):
         self._runner, self.metrics = runner, None

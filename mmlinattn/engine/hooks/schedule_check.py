@@ -169,7 +169,11 @@ def _saves(hook: CheckpointHook, runner: Any) -> bool:
 
 
 def loop_errors(runner: Any, by_iteration: bool) -> Iterator[str]:
-    """Describe hooks, checkpoints and validations that the loop of a training never reaches."""
+    """Describe settings of checkpoints, validations and hooks that have no effect in a train loop.
+
+    Examples are an epoch after the last one, a run without any checkpoint, and a setting by epoch in an iteration-based
+    loop.
+    """
     loop, savers = runner.train_loop, [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
     unit, total = ('iteration', runner.max_iters) if by_iteration else ('epoch', runner.max_epochs)
     steps = {f'{type(hook).__name__}.{name}': value for hook in runner.hooks for name, value in vars(hook).items()}

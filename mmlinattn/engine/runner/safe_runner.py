@@ -109,7 +109,8 @@ class SafeRunner(Runner):
         return checkpoint
 
     def load_or_resume(self) -> None:
-        """Load the checkpoint that the main process chose, and compare the start of all processes."""
+        """Load the checkpoint that the main process chose. Check that weights, epoch and iteration are the same in all
+        processes."""
         if self._has_loaded:
             return
         self._load_from, self._resume = agree_on_start(self.work_dir, self._load_from, self._resume)

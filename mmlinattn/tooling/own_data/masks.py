@@ -89,7 +89,14 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
 
 
 def _all_pairs(data: Data) -> list[Photo]:
-    """Pair images with masks: both have the same folders, apart from words for roles, and begin with the same name."""
+    """Pair each image with its segmentation mask.
+
+    The folders of both are equal except for generic words (images, masks, labels). The name of the mask begins with
+    that of the image.
+
+    Raises:
+        RunError: No mask has an image, a mask has several images, an image has several masks, or sizes differ.
+    """
     images, masks = _keys(data)
     named: dict[tuple, list[Path]] = {}
     for path, key in images.items():

@@ -46,7 +46,7 @@ def _words(name: str) -> list[str]:
 
 
 def has_role_only(name: str) -> bool:
-    """Return True for a name such as ``images_part_1``: a role, perhaps with numbers, and nothing else."""
+    """Return True for a name of generic words (images, labels, part, ...) and numbers only, as ``images_part_1``."""
     words = [word for word in _words(name) if not any(map(str.isdigit, word))]
     return bool(words) and all(word in _ROLES for word in words)
 

@@ -31,10 +31,10 @@ def divide(
 
     Args:
         data: The data set.
-        items: Labelled images. Their ``split`` is that of columns and names of label files, or None.
+        items: Labelled images. ``split`` is that of a column or the name of the label file, or None.
         task: Task of the config.
         classes: Class names in the order of the labels.
-        by_folder: Names of folders tell the splits of items without split.
+        by_folder: Take the split of other images from the names of their folders.
 
     Returns:
         tuple: Images by split, and notes for the user, first the source of the splits.

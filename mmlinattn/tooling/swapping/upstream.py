@@ -77,7 +77,8 @@ class Upstream(NamedTuple):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Image sizes (height, width) to try: a small size, then the config's own size if it has a fixed one."""
+        """Image sizes (height, width) to try: a small one and the fixed size of the config; only the latter if it is at
+        most 320."""
         fixed = self.image_size
         if fixed and max(fixed) <= 320:
             return [fixed]
