@@ -100,7 +100,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, may_be_random: bool = F
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments common to the tools of MMDetection, MMSegmentation and MMPretrain."""
+    """Add the arguments that ``train`` and ``test`` share."""
     parser.add_argument('--work-dir', help='folder for logs and checkpoints [work_dirs/CONFIG]')
     parser.add_argument(
         '--data-root',

@@ -5,8 +5,8 @@
     python tools/check_env.py
     python tools/check_env.py --report   # versions as well, to paste into an issue
 
-The exit status is 1 if something is missing or broken. Every tool imports this file first: it puts the checkout on the
-import path, and prints one line and exits if a package is missing.
+The exit status is 1 if something is missing or broken. Tools run this file first: it puts the checkout on the import
+path, and prints one line and exits if a package is missing.
 """
 
 import runpy

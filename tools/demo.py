@@ -158,8 +158,7 @@ def frames_of(video: cv2.VideoCapture) -> Iterator[np.ndarray]:
 
 
 def check_frames(cfg) -> None:
-    """Raise a RunError if the model does not take pixels of 8 bits, as frames have, by its normalisation and a test
-    image."""
+    """Raise a RunError if the normalisation or a test image shows that the model takes pixels beyond 8 bits."""
     given = preprocessor(cfg)
     largest = max(np.max(given[key]) if given.get(key) is not None else 0 for key in ('mean', 'std'))
     dtype = None if is_8_bit(cfg) else image_dtype(cfg)

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Hooks, optimizer constructors and the runner.
 
-Importing this package registers them, the CPU model wrapper and the atomic storage backend. Configs name the hooks that
-they use; our tools add two checks.
+Importing this package registers them, the CPU model wrapper and the atomic storage backend. The tools add the hooks
+that a config does not name, ``CompileHook`` only with ``--compile``.
 """
 
 from ..utils.errors import RunError

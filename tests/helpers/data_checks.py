@@ -52,7 +52,10 @@ NAMES = ('cat', 'dog', 'owl')
 
 
 def coco(folder, names=NAMES, name='a.json', box=(), **changes):
-    """Write images, and a COCO file with gaps between category ids and one object, with ``box``, of each category."""
+    """Write images, and a COCO file with an object of each category and gaps between their ids. Return its path.
+
+    ``box`` replaces fields of the objects.
+    """
     for entry in IMAGES:
         Image.new('RGB', (40, 30)).save(folder / entry['file_name'])
     ids = [7 * i + 3 for i in range(len(names))]

@@ -86,9 +86,9 @@ def in_this_process(tool, *args):
 
 
 def in_one_process(jobs, folder):
-    """Run command lines of Python scripts one after the other; return output and error of each job by name.
+    """Run jobs in one process, each a list of command lines of tools. Return their outputs and errors by name.
 
-    A job ends at its first error, '' without any; the others still run.
+    A job ends at its first error, and the others still run. Without an error, its text is ''.
     """
     (folder / 'jobs.json').write_text(json.dumps(jobs))
     try:

@@ -65,7 +65,7 @@ def draw_objects(axis, objects: list, masks: list, colours: dict) -> None:
 
 
 def found_objects(objects: list) -> list:
-    """Return the predictions of an image to draw: the best box of each object, whatever the classes of the others."""
+    """Return the predictions to draw: of overlapping boxes of any classes, only the one with the highest score."""
     objects = [each for each in objects if each['score'] >= LEAST_SCORE]
     boxes = torch.tensor([each['bbox'] for each in objects], dtype=torch.float32).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]

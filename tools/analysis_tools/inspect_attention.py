@@ -84,7 +84,7 @@ def checked(args: argparse.Namespace) -> Config:
 def inspect_picture(model, picture, args, progress, query, pixel) -> list:
     """Measure each block on an image, draw the attention maps of a query token, and return the entries of the blocks.
 
-    ``query`` is column and row of the token in the preprocessed image, ``pixel`` the same (x, y) in the original one.
+    ``query`` is the pixel (column, row) of the token in the preprocessed image, ``pixel`` the same in the original one.
     """
     entries, maps, full = [], [], []
     generator = torch.Generator().manual_seed(0)

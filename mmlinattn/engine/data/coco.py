@@ -183,7 +183,7 @@ def check_categories(
 
 
 def _notes(content: dict, labels: dict, view: View) -> Iterator[str]:
-    """Describe objects that do not train, or that the detector cannot give, and classes without an object."""
+    """Describe objects left out of training, images with too many objects, and classes without an object."""
     images, annotations = {image.get('id') for image in content['images']}, content['annotations']
     boxes = [entry for entry in annotations if 'segments_info' not in entry]  # the others are of panoptic files
     counted = [entry for entry in annotations if not (entry.get('iscrowd') or entry.get('ignore'))]

@@ -38,7 +38,7 @@ class View(NamedTuple):
         samples: Labels found in some of its images.
     """
 
-    key: str  # of its loader in the config
+    key: str
     dataset: Any
     model: nn.Module
     samples: Samples = Samples()

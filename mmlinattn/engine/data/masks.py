@@ -40,8 +40,8 @@ class Masks:
     def read(self, num_images: int) -> Samples:
         """Read the labels of a sample of about ``num_images`` masks, with the label of ignored pixels.
 
-        On average 0.01 s is allowed for each. While only one label and ignored pixels have been found, up to ten times
-        as many are read.
+        Reading ends after ``num_images * 0.01`` s, but not before 16 masks. While only one label and ignored pixels
+        have been found, both limits are ten times as high.
         """
         if not reads_local_files(self.dataset, self.load):
             return Samples()
@@ -89,7 +89,7 @@ class Masks:
         return labels, ''
 
     def value(self, label: int) -> str:
-        """Return a note on the value of a label in the file, if it differs."""
+        """Return a note with the value of a label in the file if ``reduce_zero_label`` changes it; '' otherwise."""
         of_ignored = ' or 255' if label == 255 else ''
         return f' (the value {(label + 1) % 256}{of_ignored} in the file)' if self.reduces else ''
 

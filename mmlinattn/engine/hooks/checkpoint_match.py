@@ -43,12 +43,7 @@ def _replaced(own: dict, saved: dict) -> dict[str, str]:
 
 
 def _settings_of_checkpoint(runner, optimizer: Optimizer, checkpoint: dict) -> dict[str, str]:
-    """Describe the settings of optimizer and schedule that a resumed run takes from the checkpoint.
-
-    Raises:
-        RunError: The checkpoint is of another type of optimizer, or has schedulers of other types; MMEngine would mix
-            their states.
-    """
+    """Describe settings that a resumed run takes from the checkpoint; refuse another optimizer or other schedulers."""
     found: dict[str, str] = {}
     owns, olds = map(_settings, optimizer.param_groups), map(_settings, checkpoint['optimizer']['param_groups'])
     for own, old in zip(owns, olds):
@@ -133,9 +128,7 @@ def _frozen(model: nn.Module, keys: Collection[str]) -> list[str]:
 class CheckpointMatchHook(Hook):
     """Compare a checkpoint with the model before MMEngine loads it, because MMEngine only logs differences.
 
-    - ``load_from`` in training: one warning lists weights of another shape, such as a head for other classes.
-    - Testing and resuming: the run stops if weights would keep their initial values, or if the checkpoint has more
-      layers of a backbone than the model.
+    - ``load_from`` in training: one warning lists weights that are missing or have another shape.
     - Resuming: one warning lists optimizer and schedule settings that the checkpoint replaces.
 
     Args:
@@ -149,8 +142,8 @@ class CheckpointMatchHook(Hook):
             - Weights are integer, complex, sparse or quantized tensors.
             - In testing and resuming, weights have another shape, are NaN or infinite, are missing, or belong to layers
               that the backbone lacks. Testing does not need auxiliary heads.
-            - In resuming, the checkpoint has position tables of another size, no epoch and iteration, or the state of
-              another type of optimizer or scheduler.
+            - In resuming, the checkpoint has position tables of another size, no epoch and iteration, another type of
+              optimizer, parameter groups that do not fit, or other schedulers.
             - In ``load_from``, no weight of the checkpoint can be loaded.
             - In ``load_from``, frozen parameters of a backbone of this package are neither in the checkpoint nor in an
               ``init_cfg``.

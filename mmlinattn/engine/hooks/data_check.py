@@ -26,7 +26,7 @@ def extend_palette(meta: dict) -> dict:
 
 
 def _loops(runner) -> dict:
-    """Return the built loops over one data set by stage."""
+    """Return the built loops by stage, except those without a data set."""
     loops = {stage: getattr(runner, f'_{stage}_loop') for stage in ('train', 'val', 'test')}
     return {key: loop for key, loop in loops.items() if hasattr(getattr(loop, 'dataloader', None), 'dataset')}
 
@@ -39,8 +39,8 @@ class DataCheckHook(Hook):
     MMSegmentation and MMPretrain do not report these errors:
 
     - class names given as one string, or in another order than the categories of a COCO file;
-    - different classes or folders in training and validation, or in a tested checkpoint and the test data;
-    - segmentation masks with values beyond the classes, or with ignored values only;
+    - different classes or folders in training and validation, or in a tested or resumed checkpoint and the data;
+    - segmentation masks with values beyond the classes, or with at most one class beside ignored values;
     - impossible boxes, ids and sizes in COCO files, more objects in an image than the detector returns, stuff
       categories before things in panoptic files.
 

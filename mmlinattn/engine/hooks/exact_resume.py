@@ -42,7 +42,7 @@ class _SeededBatch(list):
 
 
 class _SeededBatches:
-    """Batch sampler that gives each batch of another one a seed from ``key``, its epoch and its number in the epoch.
+    """Wrapper of a batch sampler that gives each batch a seed from ``key``, its epoch and its number in the epoch.
 
     If it ``is_endless``, it continues with the next epoch at the end of one.
     """
@@ -116,8 +116,8 @@ class ExactResumeHook(Hook):
 
     Transforms that keep images of earlier batches (MMDetection's ``CachedMosaic``) begin with an empty cache.
 
-    ``train_dataloader`` has to be a config. With a ``DataLoader`` object, or a train loop other than MMEngine's two,
-    the hook only warns.
+    ``train_dataloader`` has to be a config. With a built ``DataLoader`` or sampler, or a train loop other than
+    MMEngine's two, the hook warns, and seeds the iterations but not the data.
 
     Raises:
         RunError: A run resumes within an epoch, and the number of batches in an epoch has changed.

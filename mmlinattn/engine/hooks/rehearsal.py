@@ -33,7 +33,7 @@ from ..data.heads import counts_of_stages
 from ..optimizers.saved_groups import all_schedulers
 from .progress import is_error, scalars
 
-_IMAGES = 2  # of each data set
+_IMAGES = 2  # of a loop; of each data set with MultiDatasetsEvaluator
 _FILES = ('outfile_prefix', 'out_file_path', 'output_dir', 'out_dir')  # attributes of metrics that write files
 _BOXES = {'bboxes', 'labels', 'scores', 'masks'}
 
@@ -78,7 +78,7 @@ def _one_line(reason: Callable[[Exception], str]) -> Iterator[None]:
 
 
 class _Batches(list):
-    """Loaded batches in place of the loader of a loop: of each data set that MultiDatasetsEvaluator judges apart."""
+    """Batches with two images, in place of the dataloader; for MultiDatasetsEvaluator, with two of each data set."""
 
     def __init__(self, loop: Any):
         self.loader = loader = loop.dataloader
@@ -193,10 +193,11 @@ class _Stage:
 
 
 def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
-    """Run the validation or test loop on two images of each data set, and return its metrics; None if they are unknown.
+    """Run the validation or test loop on two images, and return its metrics.
 
-    Model, metrics, drawing hooks and collectives run as in a validation. Weights, random state, metrics and files stay
-    as they are, and nothing is logged.
+    The result is None without such a loop, and for models that compare images with prototypes. Model, metrics,
+    drawing hooks and collectives run as in a validation. Weights, random state, metrics and files stay as they are, and
+    nothing is logged.
 
     Raises:
         RunError: The loop fails. With ``MMLINATTN_TRACEBACK=1`` its error is raised unchanged.
@@ -340,7 +341,8 @@ class RehearsalHook(Hook):
         enabled (bool): Run the rehearsal.
 
     Raises:
-        RunError: The validation fails, or a monitored metric is missing.
+        RunError: Validation, test or loading fails, or masks do not fit boxes. Or a monitored metric is missing, no
+            number, or without a rule.
     """
 
     priority = 'VERY_HIGH'

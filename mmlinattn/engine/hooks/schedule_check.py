@@ -72,11 +72,11 @@ def _reach(scheduler: Any) -> int:
 
 
 def schedule_errors(schedulers: list, groups: list[dict], iters: int, epoch: int, begin: int = 0) -> Iterator[str]:
-    """Play a learning rate schedule to the end of the training, and describe what it does to the rates.
+    """Play a learning rate schedule to the end of the training, and describe its errors.
 
-    These are described: a rate above its base, a warm-up that takes most of the training, and a schedule that ends too
-    late or too early, or rises again. ``groups`` are the ``param_groups`` of the optimizer. Of ``iters`` iterations,
-    ``begin`` are done; ``epoch`` is the number of an epoch, 0 in an iteration-based loop.
+    These are a rate above its base, a long warm-up, an end too late or too early, and a second rise. In an
+    iteration-based loop, a scheduler by epoch is one, too. ``groups`` are the ``param_groups`` of the optimizer. Of
+    ``iters`` iterations, ``begin`` are done. ``epoch`` is the length of an epoch in iterations, 0 without epochs.
     """
     rates = [each for each in schedulers if each.param_name == 'lr' and not getattr(each, 'need_val_args', False)]
     for name in [type(each).__name__ for each in rates if each.by_epoch and not epoch]:
@@ -126,7 +126,7 @@ def _warm_up(play: Play, schedulers: list) -> str:
 
 
 def _misfit(play: Play, scheduler: Any, schedulers: list) -> str:
-    """Describe a schedule that ends after the training, rises again within it, or ends long before."""
+    """Describe a schedule that ends before or after the training, or rises again within it; '' if it fits."""
     unit, each = ('epoch', play.epoch) if scheduler.by_epoch else ('iteration', 1)
     total, reach, end, name = play.iters // each, _reach(scheduler), scheduler.end, type(scheduler).__name__
     last, rate = play.rates[-1], f'{play.rates[-1].max():.3g}'
@@ -171,8 +171,8 @@ def _saves(hook: CheckpointHook, runner: Any) -> bool:
 def loop_errors(runner: Any, by_iteration: bool) -> Iterator[str]:
     """Describe settings of checkpoints, validations and hooks that have no effect in a train loop.
 
-    Examples are an epoch after the last one, a run without any checkpoint, and a setting by epoch in an iteration-based
-    loop.
+    Raises:
+        RunError: ``val_interval`` is not a positive integer.
     """
     loop, savers = runner.train_loop, [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
     unit, total = ('iteration', runner.max_iters) if by_iteration else ('epoch', runner.max_epochs)
@@ -205,12 +205,13 @@ def loop_errors(runner: Any, by_iteration: bool) -> Iterator[str]:
 class ScheduleCheckHook(Hook):
     """Play the learning rate schedule before the first step, and warn if it does not fit the training.
 
-    The schedulers themselves are played to the end of the training for each group of parameters, at the real batch
-    and, in a resumed run, from its position. The hook also warns in these cases:
+    Copies of the schedulers are played for each parameter group, in a resumed run from its position. The hook also
+    warns in these cases:
 
+    - a key of ``custom_keys`` without ``lr_mult`` that matches no parameter;
     - an iteration-based loop with gradient accumulation, because MMEngine counts iterations rather than updates;
     - a checkpoint that is already at the end of the training;
-    - a run without checkpoints, or without the validation that the config has;
+    - a run without checkpoints, or a hook or validation that would begin after the end;
     - an iteration-based loop with hooks that count epochs.
 
     Raises:

@@ -108,10 +108,10 @@ class StopHook(Hook):
     - In training, the current iteration is finished, or with gradient accumulation all iterations up to the next update
       of the weights. Then ``stopped.pth`` is written beside the other checkpoints, and named in ``last_checkpoint``.
       ``--resume`` continues from it, even in the middle of an epoch (:class:`ExactResumeHook`).
-    - In a validation, the checkpoint is saved at once. The resumed run begins with that validation.
+    - In a validation, the checkpoint is saved at once. With :class:`ExactResumeHook`, the resumed run validates first.
     - Epoch-based runs without :class:`ExactResumeHook`, and loops other than MMEngine's two, exit without saving.
     - The exit status is 128 + number of the signal: 143 after SIGTERM.
-    - An ignored SIGHUP (``nohup``) stays ignored, and handlers of other programs stay.
+    - An ignored SIGHUP (``nohup``) stays ignored, and handlers that other code has set stay.
 
     Args:
         save_on_sigterm (bool): Handle the signals. If False, they end the run at once.

@@ -17,7 +17,7 @@ class UnusedParametersHook(Hook):
 
     If an output norm of the backbone is among them, the neck does not use that feature map (``start_level=1``).
     ``DistributedDataParallel`` without ``find_unused_parameters`` would fail in iteration 2; this hook stops the run
-    before. In all other cases it warns.
+    before. In all other cases it warns. Other model wrappers are not checked.
 
     Raises:
         RunError: In distributed training without ``find_unused_parameters``, some parameter got no gradient.

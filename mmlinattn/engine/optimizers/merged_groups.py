@@ -26,10 +26,10 @@ def optimizer_class(kind: Any) -> Any:
 
 
 def can_be_fused(optimizer: dict, model: nn.Module) -> bool:
-    """Return True if ``fused=True`` may be added to an optimizer config for all parameters of a model.
+    """Return True if ``fused=True`` may be added to a config of AdamW, Adam or SGD for all parameters of a model.
 
-    The config may set neither ``fused`` nor an option that excludes it. Parameters have to be dense floating-point
-    tensors on a CPU or a CUDA device, because fused kernels read parameters, gradients and states in memory order.
+    The config may set neither ``fused`` nor an option that excludes it. Parameters and gradients have to be
+    dense floating-point tensors on a CPU or a CUDA device, because fused kernels read them in memory order.
     """
     if optimizer_class(optimizer.get('type')) not in _FUSED:
         return False
@@ -67,9 +67,8 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     With ``paramwise_cfg``, MMEngine makes a group for each parameter. A step then starts about eight kernels per
     parameter, and schedulers loop over all groups. Merged groups are in the order of their first parameters, so that
-    the logged ``lr`` does not change. AdamW, Adam and SGD of PyTorch get ``fused=True`` if all parameters allow it
-    (:func:`can_be_fused`) and the config sets neither ``fused`` nor ``foreach``. With MMEngine's
-    ``ZeroRedundancyOptimizer``, groups are not merged.
+    the logged ``lr`` does not change. AdamW, Adam and SGD of PyTorch get ``fused=True`` if :func:`can_be_fused` allows
+    it. With MMEngine's ``ZeroRedundancyOptimizer``, groups are not merged.
 
     As in timm, weights named by a ``no_weight_decay`` method of the model or of its parts do not decay: position tables
     and class tokens of this package's backbones. A custom key with a ``decay_mult`` overrides this.
@@ -130,7 +129,7 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             params[:] = self._merged(params, module)
 
     def adjust(self, params: list, model: nn.Module) -> None:
-        """Change settings of the groups of one parameter before they are merged, in subclasses."""
+        """Change the one-parameter groups in ``params`` before they are merged; subclasses override this method."""
 
     def _merged(self, params: list, model: nn.Module) -> list[dict]:
         names = {p: name for name, p in model.named_parameters()}

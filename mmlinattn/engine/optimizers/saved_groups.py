@@ -64,8 +64,8 @@ def fit_groups(groups: list[dict], saved: list[dict], order: list[str]) -> tuple
         tuple[list[dict], list[int]]: The groups to load, and for each the index of the saved group with its settings.
 
     Raises:
-        RunError: The state has other parameters, has other groups without names, or parameters of one group have
-            different saved settings.
+        RunError: The state has other parameters, or another number of groups without names. Or parameters of one group
+            have different saved settings.
     """
     named = {name for group in [*groups, *saved] for name in group.get('param_names', ())}
     order = [name for name in order if name in named]

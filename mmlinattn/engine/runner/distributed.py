@@ -79,8 +79,8 @@ def prepare_distributed(cfg: Config) -> None:
     MMEngine's own function needs CUDA, and the config gets the CPU model wrapper.
 
     Raises:
-        RunError: There are more processes than GPUs, an environment variable of the launcher is missing, or the model
-            wrapper of the config needs an accelerator.
+        RunError: There are more processes than GPUs. Without an accelerator: an environment variable of the launcher is
+            missing, or the model wrapper of the config needs an accelerator.
     """
     if cfg.launcher == 'none':
         return

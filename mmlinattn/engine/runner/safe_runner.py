@@ -64,13 +64,14 @@ class SafeRunner(Runner):
     - It builds ``CheckpointHook`` as :class:`SafeCheckpointHook`, ``EpochBasedTrainLoop`` as :class:`ResumedEpochLoop`.
     - From a loaded checkpoint it removes names of files outside this run. Otherwise MMEngine's CheckpointHook would
       delete the files named by ``best_ckpt`` and ``keep_ckpt_ids``.
-    - All processes start from the checkpoint of the first one, with equal weights.
+    - All processes start from the checkpoint of the first one.
     - A run resumed with another batch size goes on at the same epoch.
 
     The tools use this class for all configs without ``runner_type``.
 
     Raises:
         CheckpointError: A file cannot be loaded or resumed from. The message is one line with the name of the file.
+        RunError: Processes differ in checkpoint, weights, epoch or iteration.
     """
 
     _load_from: Optional[str]

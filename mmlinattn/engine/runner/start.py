@@ -22,10 +22,11 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
 
     A checkpoint belongs to the run if it is in the work dir, or in a folder of the same name (``out_dir`` of
     CheckpointHook). The path in ``last_checkpoint`` may be outdated, as after moving the work dir: of that file and
-    one of its name in the work dir, the newer one counts. Without ``last_checkpoint``, the result is None.
+    one of its name in the work dir, the newer one counts. An address (``s3://``) is returned unchecked. Without
+    ``last_checkpoint``, the result is None.
 
     Raises:
-        CheckpointError: The checkpoint does not exist, or belongs to another run.
+        CheckpointError: The checkpoint does not exist or belongs to another run, or ``last_checkpoint`` is no file.
     """
     pointer = osp.join(work_dir, 'last_checkpoint')
     if not osp.lexists(pointer):
@@ -61,10 +62,11 @@ def _restarted_from(work_dir: str, launches: list[Optional[str]]) -> Optional[st
 def agree_on_start(work_dir: str, load_from: Optional[str], resume: bool) -> tuple[Optional[str], bool]:
     """Return ``load_from`` and ``resume`` of the main process, in all processes.
 
-    If torchrun restarted processes on any machine, the run resumes from the last checkpoint since its first start.
+    A last checkpoint newer than the start of ``tools/launch.py`` comes first: torchrun has restarted the processes.
 
     Raises:
-        RunError: Some processes do not find the checkpoint, or another file in its place.
+        CheckpointError: As for :func:`find_latest_checkpoint`.
+        RunError: In some processes, the checkpoint is missing or has another size.
     """
     launches = all_gather_object(os.environ.get('MMLINATTN_LAUNCHED'))
     start: list[Any] = [None]
