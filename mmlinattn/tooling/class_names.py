@@ -35,11 +35,11 @@ def num_classes(cfg: Config) -> int:
 
 
 def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional[list[str]]:
-    """Return the class name of each label: from ``meta`` of the checkpoint, as MMEngine or MMCV 1.x (``CLASSES``) saves
-    it, the config of the test data set, or its class.
+    """Return the class name of each label, or None.
 
-    It is None if no names are known, or their number differs from that of the head. So it is in a config of own data
-    with ``CocoDataset``.
+    They come from ``meta`` of the checkpoint, as MMEngine or MMCV 1.x (``CLASSES``) saves it. Else they come from the
+    config of the test data set, or its class. They are None if unknown, or if their number differs from that of the
+    head, as for own data in a ``CocoDataset`` without ``metainfo``.
     """
     expected, data = num_classes(cfg), first_test_data(cfg)
     meta = checkpoint_meta if isinstance(checkpoint_meta, dict) else {}

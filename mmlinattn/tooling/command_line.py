@@ -289,11 +289,7 @@ def world_error(error: BaseException) -> str:
 
 
 def _building_message(error: BaseException, building: list, runner: Any) -> str:
-    """Describe an error of any type in the set-up of a run, with a remedy if one is known.
-
-    ``building`` are the frames of MMEngine's builders in its traceback: the class under construction is named. Without
-    them, the object that raised in the run of ``runner`` is.
-    """
+    """Describe an error in the set-up of a run; ``building`` are the frames of MMEngine's builders in its traceback."""
     innermost = [kind for kind in (frame.f_locals.get('obj_cls') for frame in building) if kind is not None][-1:]
     text = ': '.join([*(getattr(kind, '__name__', str(kind)) for kind in innermost), described(error)])
     if runner is not None and not building:
@@ -357,7 +353,8 @@ def setup_errors(config: str, whole: bool = True, work_dir: Optional[str] = None
         config (str): The config file, for messages.
         whole (bool): Convert all errors. If False, only errors while MMEngine builds something, errors in
             :data:`ADVICE`, errors of :func:`world_error`, and ValueErrors of this package are converted.
-        work_dir (str, optional): Folder of a training; its last checkpoint is named if the world is at fault.
+        work_dir (str, optional): Folder of a training. Errors of :func:`world_error`, and a notice before unchanged
+            errors, name its last checkpoint.
         runner (ToolRunner, optional): Convert all errors until its first iteration is done.
 
     Raises:

@@ -176,8 +176,8 @@ def adapt_inherited_classes(cfg: Config) -> None:
 def set_data_root(cfg: Config, root: str) -> None:
     """Change the root folder of all data sets of a config, and of the annotation files of its evaluators.
 
-    Absolute paths below the old root are moved too. A file missing at its new path is replaced by a file of the same
-    name in the new root. If only some data sets have a ``data_root``, the others keep their paths.
+    Absolute paths below the old root are moved too. A missing ``ann_file`` at another absolute path is taken from the
+    new root, if it is there. If only some data sets have a ``data_root``, the others keep their paths.
     """
     datasets = [dataset for loader in LOADERS for _, dataset in dataset_configs(cfg, loader)]
     rooted = [dataset for dataset in datasets if 'data_root' in dataset]

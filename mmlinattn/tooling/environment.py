@@ -304,8 +304,10 @@ def lacking_on_gpu() -> str:
 
 
 def check(modules=WHOLE) -> list:
-    """Return one line for every module that does not work, in the order of repair, and after several of them one with
-    the command that repairs all."""
+    """Return one line for every module that does not work, in the order of repair.
+
+    After several of them, a line has the command that repairs all. The last one reports operators that fail on the GPU.
+    """
     order = {name: place for place, module in reversed([*enumerate(WHOLE)]) for name in (module, module.split('.')[0])}
     problems: list = _of_versions() if modules is WHOLE else []
     for module in modules:

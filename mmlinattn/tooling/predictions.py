@@ -196,8 +196,7 @@ class PredictionWriter:
 
 
 def _names(paths: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return image files by their whole paths, and by their names; these include the folders below the common one if
-    images in several folders have the same name."""
+    """Return image files by their whole paths, and by their names, with folders if names repeat."""
     full = [osp.abspath(path) if '://' not in path else path for path in paths]
     names = [osp.basename(path) for path in full]
     if len(set(names)) < len(set(full)):

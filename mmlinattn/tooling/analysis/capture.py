@@ -204,12 +204,8 @@ def _by_window(inputs: dict, number: int) -> Iterator[dict]:
 
 
 def _token_layout(attention: Any, x: Tensor, calls: list[dict]) -> tuple[tuple, tuple, list]:
-    """Find height and width of the feature maps of queries and keys, and the positions of both in each mixer call, as
-    in :class:`Window`.
-
-    ``x`` is the input of the attention, (1, H, W, C), or (1, N, C) with class tokens; ``calls`` are the arguments of
-    its mixers.
-    """
+    """Find the sizes of the feature maps of queries and keys, and their positions in each mixer call, as in
+    :class:`Window`. ``x`` is the input of the attention: (1, H, W, C), or (1, N, C) with class tokens."""
     grid, key_grid = calls[0]['grid'], calls[0]['key_grid']
     size = (x.shape[1], x.shape[2]) if x.dim() == 4 else (grid[0], grid[1])
     index = torch.arange(size[0] * size[1], device=x.device).view(1, *size, 1) - PADDING  # partitions pad with 0

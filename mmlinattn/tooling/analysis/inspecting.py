@@ -196,7 +196,7 @@ def ranks(matrix: Tensor) -> dict[str, list[float]]:
     - ``above_1_percent``: number of singular values above 1 % of the largest.
     - ``effective``: exponential of the entropy of the normalised singular values (Roy & Vetterli 2007), from 1 to
       ``at_most``; 0 for a zero matrix.
-    - ``at_most``: the smaller side of the matrix.
+    - ``at_most``: the smaller side of the matrix, one number for all heads.
     """
     matrix = matrix.double()
     matrix = matrix if matrix.shape[-1] <= matrix.shape[-2] else matrix.mT

@@ -162,11 +162,7 @@ def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows:
 
 
 def _index(rows: Rows, num_tokens: int) -> Tensor:
-    """Return ``rows``, or the indices of all tokens, as a tensor.
-
-    Raises:
-        ValueError: They are no indices of tokens.
-    """
+    """Return ``rows``, or the indices of all tokens, as a tensor."""
     index = torch.arange(num_tokens) if rows is None else torch.as_tensor(rows)
     if index.numel():
         is_integer = index.dim() == 1 and not index.is_floating_point() and index.dtype != torch.bool

@@ -184,7 +184,7 @@ def _check_coder(coder: Any) -> None:
 class Candidates(nn.Module):
     """Select and decode the best anchors or points in each level of a dense head.
 
-    Shape: head outputs of all levels and the image size -> boxes (B, N, 4), scores (B, N) with 0 below the threshold,
+    Shape: feature maps, image size and score threshold -> boxes (B, N, 4), scores (B, N) with 0 up to the threshold,
     labels (B, N), levels (N).
     """
 

@@ -155,7 +155,7 @@ def decision(head: Any) -> dict:
     """Return the activation of a head's logits, and how scores decide.
 
     With softmax, the label is the largest score. With sigmoid, labels are all classes above ``threshold``, or the
-    ``topk`` largest. Above it, one output channel means the second class.
+    ``topk`` largest. For one output channel, a score above it means the second class.
     """
     if getattr(head, 'out_channels', None) == 1 and hasattr(head, 'threshold'):
         return dict(activation='sigmoid', threshold=head.threshold)
@@ -197,7 +197,8 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
     """Return metadata that applications need to run the graph, as a dict that JSON can store.
 
     These may be None: ``input_range`` of pixels if it depends on the image file, ``channel_order`` unless there are
-    three, ``classes`` without names. ``windows`` (``crop_size``, ``stride``) are those that a segmentor is tested in.
+    three channels, ``classes`` without names. ``windows`` (``crop_size``, ``stride``) are those that a segmentor is
+    tested in, or None.
     """
     from ... import __version__
 
@@ -244,9 +245,9 @@ def deviation(outputs, expected) -> float:
 def detection_deviation(outputs, expected) -> float:
     """Return the 0.9 quantile of the deviations between expected detections and their nearest output detections.
 
-    A deviation is the largest of three: of a corner in image sides, of a score relative to the best score, and of a
-    mask probability. Rounding may exchange or drop detections with nearly equal scores or overlaps; the quantile
-    ignores these.
+    A deviation is the largest of three: corner / largest expected coordinate, score / best score, mask probability.
+    Rounding may exchange or drop detections with nearly equal scores or overlaps; the quantile ignores these. Different
+    shapes give infinity.
     """
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
         return math.inf

@@ -41,8 +41,8 @@ def read_boxes(data: Data) -> OwnData:
     """Read the objects of a data set.
 
     Raises:
-        RunError: There are no images or objects, a file cannot be read, or labels have two readings; one line that
-            names the file, and the option that decides.
+        RunError: There are no images or objects, a file cannot be read, or the box format is unclear. The message names
+            the file and the option that decides.
     """
     data.need_images()
     readers = _readers(data)
@@ -113,8 +113,8 @@ def _readers(data: Data) -> list[Reader]:
 def _settle(reader: Reader) -> None:
     """Set all boxes of a reader to left, top, right, bottom in pixels, and note the meaning of the numbers.
 
-    A reading is wrong where boxes have negative sides or pass the edge of their image. It is taken if the format or
-    ``--boxes`` says it and no other fits better, or if it is the only one that fits; else the data is refused.
+    A reading is wrong where boxes have negative sides or pass the edge of their image. ``--boxes`` decides, else the
+    format unless another reading fits better, else the only one that fits. Otherwise a RunError is raised.
     """
     options = reader.data.options
     raw = [(photo, item) for photo in reader.photos for item in photo.objects if item.is_raw]

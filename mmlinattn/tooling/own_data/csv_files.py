@@ -62,7 +62,7 @@ class Table:
 
     @property
     def has_classes(self) -> bool:
-        """True for a column of classes, or for a column of 0 and 1 for each class."""
+        """True for a column of classes, a single unknown column without fractions, or columns of 0 and 1."""
         others = self.unused()
         flags = [row[self.column(name)] for row in self.rows for name in others]
         are_flags = bool(flags) and all(re.fullmatch(r'[01](\.0*)?', cell) for cell in flags)
@@ -134,7 +134,7 @@ class BoxTable(Reader):
     """Tables with a box in each row, as written by TensorFlow, keras-retinanet, Kaggle, Open Images and others."""
 
     def images(self, sources: list[Source]) -> list[Photo]:
-        """Read all tables; refuse tables with other columns of boxes, or without header and names."""
+        """Read all tables; refuse different box columns, and tables without header, class list and ``--boxes``."""
         tables = [source.content for source in sources]
         names = _plain_names(self.data) if any(table.is_plain for table in tables) else None
         if tables[0].is_plain and not names and not self.data.options.boxes:

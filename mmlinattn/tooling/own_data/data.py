@@ -84,11 +84,11 @@ def container(path: Path) -> str:
 
 
 class Data:
-    """Files below a folder. Links are followed, except for loops; hidden folders and those of macOS are skipped.
+    """Files below a folder. Links are followed, except for loops; hidden names and ``__MACOSX`` are skipped.
 
     Args:
-        path: Folder, or a label file in it.
-        options: Arguments of the command line.
+        path: Folder, or a label file in it, which stands for ``--labels``.
+        options: Arguments of the command line; a path that does not exist raises a RunError.
     """
 
     def __init__(self, path: Path, options: Optional[ConfigArgs] = None):
@@ -154,13 +154,13 @@ class Data:
 
     @property
     def unread(self) -> str:
-        """Numbers of images by suffix that is not read, and the first, as text."""
+        """Counts of unreadable images by suffix, and the first such file, as text."""
         counts = Counter(path.suffix.lower() for path in self.no_images)
         first = f', as {self.name(self.no_images[0])}' if self.no_images else ''
         return some(f'{count} of {suffix}' for suffix, count in counts.items()) + first
 
     def need_images(self) -> None:
-        """Raise an error without images: it names the files that are there."""
+        """Raise a RunError if there are no images; it names other files that were found."""
         there = [f'{container(path)} ({self.name(path)})' for path in self.containers[:1]]
         there += [self.unread] if self.unread else []
         found = f', but {some(there)}: unpack or convert them to PNG or JPEG' if there else ''
@@ -168,7 +168,8 @@ class Data:
             raise self.error(f': no image in it{found}.')
 
     def agreed(self, found: dict[Path, _T], kept: str) -> Optional[_T]:
-        """Return the content in which some files agree, None without files; ``kept`` is the remedy if they differ."""
+        """Return the content that all files share, or None without files. A difference raises a RunError that ends with
+        ``kept``: the subject and the remedy."""
         for path, content in found.items():
             first = next(iter(found))
             if content != found[first]:
@@ -177,9 +178,10 @@ class Data:
         return next(iter(found.values()), None)
 
     def names(self, *files: str) -> Optional[list[str]]:
-        """Return class names: those of ``--classes``, or of the only file of one of the names or suffixes, or None.
+        """Return class names: those of ``--classes``, or of the files with one of the names or suffixes, or None.
 
         Each line has a name, perhaps after its number from 0. In CVAT's ``labelmap.txt`` a name ends at the colon.
+        Elsewhere empty lines and comments raise a RunError, as do files that differ.
         """
         if self.options.classes:
             return list(map(composed, self.options.classes))
@@ -202,7 +204,7 @@ class Data:
 
     @cached_property
     def settings(self) -> tuple[Optional[Path], dict]:
-        """The YAML file with ``names`` or that of darknet's lists, and its content."""
+        """YAML file with ``names``, else darknet's ``.data`` file, and its content; (None, {}) without both."""
         found: dict[Path, dict] = {}
         for path in [path for path in self.files if path.suffix.lower() in ('.yaml', '.yml')]:
             try:  # names are texts: YAML would read yes, no, on and 1.0 otherwise

@@ -20,10 +20,7 @@ _LONGER_SIDE = 640
 
 
 def _chosen(examples: list) -> list:
-    """Return six images: the two fullest, that of the smallest object, and others spread over the data set.
-
-    Of a data set with one class per image: one of each class first.
-    """
+    """Return six images: one of each class, or with most and smallest objects, then others spread over the data set."""
     first = {example.label: i for i, example in reversed(list(enumerate(examples)))}
     chosen = sorted(first.values()) if len(first) > 1 else []
     areas = {i: min(map(_area, example.objects)) for i, example in enumerate(examples) if example.objects}

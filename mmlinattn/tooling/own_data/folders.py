@@ -25,7 +25,7 @@ def read_classes(data: Data) -> OwnData:
     a class.
 
     Raises:
-        RunError: There are fewer than two classes, a class occurs only in val, or tables and folders differ.
+        RunError: There are fewer than two classes, train lacks one, labels are numbers, or tables and folders differ.
     """
     data.need_images()
     kind, items, notes = _claim(data, recognise_all(data))
@@ -63,7 +63,7 @@ def _refuse_numbers(data: Data, labels: list[str]) -> None:
 
 
 def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Photo], list[str]]:
-    """Return the only claim: format, images and notes."""
+    """Read CSV files, else class folders, and return the format, images and notes."""
     tables = _tables(kinds)
     chosen, notes = data.options.labels, list[str]()
     labelled = [{path for row in t.rows for path in data.pictures.named(row[t.image])} for t in tables]
@@ -99,10 +99,7 @@ def _tables(kinds: dict[str, list[Source]]) -> list[Table]:
 
 
 def _joined(items: list[Photo], folders: list[Photo], table: str) -> tuple[str, list[Photo]]:
-    """Return the images of a table, and those of class folders if both are of different splits.
-
-    Class folders that differ from the classes of the table, or have more images, raise an error.
-    """
+    """Return the images of a table, and those of class folders if both are of different splits."""
     classes = {item.path: item.label for item in items}
     splits = [{item.split for item in found} for found in (items, folders)]
     rest = {item.path for item in folders} - classes.keys()

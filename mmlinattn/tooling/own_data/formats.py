@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Table of the formats of label files: how each is recognised by its content, its reader, or the remedy."""
+"""Table of the formats of label files: a test of the content, and the reader or a remedy."""
 
 import itertools
 import json
@@ -46,7 +46,7 @@ _LISTS = ('.yaml', '.yml', '.names', '.labels', '.data')
 
 
 class Format(NamedTuple):
-    """Format of label files. It may have several rows."""
+    """Format of label files; several rows of the tables below may share its name."""
 
     name: str
     matches: Callable[[Any], object]  # of parsed JSON (_Json), the root of XML, a table, or a line
@@ -60,7 +60,7 @@ def _first(value: Any) -> dict:
 
 
 class _Json:
-    """Parsed JSON, its keys, its first entry, the first label of that entry and the first annotation of COCO."""
+    """Parsed JSON, its keys, and its first entries."""
 
     def __init__(self, content: Any):
         self.is_list, self.top = isinstance(content, list), content if isinstance(content, dict) else {}
@@ -139,7 +139,7 @@ READERS = {name: use for name, use in FORMATS.items() if not isinstance(use, str
 
 
 def recognise(path: Path) -> Source:
-    """Return the format of a label file by its content; the kind is :data:`UNKNOWN` if it is none of the known."""
+    """Return a label file with its format by content, or :data:`UNKNOWN`; broken JSON or annotation XML is an error."""
     suffix, content = path.suffix.lower(), None
     if container(path):
         return Source(path, container(path))
@@ -178,7 +178,8 @@ def _kind(formats: list[Format], content: Any) -> str:
 def recognise_all(data: Data) -> dict[str, list[Source]]:
     """Return the label files of a data set by format.
 
-    Empty text files and those with other lines count as labels if they lie beside labels of an image.
+    Text files with the name of an image take the most frequent format of such files in their folder. If all files
+    there are empty, it is that of the data set.
     """
     found: dict[str, list[Source]] = {}
     texts: dict[Path, list[Source]] = {}
@@ -212,7 +213,7 @@ def described_kind(data: Data, source: Source, task: str) -> str:
 
 
 def refusal(data: Data, kinds: dict[str, list[Source]], task: str) -> RunError:
-    """Return the error for data without a claim: it names a file that was found and its format, and a remedy."""
+    """Return the error for data without usable labels: it names a file that was found, its format and a remedy."""
     remedy, takes = _TASKS[task]
     unread = f'; images of a kind that is not read: {data.unread}' if data.unread else ''
     if task == 'segmentation' and unread:

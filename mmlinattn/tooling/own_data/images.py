@@ -87,7 +87,7 @@ def file_notes(paths: Iterable[Path], are_drawn_on: bool = False) -> list[str]:
 
 
 class ImageFormat(NamedTuple):
-    """Median size and channels of images; mean and std, or None if the images use ImageNet's."""
+    """Median width and height in pixels, and channels; mean and std (colours as BGR), or None for ImageNet's."""
 
     width: int
     height: int
@@ -98,9 +98,12 @@ class ImageFormat(NamedTuple):
 
 
 def image_format(paths: list[Path], channels: Optional[int] = None) -> ImageFormat:
-    """Infer the image format from a sample; images that differ in ``channels`` or dtype raise an error.
+    """Infer the image format from a sample.
 
-    8-bit images, also grey ones, are read as RGB, to fit the released weights, unless ``channels`` says others.
+    8-bit images, grey, RGB or both, are read as RGB to fit the released weights, unless ``channels`` is not 3.
+
+    Raises:
+        RunError: Other images differ in channels or dtype, or from ``channels``; or a file is unreadable or not finite.
     """
     found = []
     for path in paths[:: -(-len(paths) // _NUM_READ)]:

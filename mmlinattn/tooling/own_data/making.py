@@ -42,7 +42,8 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
         tuple[list[str], SmokeResult]: Notes for the user, and the result of the training step.
 
     Raises:
-        RunError: The data does not fit the task or has errors, or no config for the task has the backbone.
+        RunError: The data does not fit the task or has errors, no config has the backbone, or ``args.out`` lies in the
+            data or was edited.
     """
     if not args.data.exists():
         raise RunError(f'DATA {str(args.data)!r}: no such folder.')
@@ -113,8 +114,7 @@ def _base(args: ConfigArgs, data: OwnData) -> str:
 
 
 def _durations(args: ConfigArgs, values: dict, data: OwnData, trial: Optional[SmokeResult]) -> list[str]:
-    """Return a line with the measured time of a step and an estimate for the whole training; empty without
-    measurement."""
+    """Return a line with the measured time of a step and an estimate for the whole training."""
     if trial is None:
         return []
     height, width = trial.size

@@ -67,7 +67,10 @@ def read_mask(path: Path, coloured: bool = False) -> tuple[np.ndarray, bool]:
 
 
 def scan(masks: list[Path]) -> ValueCounts:
-    """Collect the values of all masks: colours if the palettes of two files differ, and indices otherwise."""
+    """Collect the values of all masks: colours if a file has RGB colours or two palettes differ, else numbers.
+
+    More than 256 values raise a RunError.
+    """
     palettes: dict[int, bytes] = {}
     coloured, is_indexed = False, True
     for path in masks:
@@ -121,9 +124,10 @@ class _Masks(NamedTuple):
 def interpret(
     data: Data, image: Path, mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
-    """Return the class names, and a table from all values to labels; extend the notes.
+    """Return the class names, and a table from values to labels; extend the notes.
 
-    ``image`` and ``mask`` are the first of the data set, whose class names are in the order of the values.
+    ``image`` and ``mask`` are the first of the data set. Values missing in the table are ignored. Unclear values raise
+    a RunError.
     """
     values, listed = sorted(seen.pixels), read_values(data)
     greys = {i: listed[_IS_COLOUR + i * _GREY] for i in range(256) if _IS_COLOUR + i * _GREY in listed}
@@ -234,9 +238,9 @@ def read_values(data: Data) -> dict[int, str]:
 
 
 def read_indices(values: list[int], names: Optional[list[str]], is_indexed: bool = False) -> _Reading:
-    """Read numbers that are the labels, the classes in their order, or a background and a foreground.
+    """Interpret ascending numbers as labels, as ranks of the classes, or as background and foreground.
 
-    The values are ascending, and with ``is_indexed`` the indices of classes, with or without gaps.
+    Without names, gaps need ``is_indexed``. Numbers that do not fit the ``names`` raise a RunError.
     """
     labels, same = [value for value in values if value != IGNORED], dict(zip(values, values))
     listed = some(map(str, values))

@@ -47,7 +47,8 @@ def _place(photo: Photo) -> _Place:
 def read_masks(data: Data, remapped: Path) -> OwnData:
     """Read images and their segmentation masks.
 
-    If pixel values are not the labels 0, 1, ..., copies of the masks with such labels are written to ``remapped``.
+    If MMSegmentation would not read the labels 0, 1, ... from the masks, copies with such labels are written to
+    ``remapped``.
 
     Raises:
         RunError: There are no masks, they do not match their images, or the meaning of their values is unclear.
@@ -93,9 +94,6 @@ def _all_pairs(data: Data) -> list[Photo]:
 
     The folders of both are equal except for generic words (images, masks, labels). The name of the mask begins with
     that of the image.
-
-    Raises:
-        RunError: No mask has an image, a mask has several images, an image has several masks, or sizes differ.
     """
     images, masks = _keys(data)
     named: dict[tuple, list[Path]] = {}

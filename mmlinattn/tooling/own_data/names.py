@@ -26,12 +26,12 @@ _JOINED = re.compile(r'(train|val|test)(annot|annotations?|labels?|masks?|images
 
 
 def plain(name: str) -> str:
-    """Return the small letters and digits of a field's name."""
+    """Return the ASCII letters and digits of a field's name in lower case."""
     return re.sub('[^a-z0-9]', '', name.lower())
 
 
 def _words(name: str) -> list[str]:
-    """Return the words of a name in small letters: ``'TrainData_v2'`` has train and data, ``'val2017'`` val and 2017.
+    """Return the words of a name in small letters: ``'TrainData_v2'`` has train, data, v2, ``'val2017'`` val, 2017.
 
     A word with a number is one word (``v2``, ``oidv6``), unless it names a split or a kind of content (``images2``).
     """

@@ -60,7 +60,11 @@ class Photo(NamedTuple):
 
 
 def flags_of(attributes: dict[str, Any]) -> frozenset:
-    """Return the names of attributes with a value other than empty, 0, false or 'Unspecified'."""
+    """Return the flags of attributes that are set, not empty, 0, -1, false, no, none or 'Unspecified'.
+
+    Raises:
+        ValueError: A flag of :data:`IGNORED` is neither 0 nor 1.
+    """
     found = set()
     for key, value in attributes.items():
         flag = _ATTRIBUTES.get(str(key).lower(), str(key).lower())
@@ -78,7 +82,10 @@ def _is_set(value: Any) -> bool:
 
 
 def from_points(name: str, parts: list, flags: Iterable[str] = (), is_polygon: bool = True) -> Object:
-    """Return an object made of polygons, each ``(N, 2)`` in pixels."""
+    """Return an object with the polygons ``parts``, each ``(N, 2)`` in pixels, and the box around them.
+
+    Without ``is_polygon`` it has the box alone. Missing points and NaN raise a ValueError.
+    """
     points = np.concatenate([np.reshape(np.asarray(part, float), (-1, 2)) for part in parts])
     if not len(points) or not np.isfinite(points).all():
         raise ValueError('a point that is no number')
@@ -88,7 +95,7 @@ def from_points(name: str, parts: list, flags: Iterable[str] = (), is_polygon: b
 
 
 def corners(box: tuple, degrees: float = 0.0, pivot: Optional[tuple] = None) -> np.ndarray:
-    """Return the corners ``(4, 2)`` of a box rotated clockwise around its centre, or around ``pivot``."""
+    """Return corners ``(4, 2)`` of a box (left, top, right, bottom) turned clockwise around ``pivot`` or its centre."""
     left, top, right, bottom = box
     points = np.array([(left, top), (right, top), (right, bottom), (left, bottom)], float)
     return _rotated(points, degrees, np.array(pivot or ((left + right) / 2, (top + bottom) / 2)))
@@ -154,7 +161,7 @@ class Reader:
         raise NotImplementedError
 
     def listed(self, found: set[str]) -> Optional[list[str]]:
-        """Return the class names in the order of a list file, or of the label files with others that occur."""
+        """Return class names of ``--classes`` or a list file, else of the label files and others ``found``, or None."""
         listed, given = self.data.names(*self.lists), {*self.classes}  # perhaps one name in two forms of Unicode
         own = [composed(name) for name in self.classes if name == composed(name) or composed(name) not in given]
         return [*own, *sort_names(found - {*own})] if listed is None and own else listed
@@ -193,7 +200,7 @@ class Reader:
         return photos
 
     def photo(self, path: Path, picture: Path, entry: Entry) -> Photo:
-        """Return an image with its objects, after comparing its size with that of the file, if neither None nor 0."""
+        """Return an image with its objects; raise a RunError if it has another size than the label file says."""
         size = image_size(picture)
         try:
             expected = tuple(int(float(side or 0)) for side in entry.size)
@@ -241,9 +248,9 @@ def sort_names(names: Iterable[str]) -> list[str]:
 
 
 def name_table(found: set[str], listed: Optional[list[str]]) -> tuple[list[str], dict[str, str]]:
-    """Return the class names in the order of the labels, and the name of each label that occurs.
+    """Return the class names in the order of the labels, and the name of each label in ``found``.
 
-    Labels that are not in the user's list may be their numbers from 0.
+    If a label is missing from ``listed``, all have to be numbers of its names, from 0. Others raise a RunError.
     """
     listed = listed or sort_names(found)
     if found <= set(listed):

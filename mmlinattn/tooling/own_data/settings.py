@@ -61,7 +61,10 @@ def _fitted(node: Any, data: OwnData) -> Any:
 def config_values(
     args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config, stem: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of the new config by name, and notes on them for the user."""
+    """Return the settings of the new config by name, and notes on them for the user.
+
+    ``cfg`` is the inherited config, ``stem`` its name without suffix.
+    """
     whole, notes = cfg.to_dict(), list[str]()
     values: dict[str, Any] = dict(data_root=f'{_portable(args, args.root).rstrip("/")}/')
     values['metainfo'] = dict(classes=tuple(data.classes))
@@ -143,11 +146,7 @@ def _weights(
 
 
 def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
-    """Raise a detector's limits of boxes to its densest image.
-
-    Returns:
-        int: The largest number of boxes that the detector returns for an image.
-    """
+    """Raise a detector's limit of boxes per image to 1.5 times the objects of the densest image, and return it."""
     test = model.get('test_cfg') or {}
     limits = test.get('rcnn', test)
     most = limits.get('max_per_img', 0)

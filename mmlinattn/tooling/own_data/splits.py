@@ -27,7 +27,8 @@ def divide(
 ) -> tuple[dict[str, list[Photo]], list[str]]:
     """Group images by split.
 
-    If there is no val, test is used as val. If both are missing, about a fifth of train is drawn as val.
+    A single split of any name is train. Without val, a labelled test takes its place, else about a fifth of train is
+    drawn. A test without labels is left out.
 
     Args:
         data: The data set.
@@ -38,6 +39,9 @@ def divide(
 
     Returns:
         tuple: Images by split, and notes for the user, first the source of the splits.
+
+    Raises:
+        RunError: Sources of splits contradict each other, or train or val has too few images or no labels.
     """
     for item in items:
         check_whole(item.path)
@@ -109,7 +113,7 @@ def _splits_of(data: Data, items: list[Photo], task: str, by_folder: bool) -> tu
 
 
 def _filled(items: list[Photo], listed: dict[Path, str], folders: list[Optional[str]]) -> list[Optional[str]]:
-    """Return the split of each image; others are of the split of their folder, or of train, if no list is of it."""
+    """Return the split of each image by the lists, else by its folder, else train; None if a list has that split."""
     known = {*listed.values()}
     rest = [folder or 'train' for folder in folders]
     return [listed.get(item.path, None if own in known else own) for item, own in zip(items, rest)]
@@ -186,7 +190,7 @@ def _of_settings(data: Data, items: list[Photo], task: str) -> Optional[_Listed]
 
 
 def _of_numbers(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
-    """Read those of CUB-200: ``train_test_split.txt`` has 1 for train, ``images.txt`` the paths."""
+    """Read the splits of CUB-200: ``train_test_split.txt`` has 1 for train, ``images.txt`` the paths."""
     path = next((path for path in data.files if path.name == 'train_test_split.txt'), None)
     if not path or not path.with_name('images.txt').exists():
         return None

@@ -55,7 +55,7 @@ class Yolo(Reader):
         return named or listed
 
     def _background(self, photos: list[Photo]) -> list[Photo]:
-        """Return the images without text file beside images with one; masks are none."""
+        """Return the images without text file beside images with one, except masks."""
         key, owned = self.data.pictures.key, {photo.path for photo in photos}
         folders, keys = {path.parent for path in owned}, {key(photo.file) for photo in photos}
         found = [p for p in self.data.images if p in owned or p.parent in folders or key(p) in keys]
@@ -101,7 +101,7 @@ def _as_rotated(item: Object) -> Object:
 
 
 def _have_points(rows: list[list[float]]) -> bool:
-    """Return True if all lines have a box, and as many points in it, or two further numbers (a score and a track)."""
+    """Return True if all lines are boxes with equally many points inside, or with two more numbers (score, track)."""
     if len({len(row) for row in rows}) != 1:
         return False
     table = np.array(rows)

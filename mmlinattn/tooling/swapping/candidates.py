@@ -28,8 +28,10 @@ class Candidate(NamedTuple):
 
 
 def candidates(network: dict, measured: Measured, new: ZooBackbone, task: str) -> list[Candidate]:
-    """Return the configs to try, in order, with necks and heads adapted to the new backbone's feature maps; none if
-    upstream's feature maps have no stride."""
+    """Return the configs to try, in order, with necks and heads adapted to the new backbone's feature maps.
+
+    The list is empty for detectors and segmentors with a feature map without stride.
+    """
     old = measured.maps
     if task == 'mmpretrain':
         return _for_classifiers(network, measured, new)
@@ -77,8 +79,7 @@ def _without_pyramid_neck(network: dict, measured: Measured, new: ZooBackbone) -
 
 
 def _for_plain(network: dict, measured: Measured, new: ZooBackbone) -> Candidate:
-    """Return the candidate for a plain backbone, with all blocks at stride 16: for feature maps of stride 16 as many
-    outputs of blocks, for FPN from stride 4 ``SimpleFeaturePyramid``, for others ``MapAdapter``."""
+    """Return the candidate for a plain backbone, with all blocks at stride 16."""
     old, (single,), neck = measured.maps, new.stages, network.get('neck')
     if all(out.stride == single.stride for out in old):
         several = new._replace(stages=new.stages * len(old))
@@ -108,8 +109,7 @@ def _wired(network: dict, old: list[FeatureMap], size: tuple[int, int], new: Zoo
 def _behind(
     necks: list, old: list[FeatureMap], made: list, new: list[FeatureMap], size: tuple[int, int]
 ) -> Optional[Wiring]:
-    """Return the wiring of the heads: outputs of ``necks`` for ``old``, and of the rewritten ``made`` for ``new``; None
-    if the necks fail on noise."""
+    """Return the wiring of the heads behind the rewritten necks ``made``; None if the necks fail on noise."""
     before, after = run_necks(necks, old, size), run_necks(made, new, size)
     return Wiring(before, after) if before and after and len(before) == len(after) else None
 
@@ -165,8 +165,8 @@ def _for_classifiers(network: dict, measured: Measured, backbone: ZooBackbone) -
 
 
 def _with_linear_head(wired: Candidate, head: dict, of_backbone: Optional[int], new: ZooBackbone) -> list[Candidate]:
-    """Return a candidate, and a second one with a linear classifier on the last feature map and the loss of ``head``;
-    the second alone for upstream backbones that classify themselves (LeNet, VGG), with ``of_backbone`` classes."""
+    """Return a candidate, and one with a linear classifier on the last feature map. The latter alone is for upstream
+    backbones that classify themselves (LeNet, VGG), with ``of_backbone`` classes."""
     classes = head.get('num_classes') or of_backbone
     if not classes:
         return [wired]

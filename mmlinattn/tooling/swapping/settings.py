@@ -47,8 +47,8 @@ def check_pipelines(cfg: Config) -> None:
 def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tuple[dict, list[str]]:
     """Return the settings of the written config beside its model, and notes for the user.
 
-    The settings are imports, and unless ``keep_optimizer``: optimizer, batch size of its rate, and schedules with
-    absolute learning rates scaled.
+    The settings are imports, and ``load_from=None`` if upstream loads a model. Without ``keep_optimizer`` they also are
+    the optimizer, the batch size of its rate, and schedules with absolute learning rates scaled.
     """
     cfg = source.cfg.to_dict()
     imports = (cfg.get('custom_imports') or {}).get('imports', [])

@@ -40,7 +40,7 @@ def smoke_test(
     """Build a network without its pretrained weights, train it for one step, and predict.
 
     Dummy images have ``size`` (height, width); ``batches`` of a training and of a test loader replace them. The
-    optimizer is SGD by default. It gets ``bypass_duplicate`` if modules of the network share parameters.
+    optimizer is SGD by default. If modules share parameters, ``optim_wrapper`` gets ``bypass_duplicate`` in place.
     """
     init_default_scope(source.task)
     run = MessageHub.get_current_instance()

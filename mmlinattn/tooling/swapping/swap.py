@@ -87,7 +87,7 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
 
 
 def _kept(given: dict, num_stages: int) -> dict:
-    """Return the settings of a backbone for memory, and of one of ours for freezing, which the new one takes over."""
+    """Return the settings of memory, and of freezing in our backbones, that the new backbone takes over."""
     kind = MODELS.get(bare_name(given.get('type')))
     kept: dict = dict(with_cp=True) if given.get('with_cp') is True else {}
     if isinstance(kind, type) and issubclass(kind, Backbone):

@@ -116,9 +116,7 @@ class Wiring:
         return out
 
     def _channels(self, value: Any, index: Any, is_read: bool) -> Any:
-        """Return the channels of the new feature maps in place of ``value``, upstream's channels as a number or a list,
-        and other values unchanged. ``index`` is the ``in_index`` beside ``value``; a number without it counts only if
-        ``is_read``."""
+        """Return the new channels in place of upstream's; a number without ``in_index`` counts only if ``is_read``."""
         if isinstance(value, (list, tuple)):
             runs = [range(first, first + len(value)) for first in range(self.count - len(value), -1, -1)]
             runs.append(range(self.count)[::-1])

@@ -22,7 +22,7 @@ _OF_THE_TASK = ('out_indices', 'out_norm', 'out_type', 'frozen_stages', 'init_cf
 
 
 class FeatureMap(NamedTuple):
-    """Number of channels and stride of a backbone's output. Vectors (B, C) have ``stride`` None."""
+    """Channels and stride of a backbone's output. Vectors (B, C) and tokens (B, N, C) have ``stride`` None."""
 
     channels: int
     stride: Optional[int]
