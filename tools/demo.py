@@ -341,7 +341,8 @@ def run_images(predictor: Predictor, pictures: list, errors: list[str]) -> None:
 
 
 def run_video(predictor: Predictor, source: str) -> None:
-    """Predict the frames of a video, stream or webcam until its end, q or Ctrl-C. Frames written so far are kept."""
+    """Predict the frames of a video, stream or webcam until its end, q or Ctrl-C. Frames and predictions up to there
+    are written."""
     args, writer, count = predictor.args, None, 0
     video = open_video(source)
     fps = video.get(cv2.CAP_PROP_FPS)
@@ -369,11 +370,12 @@ def run_video(predictor: Predictor, source: str) -> None:
     finally:
         if writer is not None:
             writer.release()
+        if count:
+            predictor.finish()
     if not count:
         raise RunError(f'video {source!r} has no frame that can be read.')
     if args.out and not (osp.isfile(args.out) and osp.getsize(args.out)):
         raise RunError(f'--out={args.out!r}: OpenCV here has no encoder for it. Name an .avi file.')
-    predictor.finish()
     print_outputs(args, f'{count} frame(s)')
 
 

@@ -52,14 +52,13 @@ class Block(Leaf, BaseModule):
         self.gamma1, self.gamma2 = gammas
 
     def forward(self, x: Tensor, stage) -> Tensor:
-        position = self.position
-        if position is not None:
-            x = position(x)
+        position, drop_path = self.position, self.drop_path
+        x = x if position is None else position(x)
         # norms get three dimensions: upstream's FLOP counters assume that four are (B, C, H, W)
         branch = self.attn(self.norm1(x.flatten(1, -2)).reshape(x.shape), stage)
-        x = add_scaled(x, branch, self.gamma1, self.drop_path)
+        x = add_scaled(x, branch, self.gamma1, drop_path)
         branch = self.feed_forward(self.norm2(x.flatten(1, -2)).reshape(x.shape), stage)
-        return add_scaled(x, branch, self.gamma2, self.drop_path)
+        return add_scaled(x, branch, self.gamma2, drop_path)
 
     def feed_forward(self, x: Tensor, stage) -> Tensor:
         return self.ffn(x)

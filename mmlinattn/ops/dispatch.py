@@ -168,11 +168,11 @@ def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
 # --- analytic gradients -----------------------------------------------------------------------------------------------
 
 
-def with_gradient(equation: Callable, forward: Optional[Callable] = None, gradient: Optional[Callable] = None) -> Any:
-    """Return ``op(*tensors, **options)`` that computes an equation and keeps less than autograd for the backward pass.
+def function_of(equation: Callable, forward: Optional[Callable] = None, gradient: Optional[Callable] = None) -> Any:
+    """Return an autograd function that computes an equation and keeps less than autograd for the backward pass.
 
-    The op calls ``equation`` itself if :func:`needs_reference` asks for it. If its gradient is differentiated again
-    (``create_graph=True``) or batched (``is_grads_batched=True``), autograd differentiates ``equation``.
+    It is called as ``apply(options, *tensors)``. If its gradient is differentiated again (``create_graph=True``) or
+    batched (``is_grads_batched=True``), autograd differentiates ``equation``.
 
     Args:
         equation: ``(*tensors, **options)`` -> result, in operations that autograd records.
@@ -202,10 +202,18 @@ def with_gradient(equation: Callable, forward: Optional[Callable] = None, gradie
                     found = gradient(grads, inputs, kept, wanted, **ctx.options)
             return None, *(grad if want else None for grad, want in zip(found, wanted))
 
+    return Op
+
+
+def with_gradient(equation: Callable, *others: Callable) -> Callable:
+    """Return ``op(*tensors, **options)``: ``equation`` if :func:`needs_reference` asks for it, else its
+    :func:`function_of`."""
+    function = function_of(equation, *others)
+
     def op(*tensors: Optional[Tensor], **options) -> Any:
         if needs_reference(*tensors):
             return equation(*tensors, **options)
-        return Op.apply(options, *tensors)
+        return function.apply(options, *tensors)
 
     return op
 

@@ -182,7 +182,9 @@ def add_scaled(x: Tensor, branch: Tensor, gamma: Optional[Tensor], drop_path: nn
     if drops:
         scale = drop_path(scale.expand(x.shape[0], *(1,) * (x.dim() - 2), len(scale)))
     branch, scale = branch.to(x.dtype), scale.to(x.dtype)
-    return _add_scaled(x, branch, scale) if torch.is_grad_enabled() else torch.addcmul(x, branch, scale)
+    if not torch.is_grad_enabled() or dispatch.needs_reference(x, branch, scale):
+        return torch.addcmul(x, branch, scale)
+    return _AddScaled.apply({}, x, branch, scale)
 
 
 def _add_scaled_backward(grads, inputs, kept, wanted):
@@ -191,7 +193,7 @@ def _add_scaled_backward(grads, inputs, kept, wanted):
     return grad, grad_branch, (grad * branch).sum_to_size(scale.shape) if wanted[2] else None
 
 
-_add_scaled = dispatch.with_gradient(torch.addcmul, gradient=_add_scaled_backward)
+_AddScaled = dispatch.function_of(torch.addcmul, gradient=_add_scaled_backward)
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------
@@ -257,7 +259,7 @@ def conv_of_gelu(
     if is_plain or dispatch.needs_reference(x, weight, bias):
         return conv_of_gelu_reference(x, weight, bias, **settings)
     weight, bias = halves(weight, bias, x)
-    return _conv_of_gelu(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype), **settings)
+    return _ConvOfGELU.apply(settings, x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def conv_of_gelu_reference(x, weight, bias, stride, padding, dilation, groups, residual) -> Tensor:
@@ -265,6 +267,12 @@ def conv_of_gelu_reference(x, weight, bias, stride, padding, dilation, groups, r
     if residual:
         return residual_conv(hidden, weight, bias, stride, padding, dilation, groups)
     return F.conv2d(hidden, *halves(weight, bias, hidden), stride, padding, dilation, groups)
+
+
+def _conv_of_gelu_forward(x, weight, bias, stride, padding, dilation, groups, residual):
+    hidden = F.gelu(x)
+    out = F.conv2d(hidden, weight, bias, stride, padding, dilation, groups)
+    return hidden + out if residual else out, ()
 
 
 def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, padding, dilation, groups, residual):
@@ -279,7 +287,7 @@ def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, padding, dilatio
     return grad_x, grad_weight, grad_bias
 
 
-_conv_of_gelu = dispatch.with_gradient(conv_of_gelu_reference, gradient=_conv_of_gelu_backward)
+_ConvOfGELU = dispatch.function_of(conv_of_gelu_reference, _conv_of_gelu_forward, _conv_of_gelu_backward)
 
 
 class ConvOfGELU(Conv2d):

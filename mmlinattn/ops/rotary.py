@@ -93,7 +93,7 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
         turned = rotate_reference(x, table)
         return x.copy_(turned) if inplace else turned
     # a product of complex numbers is one kernel
-    pairs, turn = _as_complex(x), torch.view_as_complex(table)
+    pairs, turn = torch.view_as_complex(torch.unflatten(x, -1, (-1, 2))), torch.view_as_complex(table)
     return torch.view_as_real(pairs.mul_(turn) if inplace else pairs * turn).flatten(-2)
 
 
@@ -106,10 +106,6 @@ def rotate_reference(x: Tensor, table: Tensor) -> Tensor:
 def backwards(table: Tensor) -> Tensor:
     """Return the table of the opposite angles, contiguous."""
     return torch.view_as_real(torch.view_as_complex(table).conj().resolve_conj())
-
-
-def _as_complex(x: Tensor) -> Tensor:
-    return torch.view_as_complex(torch.unflatten(x, -1, (-1, 2)))
 
 
 def _pairs_lie_together(x: Tensor) -> bool:

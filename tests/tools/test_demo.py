@@ -214,6 +214,22 @@ def test_a_video(run, video, tmp_path, capsys, task, suffix):
         assert sorted(path.name for path in texts.iterdir()) == [f'clip_00000{i}.txt' for i in range(5)]
 
 
+def test_ctrl_c_keeps_the_predictions(run, video, tmp_path, monkeypatch):
+    found, read = tmp_path / 'found.json', cv2.VideoCapture.read
+    frames = iter(range(2))
+
+    class Capture(cv2.VideoCapture):
+        def read(self):
+            if next(frames, None) is None:
+                raise KeyboardInterrupt
+            return read(self)
+
+    monkeypatch.setattr(cv2, 'VideoCapture', Capture)
+    with pytest.raises(SystemExit, match='130'):
+        run('mmdet', video, None, '--save-json', found, '--classes', *NAMES['mmdet'])
+    assert {entry['image_id'] for entry in json.loads(found.read_text())} <= {'clip_000000', 'clip_000001'}
+
+
 @pytest.mark.parametrize(
     ('channels', 'mean', 'message'),
     [

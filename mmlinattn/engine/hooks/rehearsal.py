@@ -89,7 +89,8 @@ class _Batches(list):
         batches = [list(batch)[:_IMAGES] for batch in islice(loader.batch_sampler, _IMAGES)]
         sizes = getattr(dataset, 'cumulative_sizes', None)
         if sizes and hasattr(loop.evaluator, 'dataset_prefixes'):
-            batches = [[start + i] for start in (0, *sizes[:-1]) for i in range(_IMAGES)]
+            parts = [range(start, end)[:_IMAGES] for start, end in zip((0, *sizes), sizes)]
+            batches = [[i] for part in parts for i in part]
         elif batches:
             batches = batches[:1] if len(batches[0]) == _IMAGES else batches
             if type(loader.batch_sampler) is BatchSampler:  # often sorted by class: some metrics need two

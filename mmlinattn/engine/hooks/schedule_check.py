@@ -164,7 +164,7 @@ def check_custom_keys(config: Any, model: Any, logger: Any) -> None:
 def _saves(hook: CheckpointHook, runner: Any) -> bool:
     """Return True if a checkpoint hook saves in the rest of the training."""
     done, total = (runner.epoch, runner.max_epochs) if hook.by_epoch else (runner.iter, runner.max_iters)
-    steps = range(max(done, hook.save_begin) + 1, total + 1)
+    steps = range(max(done + 1, hook.save_begin), total + 1)
     return hook.save_last or any((step - hook.save_begin) % hook.interval == 0 for step in steps if hook.interval > 0)
 
 

@@ -204,14 +204,16 @@ def test_predictions_differ_in_number_and_have_the_last_label(sizes, counts):
 def test_images_of_each_data_set_that_is_judged_apart():
     from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
-    parts = ConcatDataset([TensorDataset(torch.arange(5)), TensorDataset(torch.arange(10, 14))])
+    data = [TensorDataset(torch.arange(*ends)) for ends in ((5,), (10, 14), (20, 21))]
+    parts, last = ConcatDataset(data[:2]), ConcatDataset(data)
     apart = SimpleNamespace(dataset_prefixes=['a', 'b'])
-    for size, evaluator, expected in (
-        (1, apart, [[0], [1], [10], [11]]),
-        (3, None, [[0, 13]]),  # the last image may be of another class
-        (1, None, [[0], [13]]),
+    for dataset, size, evaluator, expected in (
+        (parts, 1, apart, [[0], [1], [10], [11]]),
+        (last, 1, apart, [[0], [1], [10], [11], [20]]),
+        (parts, 3, None, [[0, 13]]),  # the last image may be of another class
+        (parts, 1, None, [[0], [13]]),
     ):
-        loop = SimpleNamespace(dataloader=DataLoader(parts, batch_size=size), evaluator=evaluator)
+        loop = SimpleNamespace(dataloader=DataLoader(dataset, batch_size=size), evaluator=evaluator)
         assert [batch[0].tolist() for batch in rehearsal._Batches(loop)] == expected
 
 

@@ -108,6 +108,8 @@ def test_errors_are_named_before_the_first_step(tmp_path, max_iters):
 
 def test_complete_trainings_and_missing_checkpoints_are_named(tmp_path):
     assert warnings_of(make_runner(tmp_path, HOOKS, default_hooks=dict(checkpoint=None)), 'no checkpoint will be writ')
+    saves_last = dict(type='CheckpointHook', interval=1, save_begin=2, save_last=False)
+    assert not warnings_of(make_runner(tmp_path, HOOKS, default_hooks=dict(checkpoint=saves_last)), 'no checkpoint')
     make_runner(tmp_path, []).train()
     more = dict(load_from=str(tmp_path / 'epoch_2.pth'), resume=True)
     runner = make_runner(tmp_path, HOOKS, **more)
