@@ -46,8 +46,10 @@ def read_boxes(data: Data) -> OwnData:
     """
     data.need_images()
     readers = _readers(data)
-    for reader in readers:
-        _settle(reader)
+    decided = [_settle(reader, is_alone=len(readers) == 1) for reader in readers]
+    if data.options.boxes and not any(decided):
+        kinds = ' and '.join(reader.kind for reader in readers)
+        raise RunError(f'--boxes: the numbers of {kinds} have one meaning each; leave the option out.')
     merged = _merged(readers, data)
     photos = [without_small(photo) for photo in merged]
     given = [item for photo in merged for item in photo.objects]
@@ -110,18 +112,22 @@ def _readers(data: Data) -> list[Reader]:
     return full
 
 
-def _settle(reader: Reader) -> None:
+def _settle(reader: Reader, is_alone: bool) -> bool:
     """Set all boxes of a reader to left, top, right, bottom in pixels, and note the meaning of the numbers.
 
     A reading is wrong where boxes have negative sides or pass the edge of their image. ``--boxes`` decides, else the
-    format unless another reading fits better, else the only one that fits. Otherwise a RunError is raised.
+    format unless another reading fits better, else the only one that fits. Otherwise a RunError is raised. Beside other
+    formats, ``--boxes`` is for those without a meaning of their own, or whose boxes contradict it.
+
+    Returns:
+        bool: ``--boxes`` has decided.
     """
     options = reader.data.options
     raw = [(photo, item) for photo in reader.photos for item in photo.objects if item.is_raw]
     if not raw:
-        if options.boxes or options.units:
+        if is_alone and (options.boxes or options.units):
             raise RunError(f'--boxes and --units: the numbers of {reader.kind} have one meaning; leave the option out.')
-        return
+        return False
     units, unit_note = (options.units, '; --units') if options.units else _units(reader, raw)
     sizes = np.array([photo.size for photo, _ in raw], float)
     scale = np.tile(sizes, 2) if units == 'shares' else np.ones((len(raw), 4))
@@ -137,11 +143,13 @@ def _settle(reader: Reader) -> None:
         reading: ((box[:, :2] < -slack) | (box[:, 2:] > sizes + slack) | (box[:, 2:] < box[:, :2])).any(1)
         for reading, box in boxes.items()
     }
-    said, source = options.boxes or reader.boxes, '--boxes' if options.boxes else 'as the format has it'
+    applies = is_alone or reader.boxes is None or _contradict(bad, reader.boxes)
+    given = options.boxes if applies else None
+    said, source = given or reader.boxes, '--boxes' if given else 'as the format has it'
     if said is None:
         flat = {r: (box[:, 2:] == box[:, :2]).any(1) & numbers[:, 2:].all(1) for r, box in boxes.items()}
         said, source = _most_likely(raw, bad, flat), 'the only reading in which boxes stay in their images'
-    elif not options.boxes:
+    elif not given:
         _check(raw, bad, said)
     found = boxes[said]
     negative = (found[:, 2:] < found[:, :2]).any(1)
@@ -156,6 +164,7 @@ def _settle(reader: Reader) -> None:
     ]
     note = f'the four numbers of a box are {_READINGS[said]} in {units}: {source}{unit_note}'
     reader.notes.insert(0, note)
+    return bool(given)
 
 
 def _most_likely(raw: _Raw, bad: dict[str, np.ndarray], flat: dict[str, np.ndarray]) -> str:
@@ -169,10 +178,20 @@ def _most_likely(raw: _Raw, bad: dict[str, np.ndarray], flat: dict[str, np.ndarr
     raise RunError(f'{photo.file}: {both}, as {_numbers(item)} of {photo.path.name}: {_REMEDY}')
 
 
+def _fitting(bad: dict[str, np.ndarray]) -> list[str]:
+    return [reading for reading in _READINGS if not bad[reading].any()]
+
+
+def _contradict(bad: dict[str, np.ndarray], said: str) -> bool:
+    """Return True if another reading fits better, or many boxes do not fit."""
+    count = bad[said].sum()
+    return bool(count and (_fitting(bad) or 5 * count > len(bad[said])))
+
+
 def _check(raw: _Raw, bad: dict[str, np.ndarray], said: str) -> None:
-    """Raise an error if another reading than the format's fits better, or many boxes do not fit."""
-    fitting = [reading for reading in _READINGS if not bad[reading].any()]
-    if bad[said].any() and (fitting or 5 * bad[said].sum() > len(raw)):
+    """Raise an error if boxes contradict the reading ``said``."""
+    if _contradict(bad, said):
+        fitting = _fitting(bad)
         photo, item = raw[int(np.argmax(bad[said]))]
         others = f'; as {_READINGS[fitting[0]]} all of them fit' if fitting else ''
         raise RunError(

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Draw training images with their labels, for a look at what was read."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import cv2
@@ -76,6 +77,13 @@ def draw_examples(data: OwnData, file: Path) -> None:
         axes.axis('off')
     figure.suptitle(f'{data.kind}: {some(data.classes)}', parse_math=False)
     figure.savefig(file, dpi=80)
+
+
+def is_drawn(file: Path) -> bool:
+    """Return True for a file of :func:`draw_examples`, by the name that matplotlib writes into its drawings."""
+    with suppress(OSError), Image.open(file) as image:
+        return str(image.info.get('Software')).startswith('Matplotlib')
+    return False
 
 
 def _polygons(segmentation: object) -> list[np.ndarray]:

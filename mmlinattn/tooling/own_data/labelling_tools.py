@@ -63,8 +63,8 @@ def _of_mask(name: str, mask: np.ndarray, flags: frozenset) -> Object:
 def _placed(mask: np.ndarray, left: float, top: float, size: tuple[int, int]) -> np.ndarray:
     """Return a mask of the image ``size``, with the given part placed at ``left``, ``top``."""
     whole, x, y = np.zeros(size[::-1], bool), int(left), int(top)
-    part = mask[: size[1] - y, : size[0] - x]
-    whole[y : y + part.shape[0], x : x + part.shape[1]] = part
+    inside = whole[max(y, 0) : max(y + mask.shape[0], 0), max(x, 0) : max(x + mask.shape[1], 0)]
+    inside[:] = mask[max(-y, 0) :, max(-x, 0) :][: inside.shape[0], : inside.shape[1]]
     return whole
 
 

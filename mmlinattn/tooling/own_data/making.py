@@ -25,7 +25,7 @@ from ..swapping.writing import statement
 from ..swapping.zoo import recipes
 from .boxes import read_boxes
 from .data import ConfigArgs, Data, OwnData
-from .drawing import draw_examples
+from .drawing import draw_examples, is_drawn
 from .folders import read_classes
 from .images import file_notes, image_format
 from .masks import read_masks
@@ -54,6 +54,9 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
         raise RunError(f'--out {str(args.out)!r}: an annotation file beside it would be written over DATA; rename it.')
     if args.out.exists() and not args.overwrite and _is_edited(args.out.read_text(encoding='utf-8', errors='replace')):
         raise RunError(f'--out {str(args.out)!r} was edited or written by hand. Set --overwrite, or name another file.')
+    picture = args.out.with_name('labels.png')
+    if picture.exists() and not is_drawn(picture):
+        raise RunError(f'{picture} is not a drawing of this tool, which would be written over it: move it, or --out.')
     files = Data(args.data, args)
     if args.task == 'detection':
         data = read_boxes(files)
@@ -78,7 +81,6 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
     body = f'{_BASE % base}\n' + ''.join(statement(key, value) for key, value in values.items())
     args.out.write_text(_header(found, body) + body, encoding='utf-8')
     trial = _try(args)
-    picture = args.out.with_name('labels.png')
     draw_examples(data, picture)
     notes.append(f'{picture} shows {min(6, len(data.items["train"]))} training images with their labels: look at it')
     return [found, *data.notes, *pixels.notes, *notes, *_durations(args, values, data, trial)], trial

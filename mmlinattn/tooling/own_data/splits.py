@@ -195,7 +195,10 @@ def _of_numbers(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
     if not path or not path.with_name('images.txt').exists():
         return None
     files = path, path.with_name('images.txt')
-    flags, names = (dict(line.split(maxsplit=1) for line in read_lines(file)) for file in files)
+    pairs = [[line.split(maxsplit=1) for line in read_lines(file)] for file in files]
+    if any(len(pair) != 2 for file in pairs for pair in file):
+        return None
+    flags, names = map(dict, pairs)
     known = [number for number, name in names.items() if number in flags and data.pictures.named(name)]
     pictures = data.pictures.find(path, [names[number] for number in known])
     data.used.update(files)

@@ -13,6 +13,7 @@ from helpers.own_files import HEIGHT, WIDTH, assert_refused, boxes_of, coco, ima
 from PIL import Image
 from pycocotools import mask as coco_masks
 
+from mmlinattn.tooling.own_data import labelling_tools
 from mmlinattn.tooling.own_data.data import Data
 from mmlinattn.utils.errors import RunError
 
@@ -580,3 +581,17 @@ def test_labels_of_a_folder_do_not_go_to_another(tmp_path):
     assert len(annotations_of(read(tmp_path))) == 4
     (tmp_path / 'labels/cam2/d.xml').rename(tmp_path / 'labels/cam1/d.xml')
     assert_refused(('cam1/d.xml has no image in its folder, and', 'cam2/d.jpg is in another'), read, tmp_path)
+
+
+@pytest.mark.parametrize('left, top, box', [(-5, -3, (0, 0, 15, 27)), (60, 40, (60, 40, 4, 8)), (-30, 4, None)])
+def test_masks_that_leave_their_image_are_cut(left, top, box):
+    whole = labelling_tools._placed(np.ones((30, 20), bool), left, top, (WIDTH, HEIGHT))
+    rows, columns = np.nonzero(whole)
+    assert whole.shape == (HEIGHT, WIDTH) and whole.sum() == (box[2] * box[3] if box else 0)
+    assert box is None or (columns.min(), rows.min()) == box[:2]
+
+
+def test_tables_of_long_run_lengths_are_named(tmp_path):
+    images(tmp_path)
+    text(tmp_path / 'train.csv', f'ImageId,EncodedPixels\na.jpg,{"1 1 " * 40000}')
+    assert_refused(('train.csv', 'run lengths'), read, tmp_path)

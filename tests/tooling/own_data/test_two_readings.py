@@ -197,6 +197,16 @@ def test_two_formats_of_two_splits_are_read(tmp_path):
     assert any(note.startswith('1 images of val are copies of training images') for note in data.notes)
 
 
+def test_an_option_decides_for_the_format_that_needs_it(tmp_path):
+    csv_of(SIDES)(tmp_path / 'train')
+    voc_files(tmp_path / 'val', names='xyz')
+    assert_refused('give --boxes', read, tmp_path)
+    assert {box for *_, box in boxes_of(read(tmp_path, boxes='sides'))} == {SIDES}
+    (tmp_path / 'train/labels.csv').unlink()
+    coco_file(tmp_path / 'train')
+    assert_refused('--boxes: the numbers of COCO JSON and VOC XML', read, tmp_path, boxes='sides')
+
+
 @pytest.mark.parametrize(
     'name, split',
     [
@@ -377,6 +387,16 @@ def test_masks_of_two_codings_and_second_masks(tmp_path):
     assert_refused('0_1.png is a second mask of 0.jpg', read, tmp_path, 'segmentation')
 
 
+@pytest.mark.parametrize('lines', ['1\n0', '1 1\n2'])
+def test_lists_with_the_names_of_cub(tmp_path, lines):
+    for name in NAMES:
+        picture(tmp_path / ('cat' if name < 'd' else 'dog') / f'{name}.jpg')
+    for name in ('train_test_split.txt', 'images.txt'):
+        text(tmp_path / name, lines)
+    data = read(tmp_path, 'classification')
+    assert data.classes == ['cat', 'dog'] and sum(map(len, data.images.values())) == len(NAMES)
+
+
 def test_labels_png_shows_training_images(tmp_path):
     coco_file(tmp_path / 'data')
     file = tmp_path / 'data/all.json'
@@ -389,3 +409,4 @@ def test_labels_png_shows_training_images(tmp_path):
     drawing.draw_examples(data, tmp_path / 'labels.png')
     with Image.open(tmp_path / 'labels.png') as image:
         assert image.size == (1200, 800) and np.asarray(image).std() > 20
+    assert drawing.is_drawn(tmp_path / 'labels.png')
