@@ -48,8 +48,8 @@ def read_boxes(data: Data) -> OwnData:
     readers = _readers(data)
     decided = [_settle(reader, is_alone=len(readers) == 1) for reader in readers]
     if data.options.boxes and not any(decided):
-        kinds = ' and '.join(reader.kind for reader in readers)
-        raise RunError(f'--boxes: the numbers of {kinds} have one meaning each; leave the option out.')
+        names = ' and '.join(reader.kind for reader in readers)
+        raise RunError(f'--boxes: the numbers of {names} have one meaning each; leave the option out.')
     merged = _merged(readers, data)
     photos = [without_small(photo) for photo in merged]
     given = [item for photo in merged for item in photo.objects]
