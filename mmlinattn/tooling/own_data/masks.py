@@ -14,7 +14,7 @@ from PIL import Image
 from ...utils.errors import RunError
 from .data import Data, OwnData
 from .formats import recognise_all, refusal
-from .images import file_notes, image_size, is_mask
+from .images import check_whole, file_notes, image_size, is_mask
 from .mask_values import IGNORED, format_value, interpret, remap, scan
 from .names import some
 from .pictures import MASK_SUFFIXES, beginnings, stems_of_image
@@ -116,6 +116,7 @@ def _all_pairs(data: Data) -> list[Photo]:
         _refuse_others(data, pairs, masks)
     for pair in pairs:
         size = image_size(pair.path)
+        check_whole(pair.file)
         with Image.open(pair.file) as image:
             if image.size != size:
                 turned = ' as stored, without its EXIF rotation' if image_size(pair.file) == size else ''

@@ -368,6 +368,15 @@ def test_masks_are_no_images_of_a_class(tmp_path, mask):
     assert '6 masks of images are left out' in ' '.join(data.notes)
 
 
+@pytest.mark.parametrize('content', [b'no image', None])
+def test_broken_masks_are_named(tmp_path, content):
+    for name in NAMES:
+        picture(tmp_path / 'images' / f'{name}.jpg')
+        mask = picture(tmp_path / 'masks' / f'{name}.png', np.eye(HEIGHT, WIDTH, dtype=np.uint8))
+    mask.write_bytes(content or mask.read_bytes()[:-40])
+    assert_refused('masks/f.png', read, tmp_path, 'segmentation')
+
+
 def test_masks_are_no_background(tmp_path):
     for name in NAMES:
         picture(tmp_path / f'images/train/{name}.jpg')
