@@ -66,9 +66,9 @@ class SingleStage(DetectorGraph):
         from mmdet.models.detectors import SingleStageDetector
 
         head = model.bbox_head
-        super().__init__(model, head.test_cfg, **options)
         _check_methods(model, SingleStageDetector, 'predict')
         _check_methods(head, BaseDenseHead, *SELECTION)
+        super().__init__(model, head.test_cfg, **options)
         self.candidates = Candidates(head, head.test_cfg)
         self.selection = Selection(head, head.test_cfg)
 
@@ -81,7 +81,6 @@ class TwoStage(DetectorGraph):
     """Faster, Mask and Cascade (Mask) R-CNN."""
 
     def __init__(self, model: Any, **options) -> None:
-        super().__init__(model, model.roi_head.test_cfg, **options)
         from mmdet.models.dense_heads import RPNHead
         from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
         from mmdet.models.detectors import TwoStageDetector
@@ -92,6 +91,7 @@ class TwoStage(DetectorGraph):
         _check_methods(rpn, BaseDenseHead, *SELECTION[:2])
         _check_methods(rpn, RPNHead, *SELECTION[2:])
         _check(type(roi) in (StandardRoIHead, CascadeRoIHead) and not roi.with_shared_head, roi)
+        super().__init__(model, roi.test_cfg, **options)
         self.proposals = Candidates(rpn, rpn.test_cfg)
         self.selected_proposals = Selection(rpn, rpn.test_cfg)
 

@@ -131,6 +131,8 @@ SOFT = ConfigDict(nms_pre=60, max_per_img=20, score_thr=0.05, nms=dict(type='sof
         (lambda: altered('FasterRCNN', roi_head__bbox_head=nn.Identity()), 'Identity'),
         (lambda: altered('FCOS', bbox_head=MODELS.build(GFL)), 'GFLHead'),
         (lambda: altered('MaskRCNN', roi_head__mask_head=nn.Identity()), 'Identity'),
+        (lambda: altered('FasterRCNN', roi_head=nn.Identity()), 'Identity'),
+        (lambda: nn.ModuleDict(dict(bbox_head=None, mask_head=nn.Identity())), 'ModuleDict'),  # as SOLO
     ],
 )
 def test_heads_without_a_writer_are_refused_by_name(model, part):
