@@ -63,6 +63,7 @@ from mmengine.registry import VISUALIZERS
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmlinattn.checkpoints.loading import check_trained
+from mmlinattn.engine.hooks.data_check import extended
 from mmlinattn.tooling.class_names import class_names, kind_metainfo, num_classes
 from mmlinattn.tooling.command_line import (
     check_device,
@@ -231,10 +232,9 @@ def build_visualizer(cfg, names: Optional[list], meta: dict):
     visualizer.dataset_meta = dict(classes=names)
     if cfg.default_scope != 'mmpretrain':
         classes = names or [f'class {i}' for i in range(num_classes(cfg) or 256)]
-        given = [(known or {}).get('palette') for known in (meta.get('dataset_meta'), kind_metainfo(cfg))]
-        palette = next((each for each in given if isinstance(each, (list, tuple))), ())
-        colours = np.random.default_rng(0).integers(0, 256, (len(classes), 3)).tolist()
-        visualizer.dataset_meta = dict(classes=classes, palette=[*palette, *map(tuple, colours[len(palette) :])])
+        known = [(each or {}).get('palette') for each in (meta.get('dataset_meta'), kind_metainfo(cfg))]
+        palette = next((each for each in known if isinstance(each, (list, tuple))), ())
+        visualizer.dataset_meta = dict(classes=classes, palette=extended(palette, len(classes)))
     if cfg.default_scope == 'mmseg':
         visualizer.alpha = 0.8  # as MMSegmentation's inferencer
     return visualizer

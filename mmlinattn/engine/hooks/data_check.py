@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -20,9 +20,14 @@ def extend_palette(meta: dict) -> dict:
     """Return the ``metainfo`` of a data set with random colours for classes beyond its palette, for drawing."""
     classes, palette = meta.get('classes'), meta.get('palette')
     if isinstance(classes, (list, tuple)) and isinstance(palette, (list, tuple)) and 0 < len(palette) < len(classes):
-        more = np.random.default_rng(0).integers(0, 256, (len(classes) - len(palette), 3)).tolist()
-        meta = dict(meta, palette=[*palette, *map(tuple, more)])
+        meta = dict(meta, palette=extended(palette, len(classes)))
     return meta
+
+
+def extended(palette: Sequence, count: int) -> list:
+    """Return a palette with random colours up to ``count``."""
+    more = np.random.default_rng(0).integers(0, 256, (max(count - len(palette), 0), 3)).tolist()
+    return [*palette, *map(tuple, more)]
 
 
 def _loops(runner) -> dict:

@@ -88,7 +88,7 @@ class _Batches(list):
         dataset: Any = loader.dataset
         batches = [list(batch)[:_IMAGES] for batch in islice(loader.batch_sampler, _IMAGES)]
         sizes = getattr(dataset, 'cumulative_sizes', None)
-        if sizes and hasattr(loop.evaluator, 'dataset_prefixes'):
+        if sizes and hasattr(getattr(loop, 'evaluator', None), 'dataset_prefixes'):
             parts = [range(start, end)[:_IMAGES] for start, end in zip((0, *sizes), sizes)]
             batches = [[i] for part in parts for i in part]
         elif batches:

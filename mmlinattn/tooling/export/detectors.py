@@ -84,7 +84,7 @@ class TwoStage(DetectorGraph):
         from mmdet.models.dense_heads import RPNHead
         from mmdet.models.dense_heads.base_dense_head import BaseDenseHead
         from mmdet.models.detectors import TwoStageDetector
-        from mmdet.models.roi_heads import BBoxHead, CascadeRoIHead, FCNMaskHead, StandardRoIHead
+        from mmdet.models.roi_heads import BBoxHead, CascadeRoIHead, FCNMaskHead, SingleRoIExtractor, StandardRoIHead
 
         rpn, roi = model.rpn_head, model.roi_head
         _check_methods(model, TwoStageDetector, 'predict')
@@ -112,7 +112,7 @@ class TwoStage(DetectorGraph):
         for extractor in self.box_extractors + self.mask_extractors:
             layers = getattr(extractor, 'roi_layers', ())
             is_known = all(type(layer).__name__ == 'RoIAlign' and layer.pool_mode == 'avg' for layer in layers)
-            _check(type(extractor).__name__ == 'SingleRoIExtractor' and is_known, extractor)
+            _check(type(extractor) is SingleRoIExtractor and is_known, extractor)
         self.selection = Selection(roi, roi.test_cfg)
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
@@ -178,7 +178,9 @@ def _check_methods(part: Any, base: type, *names: str) -> None:
 
 
 def _check_coder(coder: Any) -> None:
-    _check(type(coder).__name__ in ('DeltaXYWHBBoxCoder', 'DistancePointBBoxCoder'), coder)
+    from mmdet.models.task_modules.coders import DeltaXYWHBBoxCoder, DistancePointBBoxCoder
+
+    _check(type(coder) in (DeltaXYWHBBoxCoder, DistancePointBBoxCoder), coder)
 
 
 class Candidates(nn.Module):

@@ -213,11 +213,11 @@ def _numbers(item: Object) -> str:
 
 def _units(reader: Reader, raw: _Raw) -> tuple[str, str]:
     """Return the unit of the numbers, and a note if they alone tell it."""
-    are_small = [max(map(abs, item.box)) <= 1 + _SLACK for _, item in raw]
-    small = [is_small for is_small, (_, item) in zip(are_small, raw) if max(item.box) > 0]
+    raw = [(photo, item) for photo, item in raw if max(item.box) > 0]
+    small = [max(map(abs, item.box)) <= 1 + _SLACK for _, item in raw]
     if any(small) and not all(small) or reader.units and small and all(small) != (reader.units == 'shares'):
         odd = reader.units != 'shares'  # the shares among pixels, or the pixels among shares
-        photo, item = raw[are_small.index(odd)]
+        photo, item = raw[small.index(odd)]
         kinds = 'shares of the image, from 0 to 1' if odd else 'no shares of the image (numbers are from 0 to 1)'
         raise RunError(
             f'{photo.file}: {small.count(odd)} of {len(small)} boxes are {kinds}, as {_numbers(item)} of '
