@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from ..ops.sizes import Grid
+from ..ops.tokens import Grid
 from ..ops.windows import Windows
 from .angular import AngularMixer
 from .arrangements import ReducedAttention, StripeAttention, WindowAttention

@@ -4,7 +4,7 @@ from typing import Any, Optional
 from torch import Tensor
 
 from .. import ops
-from ..ops.sizes import on_grid
+from ..ops.tokens import on_grid
 from .mixer import TOKEN_MIXERS, LocalMixer, RepeatedConv2d
 
 CONVS = ('grid', 'sequence', None)

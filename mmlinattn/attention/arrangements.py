@@ -12,7 +12,7 @@ from ..layers.patch_embed import PatchConv2d
 from ..layers.positions import RelativePositionBias
 from ..ops.leaves import Linear
 from ..ops.maps import pad_to_multiple
-from ..ops.sizes import to_image, unflatten
+from ..ops.tokens import to_image, unflatten
 from .base import Attention, LePEMixer, ReducedKeysAttention, mean_token
 from .context import MapWindows, StageContext
 from .mixer import LEFT_TO_BACKBONE, LocalMixer

@@ -11,8 +11,7 @@ from mmengine.model import BaseModule
 from torch import Tensor
 
 from ..ops.leaves import Conv2d, Linear, split_linear
-from ..ops.padding import token_mean
-from ..ops.sizes import Grid, on_grid
+from ..ops.tokens import Grid, on_grid, token_mean
 from .context import StageContext
 from .mixer import LEFT_TO_BACKBONE, check_local_kernel, get_mixer
 
@@ -124,7 +123,9 @@ class Attention(LePEMixer):
         q, k, v, *gate = split_linear(x, self.qkv, self.widths)
         context = mean_token(source_tokens(x, stage)) if self.mixer.context else None
         out = self.mix(q, k, v, stage.grid, rotary=stage.rotary, context=context)
-        return self.proj(self.apply_gate(out, x, gate))
+        out = self.apply_gate(out, x, gate)
+        del q, k, v, gate  # their memory is free for the result
+        return self.proj(out)
 
     def apply_gate(self, out: Tensor, x: Tensor, projected: list) -> Tensor:
         """Multiply ``out`` by the gate: the gate projection in ``projected``, ``x`` or ``tanh(x)``, by :attr:`gate`.

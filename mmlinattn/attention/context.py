@@ -6,8 +6,7 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from ..ops.padding import keep_count, masked_logit
-from ..ops.sizes import Grid
+from ..ops.tokens import Grid, keep_count, masked_logit
 from ..ops.windows import DynamicWindows, Windows
 
 

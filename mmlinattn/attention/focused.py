@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layers.positions import PositionTable
-from ..ops.sizes import on_grid
+from ..ops.tokens import on_grid
 from .mixer import TOKEN_MIXERS, LocalMixer, RepeatedConv2d, check_local_kernel
 
 

@@ -4,9 +4,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.feature_maps import check_kernel
 from ..ops.leaves import Leaf, halves
-from ..ops.sizes import on_grid, unflatten
+from ..ops.linear import check_kernel
+from ..ops.tokens import on_grid, unflatten
 from .mixer import TOKEN_MIXERS, LocalMixer
 
 

@@ -13,7 +13,7 @@ from mmengine.registry import Registry
 from torch import Tensor
 
 from ..ops.leaves import Conv2d, halves
-from ..ops.sizes import Grid
+from ..ops.tokens import Grid
 
 TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn', locations=['mmlinattn.attention'])
 

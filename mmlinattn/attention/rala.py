@@ -4,7 +4,7 @@ from typing import Optional
 from torch import Tensor
 
 from .. import ops
-from ..ops.feature_maps import check_kernel
+from ..ops.linear import check_kernel
 from .mixer import TOKEN_MIXERS, TokenMixer
 
 

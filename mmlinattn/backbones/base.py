@@ -18,7 +18,7 @@ from ..attention import Grid, StageContext
 from ..checkpoints.loading import load_pretrained
 from ..forward_pass import forget_weights, prepare, recompute
 from ..layers import FactorisedLinear, MapLayerNorm, build_ffn, is_batch_norm
-from ..ops.sizes import clone_if_dynamic, to_image
+from ..ops.tokens import clone_if_dynamic, to_image
 from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
 

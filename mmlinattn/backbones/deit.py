@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..attention import Attention, Grid, StageContext
 from ..forward_pass import recompute
 from ..layers import MLP, Block, FactorisedLinear, PatchEmbed, PositionTable, TokenBlock, build_token_norm
-from ..ops.sizes import to_map
+from ..ops.tokens import to_map
 from .arch import check_type
 from .base import Backbone, Part, describe_output
 

@@ -14,7 +14,7 @@ from ..layers import MLP, build_map_norm
 from ..ops import chain
 from ..ops.leaves import Conv2d, Linear
 from ..ops.maps import mean_pool, sequence_mean
-from ..ops.sizes import from_image, to_image
+from ..ops.tokens import from_image, to_image
 
 SHARE = 0.75  # share of the attention in a transformer block's channels and stochastic depth rate
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..attention import Attention, GlobalAttention, Grid, ReducedAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed, PositionTable
-from ..ops.sizes import unflatten
+from ..ops.tokens import unflatten
 from .base import PyramidBackbone
 
 NORM = dict(type='LN', eps=1e-6)

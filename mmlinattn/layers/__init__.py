@@ -1,11 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from ..ops import rotary_table
 from ..ops.batch_norms import fold_batch_norm, is_batch_norm, is_foldable
-from ..ops.leaves import Conv2d, ConvOfGELU, LayerNorm, Linear, ResidualDWConv
+from ..ops.leaves import Conv2d, ConvOfGELU, LayerNorm, Linear, MapLayerNorm, ResidualDWConv
 from .block import MLP, Block, ConvFFN, DWConvFFN, SourceBlock, TokenBlock
 from .compact import FactorisedLinear, build_ffn, compact
 from .initial_weights import GroupedFanOutInit
-from .norms import MapLayerNorm, build_map_norm, build_token_norm
+from .norms import build_map_norm, build_token_norm
 from .patch_embed import (
     ConvDownsample,
     ConvStem,

@@ -10,7 +10,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from ..ops.leaves import Conv2d, Leaf, Linear, ResidualDWConv, add_scaled, chain
-from ..ops.sizes import from_image, to_image, unflatten
+from ..ops.tokens import from_image, to_image, unflatten
 from .norms import build_branch_norm
 
 

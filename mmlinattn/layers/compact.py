@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..ops.batch_norms import is_foldable
 from ..ops.leaves import Linear
-from ..ops.sizes import unflatten
+from ..ops.tokens import unflatten
 from ..utils.private_apis import is_altered
 from .block import MLP, ConvFFN, DWConvFFN
 

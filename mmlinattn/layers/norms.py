@@ -2,7 +2,7 @@
 """Norms of tokens and feature maps."""
 
 from mmcv.cnn import build_norm_layer
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..ops.leaves import LayerNorm
@@ -35,10 +35,3 @@ def build_token_norm(norm_cfg: dict, dim: int) -> nn.Module:
 def build_branch_norm(norm_cfg: dict, dim: int) -> nn.Module:
     """Build a norm over the last axis at the start of a residual branch; ``'LN'`` gives our :class:`LayerNorm`."""
     return build_token_norm(dict(norm_cfg, type=LayerNorm) if norm_cfg.get('type') == 'LN' else norm_cfg, dim)
-
-
-class MapLayerNorm(nn.LayerNorm):
-    """LayerNorm over the channels of (B, C, H, W) maps, the layout in which tools expect a backbone's last norm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..ops.leaves import Chain, Conv2d, ConvOfGELU, Linear, halves, linear
 from ..ops.maps import cut_patches, pad_by, pad_to_multiple
-from ..ops.sizes import to_image
+from ..ops.tokens import to_image
 from .norms import build_branch_norm, build_map_norm, build_token_norm
 
 

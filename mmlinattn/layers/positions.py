@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.positions import relative_index, resize_table, table_on
-from ..ops.sizes import Grid, unflatten
+from ..ops.tokens import Grid, unflatten
 
 
 class Table(nn.Module):

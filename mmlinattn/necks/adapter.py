@@ -8,7 +8,7 @@ from mmengine.model import BaseModule, ModuleList
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from ..ops.sizes import round_up
+from ..ops.tokens import round_up
 
 
 @MODELS.register_module()

@@ -24,8 +24,7 @@ from .leaves import (
     chain,
     conv_of_gelu,
 )
-from .linear import linear_attention
-from .rank_augmented import rala
+from .linear import linear_attention, rala
 from .rotary import rotary_table, rotate
 from .softmax import softmax_attention
 

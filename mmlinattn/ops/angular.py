@@ -6,9 +6,8 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import accumulation_dtype, with_gradient
-from .feature_maps import unit
-from .heads import merge_heads_5d, split_heads_5d
-from .padding import root_weights
+from .linear import unit
+from .tokens import merge_heads_5d, root_weights, split_heads_5d
 
 
 def angular_attention(

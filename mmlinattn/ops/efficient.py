@@ -5,9 +5,8 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import accumulation_dtype, with_gradient
-from .heads import merge_heads_5d, split_heads_5d
 from .linear import exponentials
-from .padding import root_weights
+from .tokens import merge_heads_5d, root_weights, split_heads_5d
 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: Optional[Tensor] = None) -> Tensor:

@@ -8,9 +8,8 @@ from torch import Tensor
 from ..utils import private_apis
 from . import dispatch
 from .dispatch import accumulation_dtype, with_gradient
-from .heads import blocks, have_attention_shapes, split_heads
 from .linear import equation
-from .padding import count_tokens, padded_eps
+from .tokens import blocks, count_tokens, have_attention_shapes, padded_eps, split_heads
 
 
 def focused_attention(

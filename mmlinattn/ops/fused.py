@@ -29,7 +29,7 @@ from .leaves import (
     takes_onednn,
     to_products,
 )
-from .sizes import from_image, to_image
+from .tokens import from_image, to_image
 
 STRIP_NUMEL = 2**22  # elements of a strip of the hidden feature map: 16 MiB in float32
 _CALL = nn.Module.__call__, nn.Module._call_impl

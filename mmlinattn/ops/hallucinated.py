@@ -9,10 +9,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..utils import private_apis
 from . import dispatch
 from .dispatch import accumulation_dtype
-from .heads import merge_heads, split_heads
-from .padding import masked_bias
-from .sizes import is_known, to_image, unflatten
 from .softmax import attend
+from .tokens import is_known, masked_bias, merge_heads, split_heads, to_image, unflatten
 
 Step = Union[None, Tensor, nn.Module]  # IHH or CHH: its weight, a convolution, or None to skip it
 
@@ -229,8 +227,18 @@ def _on_rows(intra: nn.Module, maps: Tensor, grid) -> Tensor:
 
 
 def _mixed_maps(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[Tensor]) -> Tensor:
-    """Compute ``softmax(sum_i c_mi q_i k_i^T + bias) v_m`` from explicit maps of some queries at a time. Arguments and
-    result as of the function ``_wide_heads``."""
+    """Compute ``softmax(sum_i c_mi q_i k_i^T + bias) v_m`` of every head m by the explicit maps of a block of queries.
+
+    Args:
+        q (Tensor): (B, h/2, N, d).
+        k (Tensor): (B, 1, M, C/2), the keys of the computed heads side by side.
+        v (Tensor): (B, h/2, M, d).
+        cross (Tensor): c with the scale of the logits in it, (h/2, h/2).
+        bias (Tensor, optional): Broadcastable to (B, h/2, N, M).
+
+    Returns:
+        Tensor: (B, h/2, N, d).
+    """
     batch, heads, queries, _ = q.shape
     k = k[:, 0].unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, h/2, M, d)
     out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)

@@ -4,8 +4,8 @@ from typing import Optional
 from torch import Tensor
 
 from .dispatch import accumulation_dtype, with_gradient
-from .feature_maps import unit
-from .padding import root_weights
+from .linear import unit
+from .tokens import root_weights
 
 
 def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:

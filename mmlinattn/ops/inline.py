@@ -6,17 +6,19 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import accumulation_dtype, product_dtype, with_gradient
-from .feature_maps import FEATURE_MAPS, IN_PLACE, check_kernel, write_map
-from .heads import (
+from .linear import FEATURE_MAPS, IN_PLACE, check_kernel, write_map
+from .tokens import (
     blocks,
     copy_heads,
+    count_tokens,
     have_attention_shapes,
     merge_heads_5d,
+    root_weights,
     split_heads,
     split_heads_5d,
     subtract,
+    token_mean,
 )
-from .padding import count_tokens, root_weights, token_mean
 
 
 def inline_attention(
@@ -30,7 +32,7 @@ def inline_attention(
 ) -> Tensor:
     """Injective linear attention (InLine Eq. 3-5), O(N d^2) for each head.
 
-    The weights ``(scale q_i . (k_j - mean(k)) + 1) / N`` of mapped queries and keys sum to 1 without a division. So
+    The weights ``(scale q_i . (k_j - mean(k)) + 1) / M`` of mapped queries and keys sum to 1 without a division. So
     ``out_i = mean(v) + scale q_i cov(k, v)``, with one d x d covariance for all queries.
 
     Args:
@@ -39,7 +41,7 @@ def inline_attention(
         v (Tensor): Values, (B, M, E); zero for masked tokens.
         num_heads (int): Heads that the channels are split into.
         scale (float): ``d ** -0.5`` in the release.
-        kernel (str): The feature map, a name of :data:`~mmlinattn.ops.feature_maps.FEATURE_MAPS`.
+        kernel (str): The feature map, a name of :data:`~mmlinattn.ops.linear.FEATURE_MAPS`.
         mask (Tensor, optional): (B, M) bool, True for valid tokens.
 
     Returns:

@@ -3,7 +3,7 @@
 
 Modules with the names of PyTorch's layers have their arguments and weights. On CPUs with gradients disabled,
 ``Linear`` and chains call operators of oneDNN. Under autocast, modules look up weights that were cast together
-(:mod:`.casting`). Graphs record PyTorch's functions.
+(:mod:`mmlinattn.forward_pass`). Graphs record PyTorch's functions.
 """
 
 import threading
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..utils import private_apis
 from . import dispatch
-from .sizes import clone_if_dynamic
+from .tokens import clone_if_dynamic
 
 HALF = torch.float16, torch.bfloat16
 Spans = Union[int, str, tuple[int, ...]]
@@ -159,6 +159,13 @@ class LayerNorm(Leaf, nn.LayerNorm, metaclass=EqualClass):
             return torch.layer_norm(x, self.normalized_shape, weight, bias, self.eps, False)
         finally:
             torch.set_autocast_enabled(device, True)
+
+
+class MapLayerNorm(nn.LayerNorm):
+    """LayerNorm over the channels of (B, C, H, W) maps, the layout in which tools expect a backbone's last norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 def add_scaled(x: Tensor, branch: Tensor, gamma: Optional[Tensor], drop_path: nn.Module) -> Tensor:

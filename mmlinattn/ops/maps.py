@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .sizes import clone_if_dynamic, is_known, round_up, to_image, unflatten
+from .tokens import clone_if_dynamic, is_known, round_up, to_image, unflatten
 
 
 def pad_by(x: Tensor, beyond: int) -> Tensor:

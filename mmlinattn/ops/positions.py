@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import accumulation_dtype
-from .sizes import Grid, arange, as_tensor, is_known, unflatten
+from .tokens import Grid, arange, as_tensor, is_known, unflatten
 
 
 def table_on(table: Tensor, stored: tuple[int, int], grid: Grid, prefix: int = 0) -> Tensor:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import with_gradient
-from .heads import copy_pair, empty_pair, split_heads, split_pair, widen_blocks
-from .sizes import arange, is_known, unflatten
+from .tokens import arange, copy_pair, empty_pair, is_known, split_heads, split_pair, unflatten, widen_blocks
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -6,10 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch
-from .heads import merge_heads, split_heads
-from .padding import masked_bias
 from .rotary import rotate_pair
-from .sizes import is_known
+from .tokens import is_known, masked_bias, merge_heads, split_heads
 
 
 def softmax_attention(

@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from . import dispatch
-from .sizes import Grid, arange, as_tensor, clone_if_dynamic, is_known, round_up, unflatten
+from .tokens import Grid, arange, as_tensor, clone_if_dynamic, is_known, round_up, unflatten
 
 
 class Windows(NamedTuple):
@@ -157,7 +157,11 @@ class Windows(NamedTuple):
 
 
 def _spans(size: int, window: int) -> list[tuple[slice, slice, int]]:
-    """Return windows, pixels and window length of an axis: the whole windows, and the remainder if there is one."""
+    """Split an axis of ``size`` pixels into its whole windows and, if there is one, the partial window at the end.
+
+    Each entry has a slice of window numbers, the slice of their pixels, and the length of each of these windows. Size
+    10 and window 4 give (0:2, 0:8, 4) and (2:, 8:10, 2).
+    """
     count, rest = divmod(size, window)
     spans = [(slice(0, count), slice(0, size - rest), window)]
     return spans if not rest else [*spans, (slice(count, None), slice(size - rest, size), rest)]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmlinattn.attention import TOKEN_MIXERS, SoftmaxMixer
-from mmlinattn.ops.heads import merge_heads, split_heads
+from mmlinattn.ops.tokens import merge_heads, split_heads
 
 
 class Variant(NamedTuple):

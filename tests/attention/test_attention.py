@@ -57,7 +57,7 @@ def test_its_reference(name, height, width, prefix, encoded, gate, local_kernel,
     bias = torch.randn(1, mixer.num_heads, *2 * [grid.num_tokens], dtype=torch.float64, requires_grad=True)
     leaves = [x, source, bias, *attention.parameters()]
     shared = dict(bias=bias if encoded else None, rotary=table(height, width) if is_turned else None)
-    with form(backend), mock.patch.object(ops.heads, 'BLOCK_NUMEL', block):
+    with form(backend), mock.patch.object(ops.tokens, 'BLOCK_NUMEL', block):
         out = attend(attention, x, grid, source=source, **shared)
         size = (height, width) if is_turned and mixer.rotary else None
         slow = references.reference(

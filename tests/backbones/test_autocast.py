@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from mmlinattn import forward_pass
+from mmlinattn.forward_pass import CastTogether
 from mmlinattn.ops import dispatch, leaves
-from mmlinattn.ops.casting import CastTogether
 
 HALF = torch.bfloat16
 

@@ -9,7 +9,7 @@ from helpers.attentions import FORMS, form
 from mmlinattn import ops
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops import rotate
-from mmlinattn.ops.heads import split_heads
+from mmlinattn.ops.tokens import split_heads
 
 HEIGHT, WIDTH, DIM = 3, 5, 8
 

@@ -17,7 +17,7 @@ import torch
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 
 import mmlinattn_console
-from mmlinattn.ops.feature_maps import check_kernel
+from mmlinattn.ops.linear import check_kernel
 from mmlinattn.tooling import command_line
 from mmlinattn.utils.errors import RunError, raising_object
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from ...attention import TOKEN_MIXERS, Grid, LocalMixer, StripeAttention, TokenMixer, WindowAttention, Windows
 from ...attention.base import LePEMixer
 from ...ops.dispatch import accumulation_dtype
-from ...ops.heads import split_heads
-from ...ops.sizes import on_grid
+from ...ops.tokens import on_grid, split_heads
 from .weights import has_unit_output, local_weights, mixer_state, mixer_weights
 
 CLASS_TOKEN, PADDING = -1, -2  # positions of tokens outside the feature map

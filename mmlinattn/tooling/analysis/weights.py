@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from ... import ops
 from ...attention import AngularMixer, Grid, LocalMixer, TokenMixer
 from ...ops.dispatch import accumulation_dtype, without_autocast
-from ...ops.heads import split_heads
+from ...ops.tokens import split_heads
 
 Rows = Optional[Union[Sequence[int], Tensor]]
 

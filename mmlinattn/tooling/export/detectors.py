@@ -11,7 +11,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from ...ops.sizes import as_tensor, round_up, unflatten
+from ...ops.tokens import as_tensor, round_up, unflatten
 from ...utils.errors import RunError
 from .onnx_nodes import nms_mask
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...layers.block import ConvFFN, DWConvFFN, ResidualDWConv
-from ...ops.sizes import as_tensor
+from ...ops.tokens import as_tensor
 from ...utils.private_apis import is_altered
 
 

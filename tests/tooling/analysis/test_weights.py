@@ -10,8 +10,7 @@ from torch import nn
 
 from mmlinattn.attention import Grid, LocalMixer, TokenMixer, get_mixer
 from mmlinattn.layers import rotary_table
-from mmlinattn.ops.heads import merge_heads, split_heads
-from mmlinattn.ops.sizes import on_grid
+from mmlinattn.ops.tokens import merge_heads, on_grid, split_heads
 from mmlinattn.tooling.analysis.weights import has_unit_output, local_weights, mixer_state, mixer_weights
 
 DIM, HEADS, GRID = 16, 2, Grid(3, 5)

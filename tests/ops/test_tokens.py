@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mmlinattn import ops
-from mmlinattn.ops import sizes
-from mmlinattn.ops.sizes import Grid
+from mmlinattn.ops import tokens
+from mmlinattn.ops.tokens import Grid
 from mmlinattn.utils import private_apis
 
 
@@ -20,15 +20,15 @@ def test_numbers_are_known_and_tensors_are_not(old, monkeypatch):
     """Include PyTorch before 2.5, for which each type is checked."""
     if old:
         monkeypatch.delattr(private_apis.symbolic_shapes, 'has_static_value', raising=False)
-    assert sizes.is_known() and sizes.is_known(3) and sizes.is_known(3, 4)
+    assert tokens.is_known() and tokens.is_known(3) and tokens.is_known(3, 4)
     for unknown in ((torch.tensor(3),), (3, torch.tensor(4)), (torch.tensor(4), 3)):
-        assert not sizes.is_known(*unknown)
+        assert not tokens.is_known(*unknown)
 
 
 def test_known_sizes_copy_no_map():
     x = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
-    assert sizes.clone_if_dynamic(x) is x
-    image = sizes.to_image(x)
+    assert tokens.clone_if_dynamic(x) is x
+    image = tokens.to_image(x)
     assert image.shape == (2, 5, 3, 4) and image.data_ptr() == x.data_ptr()
     assert image.is_contiguous(memory_format=torch.channels_last)
     assert image[1, 2, 0, 3] == x[1, 0, 3, 2]
@@ -42,7 +42,7 @@ def test_dynamic_shapes_that_may_be_one_are_copied(least, copied):
     torch._check(height >= least)
     with FakeTensorMode(shape_env=environment):
         x = torch.empty(height, 4, 3).transpose(1, 2)
-        found = sizes.clone_if_dynamic(x)
+        found = tokens.clone_if_dynamic(x)
     assert (found is not x) is copied and found.stride() == ((12, 4, 1) if copied else (12, 1, 3))
 
 
