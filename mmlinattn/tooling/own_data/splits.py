@@ -3,6 +3,7 @@
 
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -126,10 +127,10 @@ def _resolve(data: Data, items: list[Photo], sources: Iterable[tuple[str, Path]]
         images = [item.path for item in items if source in (item.file, *item.path.parents, *item.file.parents)]
         lost, inside = 0, source.resolve()
         if not images and source.is_file():
-            images, lost = _of_list(data, source, labelled)
+            images, lost = _of_list(data, source, labelled, split)
         elif not images:  # of an absolute path in data.yaml, by another link
             images = [path for path in labelled if inside in path.resolve().parents]
-        if not images or len(images) <= lost and source not in (data.options.train, data.options.val):
+        if not images:
             continue
         data.lost.update({source: lost} if lost else {})
         files.append(source)
@@ -144,13 +145,18 @@ def _resolve(data: Data, items: list[Photo], sources: Iterable[tuple[str, Path]]
     return listed, files
 
 
-def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], int]:
+def _of_list(data: Data, path: Path, labelled: set[Path], split: str) -> tuple[list[Path], int]:
     """Return the labelled images in a list file, and the number of lines that name no image.
 
     A line is a path or a file name of an image or its label file, with or without suffix, and may have more words.
+
+    Raises:
+        RunError: Half of the lines of a list of images, or more, name no image. Lists of ``--train`` and ``--val`` are
+            accepted, and all images of test may be missing.
     """
-    found, lost = list[Path](), 0
-    for line in read_lines(path):
+    lines, found, lost = read_lines(path), list[Path](), list[str]()
+    is_list, shapes = False, {_shape(image.stem) for image in labelled}
+    for line in lines:
         words = (line, *line.split()[:1])
         stems = [word.rpartition('.')[0] for word in words if word.lower().endswith(_ENDINGS)]
         known = [(name, data.pictures.named(name)) for name in dict.fromkeys((*words, *stems))]
@@ -161,8 +167,23 @@ def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], i
             exact = [image for image in images if image.with_suffix('').parts[-len(parts) :] == parts]
             images = data.pictures.nearest(path, exact or images)
         found += images
-        lost += not any(images for _, images in known)
-    return found, lost
+        if any(images for _, images in known):
+            is_list = True
+        else:
+            lost.append(line)
+            # a file name, or the stem of one like those of the images and perhaps a number: of no class, of no box
+            is_list = is_list or bool(stems) or len(line.split()) < 3 and _shape(words[1]) in shapes
+    is_accepted = path in (data.options.train, data.options.val) or split == 'test' and len(lost) == len(lines)
+    if is_list and 2 * len(lost) >= len(lines) and not is_accepted:
+        raise RunError(
+            f'{path}: {len(lost)} of {len(lines)} lines name no image, the first is {lost[0]!r}: correct or remove it, '
+            'or give --train and --val.'
+        )
+    return found, len(lost)
+
+
+def _shape(name: str) -> str:
+    return re.sub(r'\d+', '0', name)
 
 
 def _of_settings(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:

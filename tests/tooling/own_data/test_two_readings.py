@@ -163,7 +163,13 @@ def test_lists_of_the_command_line(tmp_path, options, train, val):
         (dict(train1='a b', val1='c', train2='c'), 'is of train and of val in two of'),
         ({'split.csv': 'image,split a.jpg,train b.jpg,train c.jpg,val d.jpg,test'}, 'ab c d'),
         (dict(train='a.xml b.jpg c.PNG f', val='d.xml e'), 'abcf de'),  # of label files, and before a conversion
-        (dict(train='x.jpg y.jpg', val='z.jpg'), 'its lines name no labelled image'),
+        (dict(train='x.jpg y.jpg', val='z.jpg'), "train.txt: 2 of 2 lines name no image, the first is 'x.jpg'"),
+        (dict(train='a b c', val='d x.jpg'), "val.txt: 1 of 2 lines name no image, the first is 'x.jpg'"),
+        (dict(train='a b c', val='x.jpg/1 y.jpg/1'), "val.txt: 2 of 2 lines name no image, the first is 'x.jpg 1'"),
+        (dict(train='a b', val='c d x'), 'ab cd'),
+        (dict(train='a b c d e', test='x.jpg y.jpg'), 'abce d'),  # test images that were not copied, and a val drawn
+        (dict(train='a b c d e', val='cat dog'), 'abce d'),  # names of classes
+        (dict(train='a b c d e', val='My/notes/on Its/first/images 0/0.5/0.5/0.2/0.2'), 'abce d'),
     ],
 )
 def test_lists_of_the_data(tmp_path, lists, expected):
@@ -179,6 +185,13 @@ def test_lists_of_the_data(tmp_path, lists, expected):
     else:
         found = read(tmp_path).images.values()
         assert ' '.join(''.join(sorted(path.stem for path in paths)) for paths in found) == expected
+
+
+def test_lists_of_stems_without_images_are_refused(tmp_path):
+    voc_files(tmp_path, names=[f'2008_{i:03}' for i in range(5)])
+    text(tmp_path / 'train.txt', '\n'.join(f'2008_{i:03}' for i in range(4)))
+    text(tmp_path / 'val.txt', '2009_007\n2009_008 1')
+    assert_refused("val.txt: 2 of 2 lines name no image, the first is '2009_007'", read, tmp_path)
 
 
 def test_a_mask_is_no_image_of_a_label(tmp_path):
