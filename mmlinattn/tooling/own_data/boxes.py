@@ -14,7 +14,7 @@ from ...utils.errors import RunError
 from .data import Data, OwnData
 from .formats import READERS, recognise_all, refusal
 from .names import of_split, some
-from .reading import IGNORED, Object, Photo, Reader, counted, is_right_angled
+from .reading import IGNORED, Object, Photo, Reader, bounds, counted, is_rectangle
 from .splits import divide
 
 _READINGS = {
@@ -143,14 +143,22 @@ def _settle(reader: Reader, is_alone: bool) -> bool:
         reading: ((box[:, :2] < -slack) | (box[:, 2:] > sizes + slack) | (box[:, 2:] < box[:, :2])).any(1)
         for reading, box in boxes.items()
     }
-    applies = is_alone or reader.boxes is None or _contradict(bad, reader.boxes)
-    given = options.boxes if applies else None
+    counts = {reading: int(outside.sum()) for reading, outside in bad.items()}
+    fitting = [reading for reading, count in counts.items() if not count]
+    # another reading fits better, or many boxes do not fit
+    is_wrong = bool(reader.boxes and counts[reader.boxes] and (fitting or 5 * counts[reader.boxes] > len(raw)))
+    given = options.boxes if is_alone or reader.boxes is None or is_wrong else None
     said, source = given or reader.boxes, '--boxes' if given else 'as the format has it'
     if said is None:
         flat = {r: (box[:, 2:] == box[:, :2]).any(1) & numbers[:, 2:].all(1) for r, box in boxes.items()}
         said, source = _most_likely(raw, bad, flat), 'the only reading in which boxes stay in their images'
-    elif not given:
-        _check(raw, bad, said)
+    elif is_wrong and not given:
+        photo, item = raw[int(np.argmax(bad[said]))]
+        others = f'; as {_READINGS[fitting[0]]} all of them fit' if fitting else ''
+        raise RunError(
+            f'{photo.file}: {counts[said]} of {len(raw)} boxes pass the edge of their image, as {_numbers(item)} in '
+            f'{photo.size[0]}x{photo.size[1]}, read as {_READINGS[said]}{others}: {_REMEDY}'
+        )
     found = boxes[said]
     negative = (found[:, 2:] < found[:, :2]).any(1)
     if said == 'corners' and negative.any():
@@ -176,28 +184,6 @@ def _most_likely(raw: _Raw, bad: dict[str, np.ndarray], flat: dict[str, np.ndarr
     several = ' and as '.join(_READINGS[each] for each in likely)
     both = f'boxes fit as {several}' if likely else 'boxes pass the edge of their image in every reading'
     raise RunError(f'{photo.file}: {both}, as {_numbers(item)} of {photo.path.name}: {_REMEDY}')
-
-
-def _fitting(bad: dict[str, np.ndarray]) -> list[str]:
-    return [reading for reading in _READINGS if not bad[reading].any()]
-
-
-def _contradict(bad: dict[str, np.ndarray], said: str) -> bool:
-    """Return True if another reading fits better, or many boxes do not fit."""
-    count = bad[said].sum()
-    return bool(count and (_fitting(bad) or 5 * count > len(bad[said])))
-
-
-def _check(raw: _Raw, bad: dict[str, np.ndarray], said: str) -> None:
-    """Raise an error if boxes contradict the reading ``said``."""
-    if _contradict(bad, said):
-        fitting = _fitting(bad)
-        photo, item = raw[int(np.argmax(bad[said]))]
-        others = f'; as {_READINGS[fitting[0]]} all of them fit' if fitting else ''
-        raise RunError(
-            f'{photo.file}: {bad[said].sum()} of {len(raw)} boxes pass the edge of their image, as {_numbers(item)} in '
-            f'{photo.size[0]}x{photo.size[1]}, read as {_READINGS[said]}{others}: {_REMEDY}'
-        )
 
 
 def _placed(item: Object, box: list[float], scale: np.ndarray) -> Object:
@@ -272,29 +258,24 @@ def without_small(photo: Photo) -> Photo:
 
 def _have_polygons(objects: list[Object], notes: list[str]) -> bool:
     """Return True if all objects that are learnt have polygons, and not all of these are rectangles."""
-    have_polygons = [bool(item.segmentation) for item in objects if not item.is_ignored]
-    count = have_polygons.count(False)
-    if not any(have_polygons):
+    polygons = [item.segmentation for item in objects if not item.is_ignored]
+    count = sum(not parts for parts in polygons)
+    if count == len(polygons):
         return False
-    if count or all(map(_is_rectangle, objects)):
-        reason = f'{count} of {len(have_polygons)} objects have no polygon' if count else 'all polygons are rectangles'
+    # some exporters write a rectangle for each box
+    if count or all(isinstance(parts, list) and len(parts) == 1 and is_rectangle(parts[0]) for parts in polygons):
+        reason = f'{count} of {len(polygons)} objects have no polygon' if count else 'all polygons are rectangles'
         notes.append(f'{reason}: boxes alone are learnt')
         return False
     return True
 
 
-def _is_rectangle(item: Object) -> bool:
-    """Return True if the polygon is a rectangle, as some exporters write it for a box."""
-    if not isinstance(item.segmentation, list) or len(item.segmentation) != 1:
-        return not item.segmentation and item.is_ignored
-    polygon = item.segmentation[0]
-    return is_right_angled(polygon[:8] if len(polygon) == 10 and polygon[:2] == polygon[8:] else polygon)
-
-
 def _notes_on_polygons(photos: list[Photo]) -> list[str]:
     """Return a note on objects whose box and polygons overlap by less than half."""
+    from mmdet.evaluation.functional import bbox_overlaps
+
     both = [
-        (photo, item, _overlap(item.box, item.segmentation) < 0.5)
+        (photo, item, bbox_overlaps(np.array([item.box]), np.array([bounds(item.segmentation)])) < 0.5)
         for photo in photos
         for item in photo.objects
         if isinstance(item.segmentation, list) and not item.flags & {'rotated', 'lines'}
@@ -305,16 +286,6 @@ def _notes_on_polygons(photos: list[Photo]) -> list[str]:
         f'{item.box} of {photo.path.name}: boxes are learnt as they are; correct one'
         for photo, item in apart[:1]
     ]
-
-
-def _overlap(box: tuple, polygons: list[list[float]]) -> float:
-    """Return the intersection over union of a box and the box around polygons."""
-    xs, ys = ([each for polygon in polygons for each in polygon[axis::2]] for axis in (0, 1))
-    other = (min(xs), min(ys), max(xs), max(ys))
-    left, top, right, bottom = (*map(max, box[:2], other[:2]), *map(min, box[2:], other[2:]))
-    areas = [(b[2] - b[0]) * (b[3] - b[1]) for b in (box, other)]
-    shared = max(right - left, 0) * max(bottom - top, 0)
-    return shared / max(sum(areas) - shared, 1e-9)
 
 
 def _notes_on(photos: list[Photo]) -> list[str]:
