@@ -141,7 +141,6 @@ class Reader:
     boxes: Optional[str] = None  # meaning of raw boxes: 'corners', 'sides' or 'centre'; None: the file does not say
     units: Optional[str] = None  # of raw boxes: 'pixels' or 'shares'; None: the file does not say
     lists: tuple[str, ...] = ('classes.txt', 'labels.txt', 'labelmap.txt')  # files with a class name a line
-    is_upload = False  # Label Studio's prefix may stand before the names of images
     has_one_image = False  # a file has the labels of one image, mostly of its own name
     is_numbered = False  # labels are numbers of classes: a class without objects stays
     remark = ''  # note for the user on all data of the format
@@ -193,7 +192,7 @@ class Reader:
             if self.has_one_image:
                 found = [pictures.of_label(path, entry.name, keys) for entry in entries]
             else:
-                found = pictures.find(path, (entry.name for entry in entries), self.is_upload)
+                found = pictures.find(path, (entry.name for entry in entries))
             of_file = None if self.has_one_image else self.data.splits.of(self.data.rel(path), is_file=True)
             for entry, picture in zip(entries, found):
                 split = self.data.splits.of(Path(entry.split)) or of_file
