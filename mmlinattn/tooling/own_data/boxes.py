@@ -9,6 +9,8 @@ from typing import Any
 
 import cv2
 import numpy as np
+import torch
+from torchvision.ops import box_convert
 
 from ...utils.errors import RunError
 from .data import Data, OwnData
@@ -22,6 +24,7 @@ _READINGS = {
     'sides': 'left, top, width, height',
     'centre': 'centre x, y, width, height',
 }
+_FORMATS = {'corners': 'xyxy', 'sides': 'xywh', 'centre': 'cxcywh'}  # of torchvision
 _SLACK = 0.01  # of shares beyond the image, by rounding
 _REMEDY = f'give --boxes {"|".join(_READINGS)}.'
 _Raw = list[tuple[Photo, Object]]
@@ -132,11 +135,9 @@ def _settle(reader: Reader, is_alone: bool) -> bool:
     sizes = np.array([photo.size for photo, _ in raw], float)
     scale = np.tile(sizes, 2) if units == 'shares' else np.ones((len(raw), 4))
     numbers = np.array([item.box for _, item in raw], float)
-    first, second = numbers[:, :2], numbers[:, 2:]
-    starts = {'corners': first, 'sides': first, 'centre': first - second / 2}
     boxes = {
-        reading: np.hstack([start, second if reading == 'corners' else start + second]) * scale
-        for reading, start in starts.items()
+        reading: box_convert(torch.from_numpy(numbers), format_, 'xyxy').numpy() * scale
+        for reading, format_ in _FORMATS.items()
     }
     slack = np.maximum(2.0, _SLACK * sizes) if units == 'shares' else 2.0
     bad = {
@@ -245,8 +246,7 @@ def _check_splits(first: Reader, second: Reader, data: Data) -> None:
 
 
 def _cut(box: Sequence[float], size: tuple[int, int]) -> tuple[float, float, float, float]:
-    left, right = (min(max(x, 0.0), size[0]) for x in box[::2])
-    top, bottom = (min(max(y, 0.0), size[1]) for y in box[1::2])
+    left, top, right, bottom = np.clip(box, 0, (*size, *size)).tolist()
     return left, top, right, bottom
 
 

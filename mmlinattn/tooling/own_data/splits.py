@@ -246,11 +246,14 @@ def _of_texts(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
     VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``.
     """
     by_folder: dict[Path, dict[str, list[Path]]] = {}
-    for rule in (split_in, data.splits.of_file):  # train.txt, else car_train.txt
-        for path in [path for path in data.files if path.suffix.lower() == '.txt' and not by_folder]:
-            split = 'trainval' if rule(path.stem) and 'trainval' in path.stem.lower() else rule(path.stem)
-            if split:
-                by_folder.setdefault(path.parent, {}).setdefault(split, []).append(path)
+    texts = [path for path in data.files if path.suffix.lower() == '.txt']
+    named = {path: split_in(path.stem) for path in texts}
+    if not any(named.values()):  # car_train.txt
+        named = {path: data.splits.of_file(path.stem) for path in texts}
+    for path, split in named.items():
+        if split:
+            key = 'trainval' if 'trainval' in path.stem.lower() else split
+            by_folder.setdefault(path.parent, {}).setdefault(key, []).append(path)
     preferred = {folder: lists for folder, lists in by_folder.items() if folder.name == _PREFERRED.get(task)}
     sources = list[tuple[str, Path]]()
     for lists in (preferred or by_folder).values():
