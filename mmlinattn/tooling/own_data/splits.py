@@ -151,11 +151,10 @@ def _of_list(data: Data, path: Path, labelled: set[Path], split: str) -> tuple[l
     A line is a path or a file name of an image or its label file, with or without suffix, and may have more words.
 
     Raises:
-        RunError: Half of the lines of a list of images, or more, name no image. Lists of ``--train`` and ``--val`` are
-            accepted, and all images of test may be missing.
+        RunError: Half of the lines of a list of images, or more, name no image, or no line names a labelled one. Lists
+            of ``--train`` and ``--val`` are accepted, and all images of test may be missing, or all of its labels.
     """
     lines, found, lost = read_lines(path), list[Path](), list[str]()
-    is_list, shapes = False, {_shape(image.stem) for image in labelled}
     for line in lines:
         words = (line, *line.split()[:1])
         stems = [word.rpartition('.')[0] for word in words if word.lower().endswith(_ENDINGS)]
@@ -167,23 +166,27 @@ def _of_list(data: Data, path: Path, labelled: set[Path], split: str) -> tuple[l
             exact = [image for image in images if image.with_suffix('').parts[-len(parts) :] == parts]
             images = data.pictures.nearest(path, exact or images)
         found += images
-        if any(images for _, images in known):
-            is_list = True
-        else:
-            lost.append(line)
-            # a file name, or the stem of one like those of the images and perhaps a number: of no class, of no box
-            is_list = is_list or bool(stems) or len(line.split()) < 3 and _shape(words[1]) in shapes
-    is_accepted = path in (data.options.train, data.options.val) or split == 'test' and len(lost) == len(lines)
-    if is_list and 2 * len(lost) >= len(lines) and not is_accepted:
-        raise RunError(
-            f'{path}: {len(lost)} of {len(lines)} lines name no image, the first is {lost[0]!r}: correct or remove it, '
-            'or give --train and --val.'
-        )
+        lost += [] if any(images for _, images in known) else [line]
+    is_list = len(lost) < len(lines) or bool(lines) and _is_file_name(lines[0], labelled)
+    if is_list and path not in (data.options.train, data.options.val):
+        remedy = 'correct or remove it, or give --train and --val.'
+        if 2 * len(lost) >= len(lines) and (split != 'test' or found):
+            said = f'{len(lost)} of {len(lines)} lines name no image, the first is {lost[0]!r}'
+            raise RunError(f'{path}: {said}: {remedy}')
+        if not found and split != 'test':
+            raise RunError(f'{path}: its lines name no labelled image, the first is {lines[0]!r}: {remedy}')
     return found, len(lost)
 
 
-def _shape(name: str) -> str:
-    return re.sub(r'\d+', '0', name)
+def _is_file_name(line: str, labelled: Iterable[Path]) -> bool:
+    """Return True for the name of an image that is not there: by its ending, or a stem like those of other images.
+
+    A number may follow, as in VOC's lists of one class. Prose, class names and boxes of YOLO are no such names.
+    """
+    first, *more = line.split()
+    if line.lower().endswith(_ENDINGS) or first.lower().endswith(_ENDINGS):
+        return True
+    return len(more) < 2 and re.sub(r'\d+', '0', first) in {re.sub(r'\d+', '0', image.stem) for image in labelled}
 
 
 def _of_settings(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
@@ -260,13 +263,6 @@ def _of_texts(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
         order = ('train', 'val', 'test', *([] if 'train' in lists else ['trainval']))
         sources += [(split, file) for split in order for file in lists.get(split, ())]
     listed, files = _resolve(data, items, sources)
-    for _, file in sources if not listed else ():
-        lines = read_lines(file)
-        if lines and all(line.lower().endswith(_ENDINGS) for line in lines):
-            raise RunError(
-                f'{file} has the name of a split, and its lines name no labelled image, as {lines[0]!r}: correct or '
-                'remove it, or give --train and --val.'
-            )
     return (listed, files) if listed else None
 
 

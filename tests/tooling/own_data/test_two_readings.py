@@ -189,6 +189,9 @@ def test_lists_of_stems_without_images_are_refused(tmp_path):
     text(tmp_path / 'train.txt', '\n'.join(f'2008_{i:03}' for i in range(4)))
     text(tmp_path / 'val.txt', '2009_007\n2009_008 1')
     assert_refused("val.txt: 2 of 2 lines name no image, the first is '2009_007'", read, tmp_path)
+    picture(tmp_path / '2009_007.jpg')  # without labels
+    text(tmp_path / 'val.txt', '2009_007')
+    assert_refused("val.txt: its lines name no labelled image, the first is '2009_007'", read, tmp_path)
 
 
 def test_a_mask_is_no_image_of_a_label(tmp_path):
