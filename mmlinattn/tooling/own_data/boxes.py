@@ -70,7 +70,7 @@ def read_boxes(data: Data) -> OwnData:
     if all(item.is_ignored for item in objects):
         kinds = {flag for item in objects for flag in item.flags & IGNORED}
         raise data.error(f': all objects are ignored ({", ".join(sorted(kinds))}).')
-    splits, notes = divide(data, photos, 'detection', classes)
+    splits, notes = divide(data, photos, classes)
     notes[1:1] = [note for reader in readers for note in reader.notes]
     masks = _have_polygons(objects, notes)
     notes += _notes_on(photos) + _notes_on_polygons(merged)
@@ -104,7 +104,7 @@ def _readers(data: Data) -> list[Reader]:
         kinds = {chosen: recognise_all(data)[chosen]}
     readers = [reader(kind, data) for kind, reader in READERS.items() if kinds.get(kind)]
     if not readers:
-        raise refusal(data, kinds, 'detection')
+        raise refusal(data, kinds)
     for reader in readers:
         data.used.update(source.path for source in kinds[reader.kind])
         reader.read(kinds[reader.kind])

@@ -24,7 +24,7 @@ _Listed = tuple[dict[Path, str], list[Path]]  # splits of images by lists, and t
 
 
 def divide(
-    data: Data, items: list[Photo], task: str, classes: list[str], by_folder: bool = True
+    data: Data, items: list[Photo], classes: list[str], by_folder: bool = True
 ) -> tuple[dict[str, list[Photo]], list[str]]:
     """Group images by split.
 
@@ -34,7 +34,6 @@ def divide(
     Args:
         data: The data set.
         items: Labelled images. ``split`` is that of a column or the name of the label file, or None.
-        task: Task of the config.
         classes: Class names in the order of the labels.
         by_folder: Take the split of other images from the names of their folders.
 
@@ -46,7 +45,7 @@ def divide(
     """
     for item in items:
         check_whole(item.path)
-    found, source = _splits_of(data, items, task, by_folder)
+    found, source = _splits_of(data, items, by_folder)
     splits: dict[str, list[Photo]] = {}
     for item, split in zip(items, found):
         splits.setdefault(split or 'none', []).append(item)
@@ -75,7 +74,7 @@ def divide(
         notes.append(f'the {len(splits.pop(split))} images of test have no labels: val is tested on')
     labelled = {path for item in items for path in (item.path, item.file)}
     left = [path for path in data.images if path not in labelled]
-    if task == 'segmentation':
+    if data.options.task == 'segmentation':
         masks = data.pictures.divided(data.images)[1].keys() & {*left}
         left = [path for path in left if path not in masks]
         notes += [f'{len(masks)} masks are not used: {data.folders_of(sorted(masks))}'] if masks else []
@@ -84,7 +83,7 @@ def divide(
     return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
 
 
-def _splits_of(data: Data, items: list[Photo], task: str, by_folder: bool) -> tuple[list[Optional[str]], str]:
+def _splits_of(data: Data, items: list[Photo], by_folder: bool) -> tuple[list[Optional[str]], str]:
     """Return the split of each image, or None, and their source: the first of the sources that has any."""
     given = [(split, path) for split, path in (('train', data.options.train), ('val', data.options.val)) if path]
     if given:
@@ -99,7 +98,7 @@ def _splits_of(data: Data, items: list[Photo], task: str, by_folder: bool) -> tu
     ]
     if any(item.split for item in items):
         return [item.split or split for item, split in zip(items, folders)], 'columns or names of files and folders'
-    listed, files = next(filter(None, (source(data, items, task) for source in _SOURCES)), ({}, []))
+    listed, files = next(filter(None, (source(data, items) for source in _SOURCES)), ({}, []))
     if not files:
         return folders, 'names of folders' if any(folders) else ''
     found, names = _filled(items, listed, folders), some(map(data.name, files))
@@ -189,7 +188,7 @@ def _is_file_name(line: str, labelled: Iterable[Path]) -> bool:
     return len(more) < 2 and re.sub(r'\d+', '0', first) in {re.sub(r'\d+', '0', image.stem) for image in labelled}
 
 
-def _of_settings(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
+def _of_settings(data: Data, items: list[Photo]) -> Optional[_Listed]:
     """Read the folders or lists under ``train``, ``val`` and ``test`` of a data.yaml, if any is on this machine."""
     file, content = data.settings
     if file is None:
@@ -213,7 +212,7 @@ def _of_settings(data: Data, items: list[Photo], task: str) -> Optional[_Listed]
     return (listed, files) if {'val', 'test'} & {*listed.values()} else None
 
 
-def _of_numbers(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
+def _of_numbers(data: Data, items: list[Photo]) -> Optional[_Listed]:
     """Read the splits of CUB-200: ``train_test_split.txt`` has 1 for train, ``images.txt`` the paths."""
     path = next((path for path in data.files if path.name == 'train_test_split.txt'), None)
     if not path or not path.with_name('images.txt').exists():
@@ -229,7 +228,7 @@ def _of_numbers(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
     return {p: 'train' if flags[number] == '1' else 'val' for p, number in zip(pictures, known)}, [path]
 
 
-def _of_tables(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
+def _of_tables(data: Data, items: list[Photo]) -> Optional[_Listed]:
     """Read a table that has images, their splits and nothing else."""
     for path in [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv') and path not in data.used]:
         table = None
@@ -243,7 +242,7 @@ def _of_tables(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
     return None
 
 
-def _of_texts(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
+def _of_texts(data: Data, items: list[Photo]) -> Optional[_Listed]:
     """Read text files that have the name of a split.
 
     VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``.
@@ -257,7 +256,8 @@ def _of_texts(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
         if split:
             key = 'trainval' if 'trainval' in path.stem.lower() else split
             by_folder.setdefault(path.parent, {}).setdefault(key, []).append(path)
-    preferred = {folder: lists for folder, lists in by_folder.items() if folder.name == _PREFERRED.get(task)}
+    name = _PREFERRED.get(data.options.task)
+    preferred = {folder: lists for folder, lists in by_folder.items() if folder.name == name}
     sources = list[tuple[str, Path]]()
     for lists in (preferred or by_folder).values():
         order = ('train', 'val', 'test', *([] if 'train' in lists else ['trainval']))
