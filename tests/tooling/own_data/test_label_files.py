@@ -9,7 +9,7 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 import pytest
-from helpers.own_files import HEIGHT, WIDTH, assert_refused, boxes_of, coco, images, picture, read, text, voc
+from helpers.own_files import HEIGHT, WIDTH, assert_refused, boxes_of, coco, counts, images, picture, read, text, voc
 from PIL import Image
 from pycocotools import mask as coco_masks
 
@@ -131,7 +131,7 @@ def test_boxes_of_each_format(tmp_path, write):
     expected = {(f'{name}.jpg', label, *map(float, box)) for name, items in OBJECTS.items() for label, box in items}
     assert set(annotations_of(data)) == expected
     assert data.classes == ['bus', 'car'] and not data.masks and data.densest == 2
-    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=5, val=1)
+    assert counts(data) == [5, 1]
     assert not [note for note in data.notes if 'not used' in note or 'left out' in note], data.notes
 
 
@@ -386,7 +386,7 @@ def test_splits_that_files_name(tmp_path):
     for name, split in zip(OBJECTS, ('Train', 'Train', 'Train', 'Validation', 'Validation', 'Test')):
         content = content.replace(f'name="{name}.jpg"', f'name="{name}.jpg" subset="{split}"')
     text(file, content)
-    assert {split: len(paths) for split, paths in read(tmp_path).images.items()} == dict(train=3, val=2, test=1)
+    assert counts(read(tmp_path)) == [3, 2, 1]
 
 
 def test_tasks_of_label_studio_without_annotation(tmp_path):
@@ -400,7 +400,7 @@ def test_tasks_of_label_studio_without_annotation(tmp_path):
     data = read(text(file, tasks).parent)
     assert '1 tasks without annotation are left out, predictions do not count' in data.notes
     assert '1 tasks have several annotations: the first is read' in data.notes
-    assert sum(map(len, data.images.values())) == 5
+    assert sum(counts(data)) == 5
 
 
 def test_names_of_classes_are_texts(tmp_path):
@@ -500,7 +500,7 @@ def test_tables_of_classes(tmp_path, rows):
     assert (data.kind, data.classes) == ('CSV of classes', ['bus', 'car'])
     listed = dict(line.split() for text in data.annotations.values() for line in text.splitlines())
     assert listed == {f'images/{name}.jpg': str(int(name < 'd')) for name in OBJECTS}
-    assert [len(data.images[split]) for split in ('train', 'val')] == [4, 2]
+    assert counts(data, 'train', 'val') == [4, 2]
 
 
 def test_tables_of_classes_with_splits_and_numbers(tmp_path):
@@ -509,7 +509,7 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
     text(tmp_path / 'labels.csv', '\n'.join(['image,class,split,photographer', *rows]))
     text(tmp_path / 'names.csv', 'id,name\n2,x\n10,y')
     data = read(tmp_path, 'classification')
-    assert data.classes == ['2', '10'] and [len(data.images[split]) for split in ('train', 'val')] == [4, 2]
+    assert data.classes == ['2', '10'] and counts(data, 'train', 'val') == [4, 2]
     assert 'not used of labels.csv: columns photographer' in data.notes
 
 

@@ -4,7 +4,7 @@
 import cv2
 import numpy as np
 import pytest
-from helpers.own_files import HEIGHT, WIDTH, assert_refused, picture, read, text
+from helpers.own_files import HEIGHT, WIDTH, assert_refused, counts, picture, read, text
 from PIL import Image, TiffImagePlugin
 
 from mmlinattn.tooling.own_data import images, mask_values
@@ -94,7 +94,7 @@ def test_masks_that_are_copied(tmp_path, how, classes, said):
     copy = Image.open(train['data_prefix']['seg_map_path'] + data.annotations['train'].split()[0] + '.png')
     assert (copy.mode, np.unique(copy).tolist(), data.classes) == ('L', [0, 1], classes)
     assert f'masks are copied to {tmp_path}/mine_labels: {said}' in data.notes
-    assert sum(map(len, data.images.values())) == 4
+    assert sum(counts(data)) == 4
 
 
 LAYOUTS = {  # image and label image, without the name
@@ -135,8 +135,7 @@ def test_layouts_of_label_images(tmp_path, name):
             for kind in ('color', 'instanceIds'):
                 picture(tmp_path / f'data/gtFine/{split}/a/{number}_gtFine_{kind}.png')
     data = layout(tmp_path / 'data', name, lambda number: halves(*values))
-    counts = [len(data.images[split]) for split in ('train', 'val')]
-    assert counts == ([4, 1] if name == 'KITTI' else [3, 2])
+    assert counts(data, 'train', 'val') == ([4, 1] if name == 'KITTI' else [3, 2])
     assert (tmp_path / 'data' / data.settings['train']['data_prefix']['img_path']).is_dir()
     if name in ('Cityscapes', 'KITTI'):
         assert len(data.classes) == 19 and data.classes[:3] == ['road', 'sidewalk', 'building']
@@ -326,15 +325,14 @@ def sorted_images(root, *counts):
 def test_folders_of_one_level_are_divided_class_by_class(tmp_path):
     data = read_classes(sorted_images(tmp_path, ('train', 8), ('bus', 4), ('one', 1)))  # a class of locomotives
     assert data.classes == ['bus', 'one', 'train']
-    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=10, val=3)
+    assert counts(data) == [10, 3]
     assert sorted(line.rsplit(' ', 1)[1] for line in data.annotations['val'].splitlines()) == ['0', '2', '2']
     assert 'no image of one in val: not measured' in data.notes
 
 
 def test_splits_below_classes(tmp_path):
-    counts = [('a/train', 3), ('a/val', 1), ('b/train', 3), ('b/val', 1)]
-    data = read_classes(sorted_images(tmp_path, *counts))
-    assert data.classes == ['a', 'b'] and [len(data.images[split]) for split in ('train', 'val')] == [6, 2]
+    data = read_classes(sorted_images(tmp_path, ('a/train', 3), ('a/val', 1), ('b/train', 3), ('b/val', 1)))
+    assert data.classes == ['a', 'b'] and counts(data, 'train', 'val') == [6, 2]
 
 
 def test_labels_of_val_follow_train(tmp_path):
@@ -343,7 +341,7 @@ def test_labels_of_val_follow_train(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'counts, said',
+    'folders, said',
     [
         ([('train/a', 2), ('train/b', 2), ('val/c', 2)], "val has images of 'c', and train has none"),
         ([('a', 4)], '1 class'),
@@ -351,8 +349,8 @@ def test_labels_of_val_follow_train(tmp_path):
         ([(f'{name}/{side}', 2) for name in ('bus', 'train') for side in ('a', 'b')], 'train and bus both hold'),
     ],
 )
-def test_folders_that_are_refused(tmp_path, counts, said):
-    assert_refused(said, read_classes, sorted_images(tmp_path, *counts))
+def test_folders_that_are_refused(tmp_path, folders, said):
+    assert_refused(said, read_classes, sorted_images(tmp_path, *folders))
 
 
 @pytest.mark.parametrize(
@@ -394,5 +392,5 @@ def test_images_of_several_forms(tmp_path):
 @pytest.mark.parametrize('other', ['__MACOSX', 'results/plots'])
 def test_folders_beside_train(tmp_path, other):
     data = read_classes(sorted_images(tmp_path, ('train/cat', 3), ('train/dog', 3), (other, 3)))
-    assert data.classes == ['cat', 'dog'] and sum(map(len, data.images.values())) == 6
+    assert data.classes == ['cat', 'dog'] and sum(counts(data)) == 6
     assert any('beside train: left out' in note for note in data.notes) is (other != '__MACOSX')
