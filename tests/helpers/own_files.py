@@ -2,6 +2,7 @@
 """Write images and annotation files as users have them, and read the converted data."""
 
 import json
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -63,7 +64,9 @@ def voc(*objects, size=(WIDTH, HEIGHT)):
 
 
 def read(root, task='detection', **options):
-    """Read a data set as make_config does."""
+    """Read a data set as make_config does; the options ``images``, ``labels``, ``train`` and ``val`` may be texts."""
+    paths = {key: Path(options[key]) for key in ('images', 'labels', 'train', 'val') if key in options}
+    options.update(paths)
     data = Data(root, ConfigArgs(root, task, '', root, **options))
     if task == 'segmentation':
         return read_masks(data, data.root.parent / 'mine_labels')

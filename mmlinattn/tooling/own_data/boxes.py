@@ -9,12 +9,14 @@ from typing import Any
 
 import cv2
 import numpy as np
+import torch
+from torchvision.ops import box_convert
 
 from ...utils.errors import RunError
 from .data import Data, OwnData
 from .formats import READERS, recognise_all, refusal
 from .names import of_split, some
-from .reading import IGNORED, Object, Photo, Reader, counted, is_right_angled
+from .reading import IGNORED, Object, Photo, Reader, bounds, counted, is_rectangle
 from .splits import divide
 
 _READINGS = {
@@ -22,6 +24,7 @@ _READINGS = {
     'sides': 'left, top, width, height',
     'centre': 'centre x, y, width, height',
 }
+_FORMATS = {'corners': 'xyxy', 'sides': 'xywh', 'centre': 'cxcywh'}  # of torchvision
 _SLACK = 0.01  # of shares beyond the image, by rounding
 _REMEDY = f'give --boxes {"|".join(_READINGS)}.'
 _Raw = list[tuple[Photo, Object]]
@@ -67,7 +70,7 @@ def read_boxes(data: Data) -> OwnData:
     if all(item.is_ignored for item in objects):
         kinds = {flag for item in objects for flag in item.flags & IGNORED}
         raise data.error(f': all objects are ignored ({", ".join(sorted(kinds))}).')
-    splits, notes = divide(data, photos, 'detection', classes)
+    splits, notes = divide(data, photos, classes)
     notes[1:1] = [note for reader in readers for note in reader.notes]
     masks = _have_polygons(objects, notes)
     notes += _notes_on(photos) + _notes_on_polygons(merged)
@@ -101,7 +104,7 @@ def _readers(data: Data) -> list[Reader]:
         kinds = {chosen: recognise_all(data)[chosen]}
     readers = [reader(kind, data) for kind, reader in READERS.items() if kinds.get(kind)]
     if not readers:
-        raise refusal(data, kinds, 'detection')
+        raise refusal(data, kinds)
     for reader in readers:
         data.used.update(source.path for source in kinds[reader.kind])
         reader.read(kinds[reader.kind])
@@ -132,25 +135,31 @@ def _settle(reader: Reader, is_alone: bool) -> bool:
     sizes = np.array([photo.size for photo, _ in raw], float)
     scale = np.tile(sizes, 2) if units == 'shares' else np.ones((len(raw), 4))
     numbers = np.array([item.box for _, item in raw], float)
-    first, second = numbers[:, :2], numbers[:, 2:]
-    starts = {'corners': first, 'sides': first, 'centre': first - second / 2}
     boxes = {
-        reading: np.hstack([start, second if reading == 'corners' else start + second]) * scale
-        for reading, start in starts.items()
+        reading: box_convert(torch.from_numpy(numbers), format_, 'xyxy').numpy() * scale
+        for reading, format_ in _FORMATS.items()
     }
     slack = np.maximum(2.0, _SLACK * sizes) if units == 'shares' else 2.0
     bad = {
         reading: ((box[:, :2] < -slack) | (box[:, 2:] > sizes + slack) | (box[:, 2:] < box[:, :2])).any(1)
         for reading, box in boxes.items()
     }
-    applies = is_alone or reader.boxes is None or _contradict(bad, reader.boxes)
-    given = options.boxes if applies else None
+    counts = {reading: int(outside.sum()) for reading, outside in bad.items()}
+    fitting = [reading for reading, count in counts.items() if not count]
+    # another reading fits better, or many boxes do not fit
+    is_wrong = bool(reader.boxes and counts[reader.boxes] and (fitting or 5 * counts[reader.boxes] > len(raw)))
+    given = options.boxes if is_alone or reader.boxes is None or is_wrong else None
     said, source = given or reader.boxes, '--boxes' if given else 'as the format has it'
     if said is None:
         flat = {r: (box[:, 2:] == box[:, :2]).any(1) & numbers[:, 2:].all(1) for r, box in boxes.items()}
         said, source = _most_likely(raw, bad, flat), 'the only reading in which boxes stay in their images'
-    elif not given:
-        _check(raw, bad, said)
+    elif is_wrong and not given:
+        photo, item = raw[int(np.argmax(bad[said]))]
+        others = f'; as {_READINGS[fitting[0]]} all of them fit' if fitting else ''
+        raise RunError(
+            f'{photo.file}: {counts[said]} of {len(raw)} boxes pass the edge of their image, as {_numbers(item)} in '
+            f'{photo.size[0]}x{photo.size[1]}, read as {_READINGS[said]}{others}: {_REMEDY}'
+        )
     found = boxes[said]
     negative = (found[:, 2:] < found[:, :2]).any(1)
     if said == 'corners' and negative.any():
@@ -176,28 +185,6 @@ def _most_likely(raw: _Raw, bad: dict[str, np.ndarray], flat: dict[str, np.ndarr
     several = ' and as '.join(_READINGS[each] for each in likely)
     both = f'boxes fit as {several}' if likely else 'boxes pass the edge of their image in every reading'
     raise RunError(f'{photo.file}: {both}, as {_numbers(item)} of {photo.path.name}: {_REMEDY}')
-
-
-def _fitting(bad: dict[str, np.ndarray]) -> list[str]:
-    return [reading for reading in _READINGS if not bad[reading].any()]
-
-
-def _contradict(bad: dict[str, np.ndarray], said: str) -> bool:
-    """Return True if another reading fits better, or many boxes do not fit."""
-    count = bad[said].sum()
-    return bool(count and (_fitting(bad) or 5 * count > len(bad[said])))
-
-
-def _check(raw: _Raw, bad: dict[str, np.ndarray], said: str) -> None:
-    """Raise an error if boxes contradict the reading ``said``."""
-    if _contradict(bad, said):
-        fitting = _fitting(bad)
-        photo, item = raw[int(np.argmax(bad[said]))]
-        others = f'; as {_READINGS[fitting[0]]} all of them fit' if fitting else ''
-        raise RunError(
-            f'{photo.file}: {bad[said].sum()} of {len(raw)} boxes pass the edge of their image, as {_numbers(item)} in '
-            f'{photo.size[0]}x{photo.size[1]}, read as {_READINGS[said]}{others}: {_REMEDY}'
-        )
 
 
 def _placed(item: Object, box: list[float], scale: np.ndarray) -> Object:
@@ -259,8 +246,7 @@ def _check_splits(first: Reader, second: Reader, data: Data) -> None:
 
 
 def _cut(box: Sequence[float], size: tuple[int, int]) -> tuple[float, float, float, float]:
-    left, right = (min(max(x, 0.0), size[0]) for x in box[::2])
-    top, bottom = (min(max(y, 0.0), size[1]) for y in box[1::2])
+    left, top, right, bottom = np.clip(box, 0, (*size, *size)).tolist()
     return left, top, right, bottom
 
 
@@ -272,29 +258,24 @@ def without_small(photo: Photo) -> Photo:
 
 def _have_polygons(objects: list[Object], notes: list[str]) -> bool:
     """Return True if all objects that are learnt have polygons, and not all of these are rectangles."""
-    have_polygons = [bool(item.segmentation) for item in objects if not item.is_ignored]
-    count = have_polygons.count(False)
-    if not any(have_polygons):
+    polygons = [item.segmentation for item in objects if not item.is_ignored]
+    count = sum(not parts for parts in polygons)
+    if count == len(polygons):
         return False
-    if count or all(map(_is_rectangle, objects)):
-        reason = f'{count} of {len(have_polygons)} objects have no polygon' if count else 'all polygons are rectangles'
+    # some exporters write a rectangle for each box
+    if count or all(isinstance(parts, list) and len(parts) == 1 and is_rectangle(parts[0]) for parts in polygons):
+        reason = f'{count} of {len(polygons)} objects have no polygon' if count else 'all polygons are rectangles'
         notes.append(f'{reason}: boxes alone are learnt')
         return False
     return True
 
 
-def _is_rectangle(item: Object) -> bool:
-    """Return True if the polygon is a rectangle, as some exporters write it for a box."""
-    if not isinstance(item.segmentation, list) or len(item.segmentation) != 1:
-        return not item.segmentation and item.is_ignored
-    polygon = item.segmentation[0]
-    return is_right_angled(polygon[:8] if len(polygon) == 10 and polygon[:2] == polygon[8:] else polygon)
-
-
 def _notes_on_polygons(photos: list[Photo]) -> list[str]:
     """Return a note on objects whose box and polygons overlap by less than half."""
+    from mmdet.evaluation.functional import bbox_overlaps
+
     both = [
-        (photo, item, _overlap(item.box, item.segmentation) < 0.5)
+        (photo, item, bbox_overlaps(np.array([item.box]), np.array([bounds(item.segmentation)])) < 0.5)
         for photo in photos
         for item in photo.objects
         if isinstance(item.segmentation, list) and not item.flags & {'rotated', 'lines'}
@@ -305,16 +286,6 @@ def _notes_on_polygons(photos: list[Photo]) -> list[str]:
         f'{item.box} of {photo.path.name}: boxes are learnt as they are; correct one'
         for photo, item in apart[:1]
     ]
-
-
-def _overlap(box: tuple, polygons: list[list[float]]) -> float:
-    """Return the intersection over union of a box and the box around polygons."""
-    xs, ys = ([each for polygon in polygons for each in polygon[axis::2]] for axis in (0, 1))
-    other = (min(xs), min(ys), max(xs), max(ys))
-    left, top, right, bottom = (*map(max, box[:2], other[:2]), *map(min, box[2:], other[2:]))
-    areas = [(b[2] - b[0]) * (b[3] - b[1]) for b in (box, other)]
-    shared = max(right - left, 0) * max(bottom - top, 0)
-    return shared / max(sum(areas) - shared, 1e-9)
 
 
 def _notes_on(photos: list[Photo]) -> list[str]:

@@ -10,7 +10,7 @@ from ...engine.data.coco import error_of_coco
 from ...utils.errors import RunError
 from .data import Source
 from .names import GROUPS, composed, plain
-from .reading import Entry, Object, Photo, Reader, corners, flags_of
+from .reading import Entry, Object, Photo, Reader, bounds, corners, flags_of
 
 # keys that are read, or say nothing about an object
 _READ = {'id', 'image_id', 'category_id', 'bbox', 'area', 'segmentation', 'attributes', 'rotation', 'num_keypoints'}
@@ -97,7 +97,7 @@ def _object(name: str, item: dict, shape: list[int]) -> Object:
     if isinstance(turn, (int, float)) and turn % 180:  # CVAT: degrees clockwise, of a box given before its rotation
         x, y, width, height = box
         points = corners((x, y, x + width, y + height), turn)
-        box, is_raw = (*points.min(0).tolist(), *points.max(0).tolist()), False
+        box, is_raw = bounds([points]), False
         flags |= {'rotated'}
     area = area if isinstance(area, (int, float)) and area > 0 else 0.0
     return Object(name, box, segmentation, flags, area, is_raw)

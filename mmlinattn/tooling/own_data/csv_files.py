@@ -30,16 +30,8 @@ _HEADERS = {
 }
 _SIZE = ['width imagewidth imgwidth', 'height imageheight imgheight']
 _FLAGS = 'confidence score difficult truncated occluded ignore iscrowd isoccluded istruncated isgroupof'.split()
+csv.field_size_limit(1 << 30)  # characters of a cell; run lengths of masks are longer than the default of 1 << 17
 _RETINANET = ['filename', 'x1', 'y1', 'x2', 'y2', 'class']  # without header
-
-
-def cells_of(text: str, delimiter: str = ',') -> list[list[str]]:
-    """Return the rows of a CSV file. Cells may be long, as run lengths of masks are; Python's limit is 128 KiB."""
-    limit = csv.field_size_limit(max(len(text), csv.field_size_limit()))
-    try:
-        return list(csv.reader(io.StringIO(text), delimiter=delimiter))
-    finally:
-        csv.field_size_limit(limit)
 
 
 class Table:
@@ -51,7 +43,7 @@ class Table:
         text = text[given.end() :] if given else text
         line = text.lstrip('\r\n').partition('\n')[0]
         self.delimiter = given[1] if given else max(',;\t', key=line.count)
-        rows = [row for row in cells_of(text, self.delimiter) if any(map(str.strip, row))]
+        rows = [row for row in csv.reader(io.StringIO(text), delimiter=self.delimiter) if any(map(str.strip, row))]
         first = [cell.strip() for cell in rows[0]] if rows else []
         named = len(first) == 6 and first[0].lower().endswith(SUFFIXES)
         self.is_plain = named and all(re.fullmatch(r'(-?\d+(\.\d+)?)?', cell) for cell in first[1:5])
@@ -132,7 +124,7 @@ class Table:
 def _plain_names(data: Data) -> Optional[list[str]]:
     """Return the class names of keras-retinanet's ``classes.csv`` (rows ``name,number``), or None."""
     for path in [path for path in data.files if path.suffix.lower() == '.csv']:
-        rows = cells_of(read_text(path))
+        rows = list(csv.reader(io.StringIO(read_text(path))))
         if rows and all(len(row) == 2 and row[1].strip() == str(i) for i, row in enumerate(rows)):
             data.used.add(path)
             return [row[0].strip() for row in rows]

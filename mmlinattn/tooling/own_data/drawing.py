@@ -14,27 +14,17 @@ from PIL import Image, ImageOps
 from .data import OwnData
 from .mask_values import IGNORED
 from .names import some
-from .reading import Object
 
 _COUNT = 6
 _LONGER_SIDE = 640
 
 
 def _chosen(examples: list) -> list:
-    """Return six images: one of each class, or with most and smallest objects, then others spread over the data set."""
-    first = {example.label: i for i, example in reversed(list(enumerate(examples)))}
-    chosen = sorted(first.values()) if len(first) > 1 else []
-    areas = {i: min(map(_area, example.objects)) for i, example in enumerate(examples) if example.objects}
-    if areas:
-        fullest = sorted(areas, key=lambda i: -len(examples[i].objects))
-        chosen = [*fullest[:2], min(areas, key=areas.__getitem__)]
-    spread = np.linspace(0, len(examples) - 1, 4 * _COUNT).round().astype(int).tolist()
-    return [examples[i] for i in list(dict.fromkeys([*chosen, *spread[::4], *spread]))[:_COUNT]]
-
-
-def _area(item: Object) -> float:
-    left, top, right, bottom = item.box
-    return (right - left) * (bottom - top)
+    """Return six images: those with most objects, else images spread over the data set and its classes."""
+    spread = sorted(examples, key=lambda example: example.label)
+    spread = [spread[i] for i in np.unique(np.linspace(0, len(spread) - 1, _COUNT).round().astype(int))]
+    fullest = sorted(examples, key=lambda example: -len(example.objects))
+    return fullest[:_COUNT] if fullest[0].objects else spread
 
 
 def draw_examples(data: OwnData, file: Path) -> None:

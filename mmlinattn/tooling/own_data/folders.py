@@ -35,7 +35,7 @@ def read_classes(data: Data) -> OwnData:
     _refuse_numbers(data, [item.label for item in items])
     occurring = {item.label for item in items}
     order = [name for name in order if name in occurring]
-    splits, more = divide(data, items, 'classification', order, kind.startswith('CSV'))
+    splits, more = divide(data, items, order, kind.startswith('CSV'))
     found = {item.label for item in splits['train']}
     classes = [name for name in order if name in found]
     for split, chosen in splits.items():
@@ -83,10 +83,10 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Photo]
         return kind, items, more + notes
     if error:
         others = [sources[0] for kind, sources in kinds.items() if kind not in (UNKNOWN, 'CSV of classes')]
-        beside = [f' {described_kind(data, source, "classification")}.' for source in others]
+        beside = [f' {described_kind(data, source)}.' for source in others]
         raise RunError(f'{error}{"".join(beside[-1:])}')
     if not folders:
-        raise refusal(data, kinds, 'classification')
+        raise refusal(data, kinds)
     return 'folders of images', folders, notes
 
 

@@ -202,18 +202,19 @@ def recognise_all(data: Data) -> dict[str, list[Source]]:
     return found
 
 
-def described_kind(data: Data, source: Source, task: str) -> str:
-    """Return a sentence on a label file of a format that a task does not take."""
+def described_kind(data: Data, source: Source) -> str:
+    """Return a sentence on a label file of a format that the task does not take."""
     path, kind, content = source
     name, columns = data.name(path), some(content.names) if isinstance(content, Table) else ''
     if kind in (UNKNOWN, 'CSV of classes') and columns:
         return f'{name} is a table without a known header; its columns are {columns}'
-    why = f', which {task} does not take' if kind in READERS else ', which is not read here'
+    why = f', which {data.options.task} does not take' if kind in READERS else ', which is not read here'
     return f'{name} is {kind}{f" (columns {columns})" if columns else ""}{why}'
 
 
-def refusal(data: Data, kinds: dict[str, list[Source]], task: str) -> RunError:
+def refusal(data: Data, kinds: dict[str, list[Source]]) -> RunError:
     """Return the error for data without usable labels: it names a file that was found, its format and a remedy."""
+    task = data.options.task
     remedy, takes = _TASKS[task]
     unread = f'; images of a kind that is not read: {data.unread}' if data.unread else ''
     if task == 'segmentation' and unread:
@@ -225,11 +226,11 @@ def refusal(data: Data, kinds: dict[str, list[Source]], task: str) -> RunError:
             remedy = 'unpack it' if kind == 'an archive' else 'save it as CSV'
         elif task == 'detection':
             remedy = str(FORMATS.get(kind, remedy))
-        return data.error(f': {described_kind(data, source, task)}: {remedy}. It takes {takes}.')
+        return data.error(f': {described_kind(data, source)}: {remedy}. It takes {takes}.')
     others = [*kinds.get(UNKNOWN, ()), *kinds.get('CSV of classes', ())]
     tables = [source for source in others if isinstance(source.content, Table)]
     if tables and not any(data.pictures.named(source.path.stem) for source in others):
-        return data.error(f': {described_kind(data, tables[0], task)}. It takes {takes}.')
+        return data.error(f': {described_kind(data, tables[0])}. It takes {takes}.')
     unknown = some((data.name(source.path) for source in kinds.get(UNKNOWN, [])), 4)
     there = f' ({unknown}: {UNKNOWN})' if unknown else ''
     return data.error(f': no annotations in it that are read{there}{unread}: {remedy}. It takes {takes}.')

@@ -61,11 +61,10 @@ def _of_mask(name: str, mask: np.ndarray, flags: frozenset) -> Object:
 
 
 def _placed(mask: np.ndarray, left: float, top: float, size: tuple[int, int]) -> np.ndarray:
-    """Return a mask of the image ``size``, with the given part placed at ``left``, ``top``."""
-    whole, x, y = np.zeros(size[::-1], bool), int(left), int(top)
-    inside = whole[max(y, 0) : max(y + mask.shape[0], 0), max(x, 0) : max(x + mask.shape[1], 0)]
-    inside[:] = mask[max(-y, 0) :, max(-x, 0) :][: inside.shape[0], : inside.shape[1]]
-    return whole
+    """Return a mask of the image ``size``, with the given part placed at ``left``, ``top`` and cut to the image."""
+    whole = Image.new('1', size)
+    whole.paste(Image.fromarray(mask), (int(left), int(top)))
+    return np.array(whole)
 
 
 _OF_SHAPES = {'label', 'points', 'shape_type', 'group_id', 'flags', 'mask', 'attributes', 'direction', 'kie_linking'}
@@ -148,8 +147,6 @@ class Cvat(_ShapeReader):
 class LabelStudio(_ShapeReader):
     """JSON and JSON-MIN of Label Studio. Tasks without annotations are left out."""
 
-    is_upload = True
-
     def entries(self, source: Source) -> Iterator[Entry]:
         several, unlabelled = 0, 0
         for task in source.content:
@@ -178,7 +175,7 @@ class LabelStudio(_ShapeReader):
         texts = [value for value in data.values() if isinstance(value, str)]
         names = [text for text in texts if text.lower().partition('?d=')[0].partition('?')[0].endswith(SUFFIXES)]
         names += [text for text in texts if text.lower().endswith(SUFFIXES)]
-        images = {path: name for name in names for path in self.data.pictures.named(name, is_upload=True)[:1]}
+        images = {path: name for name in names for path in self.data.pictures.named(name)[:1]}
         if len(images) > 1:
             raise ValueError(f'a task has several images, {" and ".join(images.values())}: label them in tasks of one')
         return (names or texts or [''])[0]

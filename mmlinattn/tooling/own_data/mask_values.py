@@ -102,11 +102,12 @@ def scan(masks: list[Path]) -> ValueCounts:
 
 
 def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
+    """Return the labels ``(H, W)`` of a mask by a table from values to labels; other values are ignored."""
     read, _ = read_mask(path, coloured)
-    known = np.array(sorted(table))
-    at = np.searchsorted(known, read).clip(max=len(known) - 1)
-    labels = np.array([table[value] for value in known.tolist()], np.uint8)
-    return np.where(known[at] == read, labels[at], np.uint8(IGNORED)).astype(np.uint8)
+    labels = np.full(read.shape, IGNORED, np.uint8)
+    for value, label in table.items():
+        labels[read == value] = label
+    return labels
 
 
 class _Masks(NamedTuple):

@@ -61,7 +61,7 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
     for pair, values in zip(pairs, seen.values):
         labels = {table.get(value, IGNORED) for value in values}
         items.append(pair._replace(in_mask=frozenset(classes[label] for label in labels if label < len(classes))))
-    splits, more = divide(data, items, 'segmentation', classes)
+    splits, more = divide(data, items, classes)
     notes += file_notes(pair.file for pair in pairs)
     changed = {value: label for value, label in sorted(table.items()) if value != label and value in seen.pixels}
     is_copied, settings, lists = bool(changed) or not seen.is_plain, {}, {}
@@ -197,4 +197,4 @@ def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunE
             '--images DIR and --labels DIR, or name them images/x.jpg and masks/x.png (in one folder x.jpg and '
             'x_mask.png).'
         )
-    return refusal(data, recognise_all(data), 'segmentation')
+    return refusal(data, recognise_all(data))

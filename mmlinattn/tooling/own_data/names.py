@@ -20,8 +20,7 @@ _ROLES = frozenset(
 )
 # fields whose images belong to one split
 GROUPS = 'patientid patient subjectid subject lesionid group groupid videoid video sequenceid'.split()
-MASK_WORDS = r'[_-](masks?|labels?|seg|gt|L|P)'  # at the end of a mask's name
-MASK_ENDING = re.compile(rf'{MASK_WORDS}([_-]?\d+)?$', re.IGNORECASE)
+MASK_ENDING = re.compile(r'[_-](masks?|labels?|seg|gt|L|P)([_-]?\d+)?$', re.IGNORECASE)
 _JOINED = re.compile(r'(train|val|test)(annot|annotations?|labels?|masks?|images?|imgs?|data|set)')
 
 

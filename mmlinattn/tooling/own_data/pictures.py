@@ -44,28 +44,28 @@ class Pictures:
         self._folders = {part for folder in folders for part in folder.parts if not has_role_only(part)}
         self._keys = {shared_key(folder) for folder in folders}
 
-    def named(self, name: str, is_upload: bool = False) -> list[Path]:
-        """Return the images with the base name of a name, path or URL; ``is_upload`` allows Label Studio's prefix."""
+    def named(self, name: str) -> list[Path]:
+        """Return the images with the base name of a name, path or URL, perhaps after Label Studio's prefix."""
         base = _parts(name)[-1]
         plain = unquote(base)
         names = [base, plain, plain.partition('?')[0], _parts(unquote(name).partition('?d=')[2])[-1]]
-        names += [_UPLOAD.sub('', each, count=1) for each in names[1:] if is_upload and _UPLOAD.match(each)]
+        names += [_UPLOAD.sub('', each, count=1) for each in names[1:] if _UPLOAD.match(each)]
         found = next((self._by_name[_key(each)] for each in names if each and _key(each) in self._by_name), [])
         return [path for path in found if base in (path.name, path.stem)] or found
 
-    def find(self, file: Path, names: Iterable[str], is_upload: bool = False) -> list[Path]:
+    def find(self, file: Path, names: Iterable[str]) -> list[Path]:
         """Return an image for each name, path or URL in a label file; none, or several, raise an error."""
         names = list(map(str, names))
         folders = {part for name in names for part in _parts(name)[:-1]}
-        return [self._find(file, name, folders, is_upload) for name in names]
+        return [self._find(file, name, folders) for name in names]
 
-    def _find(self, file: Path, name: str, named: set[str], is_upload: bool) -> Path:
+    def _find(self, file: Path, name: str, named: set[str]) -> Path:
         folders, split = _parts(name)[:-1], self.splits.of(self.rel(file), is_file=True)
         is_exact, tail = self._is_exact(file, name), _tail(folders)
         picture = self._best(
             file,
             name,
-            self.named(name, is_upload),
+            self.named(name),
             is_exact,
             lambda path: (tail(path), sum(part in folders for part in self.rel(path).parts[:-1])),
             lambda path: self.splits.of(self.rel(path).parent) == split,

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+import cv2
 import numpy as np
 
 from ...utils.errors import RunError, described
@@ -86,12 +87,16 @@ def from_points(name: str, parts: list, flags: Iterable[str] = (), is_polygon: b
 
     Without ``is_polygon`` it has the box alone. Missing points and NaN raise a ValueError.
     """
-    points = np.concatenate([np.reshape(np.asarray(part, float), (-1, 2)) for part in parts])
-    if not len(points) or not np.isfinite(points).all():
+    if not any(map(len, parts)) or not all(np.isfinite(np.asarray(part, float)).all() for part in parts):
         raise ValueError('a point that is no number')
-    box = (*points.min(0).tolist(), *points.max(0).tolist())
     segmentation = [np.ravel(np.asarray(part, float)).tolist() for part in parts if len(part) >= 3]
-    return Object(name, box, segmentation if is_polygon and segmentation else None, frozenset(flags))
+    return Object(name, bounds(parts), segmentation if is_polygon and segmentation else None, frozenset(flags))
+
+
+def bounds(parts: Sequence) -> tuple[float, float, float, float]:
+    """Return left, top, right and bottom of polygons of any shape, each ``N`` pairs of numbers."""
+    points = np.concatenate([np.reshape(np.asarray(part, float), (-1, 2)) for part in parts])
+    return (*points.min(0).tolist(), *points.max(0).tolist())
 
 
 def corners(box: tuple, degrees: float = 0.0, pivot: Optional[tuple] = None) -> np.ndarray:
@@ -113,15 +118,11 @@ def _rotated(points: np.ndarray, degrees: float, centre: np.ndarray) -> np.ndarr
     return (points - centre) @ np.array([[cos, sin], [-sin, cos]]) + centre
 
 
-def is_right_angled(polygon: list[float]) -> bool:
-    """Return True for the four points of a rectangle, upright or rotated."""
-    if len(polygon) != 8:
-        return False
-    points = np.reshape(polygon, (4, 2))
-    sides = np.roll(points, -1, 0) - points
-    lengths = np.linalg.norm(sides, axis=1)
-    angles = np.abs((sides * np.roll(sides, -1, 0)).sum(1)) / np.maximum(lengths * np.roll(lengths, -1), 1e-9)
-    return bool((lengths > 0).all() and (angles < 0.05).all())
+def is_rectangle(polygon: list[float]) -> bool:
+    """Return True for the four corners of a rectangle, upright or rotated, perhaps with the first repeated."""
+    points = np.reshape(polygon, (-1, 2)).astype(np.float32)
+    _, sides, _ = cv2.minAreaRect(points)
+    return len(np.unique(points, axis=0)) == 4 and cv2.contourArea(points) > 0.95 * math.prod(sides)
 
 
 class Entry(NamedTuple):
@@ -140,7 +141,6 @@ class Reader:
     boxes: Optional[str] = None  # meaning of raw boxes: 'corners', 'sides' or 'centre'; None: the file does not say
     units: Optional[str] = None  # of raw boxes: 'pixels' or 'shares'; None: the file does not say
     lists: tuple[str, ...] = ('classes.txt', 'labels.txt', 'labelmap.txt')  # files with a class name a line
-    is_upload = False  # Label Studio's prefix may stand before the names of images
     has_one_image = False  # a file has the labels of one image, mostly of its own name
     is_numbered = False  # labels are numbers of classes: a class without objects stays
     remark = ''  # note for the user on all data of the format
@@ -192,7 +192,7 @@ class Reader:
             if self.has_one_image:
                 found = [pictures.of_label(path, entry.name, keys) for entry in entries]
             else:
-                found = pictures.find(path, (entry.name for entry in entries), self.is_upload)
+                found = pictures.find(path, (entry.name for entry in entries))
             of_file = None if self.has_one_image else self.data.splits.of(self.data.rel(path), is_file=True)
             for entry, picture in zip(entries, found):
                 split = self.data.splits.of(Path(entry.split)) or of_file

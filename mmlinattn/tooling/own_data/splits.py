@@ -3,6 +3,7 @@
 
 import os
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ _Listed = tuple[dict[Path, str], list[Path]]  # splits of images by lists, and t
 
 
 def divide(
-    data: Data, items: list[Photo], task: str, classes: list[str], by_folder: bool = True
+    data: Data, items: list[Photo], classes: list[str], by_folder: bool = True
 ) -> tuple[dict[str, list[Photo]], list[str]]:
     """Group images by split.
 
@@ -33,7 +34,6 @@ def divide(
     Args:
         data: The data set.
         items: Labelled images. ``split`` is that of a column or the name of the label file, or None.
-        task: Task of the config.
         classes: Class names in the order of the labels.
         by_folder: Take the split of other images from the names of their folders.
 
@@ -45,7 +45,7 @@ def divide(
     """
     for item in items:
         check_whole(item.path)
-    found, source = _splits_of(data, items, task, by_folder)
+    found, source = _splits_of(data, items, by_folder)
     splits: dict[str, list[Photo]] = {}
     for item, split in zip(items, found):
         splits.setdefault(split or 'none', []).append(item)
@@ -74,7 +74,7 @@ def divide(
         notes.append(f'the {len(splits.pop(split))} images of test have no labels: val is tested on')
     labelled = {path for item in items for path in (item.path, item.file)}
     left = [path for path in data.images if path not in labelled]
-    if task == 'segmentation':
+    if data.options.task == 'segmentation':
         masks = data.pictures.divided(data.images)[1].keys() & {*left}
         left = [path for path in left if path not in masks]
         notes += [f'{len(masks)} masks are not used: {data.folders_of(sorted(masks))}'] if masks else []
@@ -83,7 +83,7 @@ def divide(
     return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
 
 
-def _splits_of(data: Data, items: list[Photo], task: str, by_folder: bool) -> tuple[list[Optional[str]], str]:
+def _splits_of(data: Data, items: list[Photo], by_folder: bool) -> tuple[list[Optional[str]], str]:
     """Return the split of each image, or None, and their source: the first of the sources that has any."""
     given = [(split, path) for split, path in (('train', data.options.train), ('val', data.options.val)) if path]
     if given:
@@ -98,7 +98,7 @@ def _splits_of(data: Data, items: list[Photo], task: str, by_folder: bool) -> tu
     ]
     if any(item.split for item in items):
         return [item.split or split for item, split in zip(items, folders)], 'columns or names of files and folders'
-    listed, files = next(filter(None, (source(data, items, task) for source in _SOURCES)), ({}, []))
+    listed, files = next(filter(None, (source(data, items) for source in _SOURCES)), ({}, []))
     if not files:
         return folders, 'names of folders' if any(folders) else ''
     found, names = _filled(items, listed, folders), some(map(data.name, files))
@@ -126,10 +126,10 @@ def _resolve(data: Data, items: list[Photo], sources: Iterable[tuple[str, Path]]
         images = [item.path for item in items if source in (item.file, *item.path.parents, *item.file.parents)]
         lost, inside = 0, source.resolve()
         if not images and source.is_file():
-            images, lost = _of_list(data, source, labelled)
+            images, lost = _of_list(data, source, labelled, split)
         elif not images:  # of an absolute path in data.yaml, by another link
             images = [path for path in labelled if inside in path.resolve().parents]
-        if not images or len(images) <= lost and source not in (data.options.train, data.options.val):
+        if not images:
             continue
         data.lost.update({source: lost} if lost else {})
         files.append(source)
@@ -144,13 +144,17 @@ def _resolve(data: Data, items: list[Photo], sources: Iterable[tuple[str, Path]]
     return listed, files
 
 
-def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], int]:
+def _of_list(data: Data, path: Path, labelled: set[Path], split: str) -> tuple[list[Path], int]:
     """Return the labelled images in a list file, and the number of lines that name no image.
 
     A line is a path or a file name of an image or its label file, with or without suffix, and may have more words.
+
+    Raises:
+        RunError: Half of the lines of a list of images, or more, name no image, or no line names a labelled one. Lists
+            of ``--train`` and ``--val`` are accepted, and all images of test may be missing, or all of its labels.
     """
-    found, lost = list[Path](), 0
-    for line in read_lines(path):
+    lines, found, lost = read_lines(path), list[Path](), list[str]()
+    for line in lines:
         words = (line, *line.split()[:1])
         stems = [word.rpartition('.')[0] for word in words if word.lower().endswith(_ENDINGS)]
         known = [(name, data.pictures.named(name)) for name in dict.fromkeys((*words, *stems))]
@@ -161,11 +165,30 @@ def _of_list(data: Data, path: Path, labelled: set[Path]) -> tuple[list[Path], i
             exact = [image for image in images if image.with_suffix('').parts[-len(parts) :] == parts]
             images = data.pictures.nearest(path, exact or images)
         found += images
-        lost += not any(images for _, images in known)
-    return found, lost
+        lost += [] if any(images for _, images in known) else [line]
+    is_list = len(lost) < len(lines) or bool(lines) and _is_file_name(lines[0], labelled)
+    if is_list and path not in (data.options.train, data.options.val):
+        remedy = 'correct or remove it, or give --train and --val.'
+        if 2 * len(lost) >= len(lines) and (split != 'test' or found):
+            said = f'{len(lost)} of {len(lines)} lines name no image, the first is {lost[0]!r}'
+            raise RunError(f'{path}: {said}: {remedy}')
+        if not found and split != 'test':
+            raise RunError(f'{path}: its lines name no labelled image, the first is {lines[0]!r}: {remedy}')
+    return found, len(lost)
 
 
-def _of_settings(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
+def _is_file_name(line: str, labelled: Iterable[Path]) -> bool:
+    """Return True for the name of an image that is not there: by its ending, or a stem like those of other images.
+
+    A number may follow, as in VOC's lists of one class. Prose, class names and boxes of YOLO are no such names.
+    """
+    first, *more = line.split()
+    if line.lower().endswith(_ENDINGS) or first.lower().endswith(_ENDINGS):
+        return True
+    return len(more) < 2 and re.sub(r'\d+', '0', first) in {re.sub(r'\d+', '0', image.stem) for image in labelled}
+
+
+def _of_settings(data: Data, items: list[Photo]) -> Optional[_Listed]:
     """Read the folders or lists under ``train``, ``val`` and ``test`` of a data.yaml, if any is on this machine."""
     file, content = data.settings
     if file is None:
@@ -189,7 +212,7 @@ def _of_settings(data: Data, items: list[Photo], task: str) -> Optional[_Listed]
     return (listed, files) if {'val', 'test'} & {*listed.values()} else None
 
 
-def _of_numbers(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
+def _of_numbers(data: Data, items: list[Photo]) -> Optional[_Listed]:
     """Read the splits of CUB-200: ``train_test_split.txt`` has 1 for train, ``images.txt`` the paths."""
     path = next((path for path in data.files if path.name == 'train_test_split.txt'), None)
     if not path or not path.with_name('images.txt').exists():
@@ -205,7 +228,7 @@ def _of_numbers(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
     return {p: 'train' if flags[number] == '1' else 'val' for p, number in zip(pictures, known)}, [path]
 
 
-def _of_tables(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
+def _of_tables(data: Data, items: list[Photo]) -> Optional[_Listed]:
     """Read a table that has images, their splits and nothing else."""
     for path in [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv') and path not in data.used]:
         table = None
@@ -219,30 +242,27 @@ def _of_tables(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
     return None
 
 
-def _of_texts(data: Data, items: list[Photo], task: str) -> Optional[_Listed]:
+def _of_texts(data: Data, items: list[Photo]) -> Optional[_Listed]:
     """Read text files that have the name of a split.
 
     VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``.
     """
     by_folder: dict[Path, dict[str, list[Path]]] = {}
-    for rule in (split_in, data.splits.of_file):  # train.txt, else car_train.txt
-        for path in [path for path in data.files if path.suffix.lower() == '.txt' and not by_folder]:
-            split = 'trainval' if rule(path.stem) and 'trainval' in path.stem.lower() else rule(path.stem)
-            if split:
-                by_folder.setdefault(path.parent, {}).setdefault(split, []).append(path)
-    preferred = {folder: lists for folder, lists in by_folder.items() if folder.name == _PREFERRED.get(task)}
+    texts = [path for path in data.files if path.suffix.lower() == '.txt']
+    named = {path: split_in(path.stem) for path in texts}
+    if not any(named.values()):  # car_train.txt
+        named = {path: data.splits.of_file(path.stem) for path in texts}
+    for path, split in named.items():
+        if split:
+            key = 'trainval' if 'trainval' in path.stem.lower() else split
+            by_folder.setdefault(path.parent, {}).setdefault(key, []).append(path)
+    name = _PREFERRED.get(data.options.task)
+    preferred = {folder: lists for folder, lists in by_folder.items() if folder.name == name}
     sources = list[tuple[str, Path]]()
     for lists in (preferred or by_folder).values():
         order = ('train', 'val', 'test', *([] if 'train' in lists else ['trainval']))
         sources += [(split, file) for split in order for file in lists.get(split, ())]
     listed, files = _resolve(data, items, sources)
-    for _, file in sources if not listed else ():
-        lines = read_lines(file)
-        if lines and all(line.lower().endswith(_ENDINGS) for line in lines):
-            raise RunError(
-                f'{file} has the name of a split, and its lines name no labelled image, as {lines[0]!r}: correct or '
-                'remove it, or give --train and --val.'
-            )
     return (listed, files) if listed else None
 
 

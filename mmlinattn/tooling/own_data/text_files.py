@@ -10,7 +10,7 @@ import numpy as np
 from ...utils.errors import RunError
 from .data import Source, read_lines
 from .names import some
-from .reading import Entry, Object, Photo, Reader, flags_of, from_points, is_right_angled
+from .reading import Entry, Object, Photo, Reader, flags_of, from_points, is_rectangle
 
 
 class Yolo(Reader):
@@ -31,7 +31,7 @@ class Yolo(Reader):
             )
         photos += self._background(photos)
         polygons = [item.segmentation[0] for photo in photos for item in photo.objects if item.segmentation]
-        if polygons and all(map(is_right_angled, polygons)):
+        if polygons and all(map(is_rectangle, polygons)):
             photos = [photo._replace(objects=list(map(_as_rotated, photo.objects))) for photo in photos]
         elif polygons and all(len(polygon) == 8 for polygon in polygons):
             self.notes.append('all polygons have four points, as rotated boxes have: they are learnt as masks')

@@ -9,11 +9,10 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 import pytest
-from helpers.own_files import HEIGHT, WIDTH, assert_refused, boxes_of, coco, images, picture, read, text, voc
+from helpers.own_files import HEIGHT, WIDTH, assert_refused, boxes_of, coco, counts, images, picture, read, text, voc
 from PIL import Image
 from pycocotools import mask as coco_masks
 
-from mmlinattn.tooling.own_data import labelling_tools
 from mmlinattn.tooling.own_data.data import Data
 from mmlinattn.utils.errors import RunError
 
@@ -132,7 +131,7 @@ def test_boxes_of_each_format(tmp_path, write):
     expected = {(f'{name}.jpg', label, *map(float, box)) for name, items in OBJECTS.items() for label, box in items}
     assert set(annotations_of(data)) == expected
     assert data.classes == ['bus', 'car'] and not data.masks and data.densest == 2
-    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=5, val=1)
+    assert counts(data) == [5, 1]
     assert not [note for note in data.notes if 'not used' in note or 'left out' in note], data.notes
 
 
@@ -387,7 +386,7 @@ def test_splits_that_files_name(tmp_path):
     for name, split in zip(OBJECTS, ('Train', 'Train', 'Train', 'Validation', 'Validation', 'Test')):
         content = content.replace(f'name="{name}.jpg"', f'name="{name}.jpg" subset="{split}"')
     text(file, content)
-    assert {split: len(paths) for split, paths in read(tmp_path).images.items()} == dict(train=3, val=2, test=1)
+    assert counts(read(tmp_path)) == [3, 2, 1]
 
 
 def test_tasks_of_label_studio_without_annotation(tmp_path):
@@ -401,7 +400,7 @@ def test_tasks_of_label_studio_without_annotation(tmp_path):
     data = read(text(file, tasks).parent)
     assert '1 tasks without annotation are left out, predictions do not count' in data.notes
     assert '1 tasks have several annotations: the first is read' in data.notes
-    assert sum(map(len, data.images.values())) == 5
+    assert sum(counts(data)) == 5
 
 
 def test_names_of_classes_are_texts(tmp_path):
@@ -501,7 +500,7 @@ def test_tables_of_classes(tmp_path, rows):
     assert (data.kind, data.classes) == ('CSV of classes', ['bus', 'car'])
     listed = dict(line.split() for text in data.annotations.values() for line in text.splitlines())
     assert listed == {f'images/{name}.jpg': str(int(name < 'd')) for name in OBJECTS}
-    assert [len(data.images[split]) for split in ('train', 'val')] == [4, 2]
+    assert counts(data, 'train', 'val') == [4, 2]
 
 
 def test_tables_of_classes_with_splits_and_numbers(tmp_path):
@@ -510,7 +509,7 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
     text(tmp_path / 'labels.csv', '\n'.join(['image,class,split,photographer', *rows]))
     text(tmp_path / 'names.csv', 'id,name\n2,x\n10,y')
     data = read(tmp_path, 'classification')
-    assert data.classes == ['2', '10'] and [len(data.images[split]) for split in ('train', 'val')] == [4, 2]
+    assert data.classes == ['2', '10'] and counts(data, 'train', 'val') == [4, 2]
     assert 'not used of labels.csv: columns photographer' in data.notes
 
 
@@ -560,6 +559,7 @@ def test_boxes_in_place_of_classes_are_refused(tmp_path):
         (['one/a b.jpg', 'one/a%20b.jpg'], 'all.csv', 'a%20b.jpg', 'one/a%20b.jpg'),
         (['one/a b.jpg'], 'all.csv', 's3://bucket/a%20b.jpg?w=9', 'one/a b.jpg'),
         (['one/a.jpg'], 'all.csv', 'site-a.jpg', 'is in no folder'),
+        (['one/a.jpg'], 'all.csv', 'upload/1/0a1b2c3d-a.jpg', 'one/a.jpg'),  # of Label Studio
         (['one/f\u00fcr.jpg'], 'all.csv', 'fu\u0308r.jpg', 'one/f\u00fcr.jpg'),
     ],
 )
@@ -581,14 +581,6 @@ def test_labels_of_a_folder_do_not_go_to_another(tmp_path):
     assert len(annotations_of(read(tmp_path))) == 4
     (tmp_path / 'labels/cam2/d.xml').rename(tmp_path / 'labels/cam1/d.xml')
     assert_refused(('cam1/d.xml has no image in its folder, and', 'cam2/d.jpg is in another'), read, tmp_path)
-
-
-@pytest.mark.parametrize('left, top, box', [(-5, -3, (0, 0, 15, 27)), (60, 40, (60, 40, 4, 8)), (-30, 4, None)])
-def test_masks_that_leave_their_image_are_cut(left, top, box):
-    whole = labelling_tools._placed(np.ones((30, 20), bool), left, top, (WIDTH, HEIGHT))
-    rows, columns = np.nonzero(whole)
-    assert whole.shape == (HEIGHT, WIDTH) and whole.sum() == (box[2] * box[3] if box else 0)
-    assert box is None or (columns.min(), rows.min()) == box[:2]
 
 
 def test_tables_of_long_run_lengths_are_named(tmp_path):

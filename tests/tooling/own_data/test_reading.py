@@ -287,14 +287,11 @@ def test_a_group_of_categories_is_no_class(tmp_path):
     assert read(text(tmp_path / 'result.json', content)).classes == ['b', 'animals', 'a']
 
 
-def test_coco_in_one_file_that_begins_with_many_categories(tmp_path):
+def test_polygons_are_learnt_if_all_objects_have_them(tmp_path):
     for i in range(4):
         picture(tmp_path / f'{i}.jpg')
     content = coco([f'{i}.jpg' for i in range(4)], segmentation=[[4, 8, 24, 8, 24, 38]])
-    more = [dict(id=100 + i, name=f'a class of a long name, number {i}') for i in range(99)]
-    content = dict(categories=[*content.pop('categories'), *more], **content)  # in this order
-    data = read(text(tmp_path / 'result.json', content).parent)
-    assert data.masks and counts(data) == [3, 1] and len(data.classes) == 101
+    assert read(text(tmp_path / 'result.json', content)).masks
     content['annotations'][0]['segmentation'] = []
     data = read(text(tmp_path / 'result.json', content))
     assert not data.masks and '1 of 4 objects have no polygon: boxes alone are learnt' in data.notes

@@ -1,16 +1,13 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Label images, folders of images, and the form of images, as people have them."""
 
-import re
-
 import cv2
 import numpy as np
 import pytest
-from helpers.own_files import HEIGHT, WIDTH, assert_refused, picture, read, text
+from helpers.own_files import HEIGHT, WIDTH, assert_refused, counts, picture, read, text
 from PIL import Image, TiffImagePlugin
 
 from mmlinattn.tooling.own_data import images, mask_values
-from mmlinattn.utils.errors import RunError
 
 
 def masks(root, values, names=None, suffix='.png', dtype=np.uint8, shape=(HEIGHT, WIDTH)):
@@ -40,16 +37,6 @@ def test_values_of_label_images(values, names, classes, table):
         assert mask_values.read_indices(values, names)[:2] == (classes, table)
     else:
         assert_refused(classes, mask_values.read_indices, values, names)
-
-
-def test_masks_of_0_and_255_are_copied_as_labels(tmp_path):
-    data = masks(tmp_path / 'data', [0, 255, 255], suffix='_mask.png')
-    train = data.settings['train']
-    assert (train['img_suffix'], train['seg_map_suffix']) == ('.jpg', '.png')
-    stem = data.annotations['train'].split()[0]
-    copy = Image.open(f'{train["data_prefix"]["seg_map_path"]}{stem}.png')
-    assert np.unique(copy).tolist() == [0, 1] and data.classes == ['background', 'foreground']
-    assert sum(map(len, data.images.values())) == 4 and 'copied' in ' '.join(data.notes)
 
 
 def test_masks_divided_by_the_lists_of_voc(tmp_path):
@@ -90,21 +77,24 @@ def test_masks_that_are_refused(tmp_path, how, said):
 
 
 @pytest.mark.parametrize(
-    'how',
+    'how, classes, said',
     [
-        dict(values=[0, 1], dtype=np.float32, suffix='.tif'),
-        dict(values=[0, 1], dtype=np.uint16),
-        dict(values=[0, 0, 0, 1, 1, 1], shape=(HEIGHT, WIDTH, 3)),  # grey, as RGB
-        dict(values=[0, 9, 1, 9], shape=(HEIGHT, WIDTH, 2)),  # with alpha
+        (dict(values=[0, 255, 255], suffix='_mask.png'), ['background', 'foreground'], '255 -> 1'),
+        (dict(values=[0, 1], dtype=np.float32, suffix='.tif'), ['class_0', 'class_1'], 'one number per pixel'),
+        (dict(values=[0, 1], dtype=np.uint16), ['class_0', 'class_1'], 'one number per pixel'),
+        (dict(values=[0, 0, 0, 1, 1, 1], shape=(HEIGHT, WIDTH, 3)), ['class_0', 'class_1'], 'one number per pixel'),
+        (dict(values=[0, 9, 1, 9], shape=(HEIGHT, WIDTH, 2)), ['class_0', 'class_1'], 'one number per pixel'),  # alpha
     ],
     ids=str,
 )
-def test_masks_that_are_copied(tmp_path, how):
+def test_masks_that_are_copied(tmp_path, how, classes, said):
     data = masks(tmp_path / 'data', **how)
-    copies = data.settings['train']['data_prefix']['seg_map_path']
-    copy = Image.open(copies + data.annotations['train'].split()[0] + '.png')
-    assert (copy.mode, np.unique(copy).tolist()) == ('L', [0, 1])
-    assert f'masks are copied to {tmp_path}/mine_labels: one number per pixel' in data.notes
+    train = data.settings['train']
+    assert (train['img_suffix'], train['seg_map_suffix']) == ('.jpg', '.png')
+    copy = Image.open(train['data_prefix']['seg_map_path'] + data.annotations['train'].split()[0] + '.png')
+    assert (copy.mode, np.unique(copy).tolist(), data.classes) == ('L', [0, 1], classes)
+    assert f'masks are copied to {tmp_path}/mine_labels: {said}' in data.notes
+    assert sum(counts(data)) == 4
 
 
 LAYOUTS = {  # image and label image, without the name
@@ -145,8 +135,7 @@ def test_layouts_of_label_images(tmp_path, name):
             for kind in ('color', 'instanceIds'):
                 picture(tmp_path / f'data/gtFine/{split}/a/{number}_gtFine_{kind}.png')
     data = layout(tmp_path / 'data', name, lambda number: halves(*values))
-    counts = [len(data.images[split]) for split in ('train', 'val')]
-    assert counts == ([4, 1] if name == 'KITTI' else [3, 2])
+    assert counts(data, 'train', 'val') == ([4, 1] if name == 'KITTI' else [3, 2])
     assert (tmp_path / 'data' / data.settings['train']['data_prefix']['img_path']).is_dir()
     if name in ('Cityscapes', 'KITTI'):
         assert len(data.classes) == 19 and data.classes[:3] == ['road', 'sidewalk', 'building']
@@ -154,11 +143,6 @@ def test_layouts_of_label_images(tmp_path, name):
         assert 'pixels of value 0 are ignored' in data.notes
     if 'fastai' in name:
         assert data.classes == ['sky', 'road', 'car']
-
-
-def test_camvid_of_segnet_is_not_told_by_its_values(tmp_path):
-    data = layout(tmp_path / 'data', 'CamVid of SegNet', lambda number: halves(*range(12)))
-    assert data.classes == [f'class_{i}' for i in range(12)]
 
 
 SKY, ROAD, VOID = (128, 128, 128), (128, 64, 128), (0, 0, 0)
@@ -180,37 +164,31 @@ def test_colours_of_a_list(tmp_path, file):
     assert 'colour (128, 128, 128) is Sky, (128, 64, 128) is Road' in ' '.join(data.notes)
 
 
-def test_grey_colours_of_a_list_name_numbers(tmp_path):
-    text(tmp_path / 'data/class_dict.csv', 'name,r,g,b\nground,0,0,0\nroof,255,255,255')
-    data = layout(tmp_path / 'data', 'CamVid of Kaggle', lambda number: halves(0, 255))
-    assert data.classes == ['ground', 'roof']
-
-
-def test_numbers_in_the_order_of_a_list_of_colours(tmp_path):
-    text(tmp_path / 'data/label_colors.txt', '0 0 0 ground\n64 0 128 car\n0 128 192 bus')
-    data = layout(tmp_path / 'data', 'CamVid of Kaggle', lambda number: halves(0, 1, 2))
-    assert data.classes == ['ground', 'car', 'bus'] and 'in the order of the list of colours' in ' '.join(data.notes)
-
-
-def test_a_colour_of_two_classes_is_refused(tmp_path):
-    text(tmp_path / 'data/label_colors.txt', '0 0 0 ground\n64 0 128 car\n64 0 128 bus')
-    with pytest.raises(RunError, match=re.escape("(64, 0, 128) is 'car' and 'bus'")):
-        layout(tmp_path / 'data', 'CamVid of Kaggle', lambda number: halves((0, 0, 0), (64, 0, 128)))
-
-
-def test_colours_that_the_list_lacks(tmp_path):
-    text(tmp_path / 'data/label_colors.txt', COLOUR_FILES['label_colors.txt'])
-    with pytest.raises(RunError, match=re.escape('the colour (1, 2, 3), which the list of colours does not name')):
-        layout(tmp_path / 'data', 'CamVid of Kaggle', lambda number: halves(ROAD, SKY, (1, 2, 3)))
-
-
-def test_colours_without_a_list(tmp_path):
-    data = layout(tmp_path / 'a', 'CamVid of Kaggle', lambda number: halves(ROAD, (0, 0, 142), VOID))
-    assert (data.classes[0], data.classes[13]) == ('road', 'car') and 'those of cityscapes' in ' '.join(data.notes)
-    with pytest.raises(RunError, match=re.escape('(0, 0, 0), (9, 8, 7), (200, 3, 4): write label_colors.txt')):
-        layout(tmp_path / 'b', 'CamVid of Kaggle', lambda number: halves(VOID, (9, 8, 7), (200, 3, 4)))
-    data = layout(tmp_path / 'c', 'CamVid of Kaggle', lambda number: halves(VOID, (200, 3, 4)))
-    assert data.classes == ['background', 'foreground']
+@pytest.mark.parametrize(
+    'listed, values, classes, said',
+    [
+        ('0 0 0 ground\n255 255 255 roof', (0, 255), ['ground', 'roof'], ''),
+        ('0 0 0 ground\n64 0 128 car\n0 128 192 bus', (0, 1, 2), ['ground', 'car', 'bus'], 'in the order of the list'),
+        ('0 0 0 ground\n64 0 128 car\n64 0 128 bus', (VOID, (64, 0, 128)), None, "(64, 0, 128) is 'car' and 'bus'"),
+        (COLOUR_FILES['label_colors.txt'], (ROAD, SKY, (1, 2, 3)), None, 'the colour (1, 2, 3), which the list of'),
+        ('', (ROAD, (0, 0, 142), VOID), ['road', 'sidewalk', 'building'], 'those of cityscapes'),
+        ('', (VOID, (9, 8, 7), (200, 3, 4)), None, '(0, 0, 0), (9, 8, 7), (200, 3, 4): write label_colors.txt'),
+        ('', (VOID, (200, 3, 4)), ['background', 'foreground'], ''),
+        (
+            '',
+            range(12),
+            ['class_0', 'class_1', 'class_2'],
+            'the classes have no names',
+        ),  # not CamVid's, by their number
+    ],
+)
+def test_values_by_a_list_of_colours_or_without(tmp_path, listed, values, classes, said):
+    text(tmp_path / 'data/label_colors.txt', listed)
+    if classes:
+        data = layout(tmp_path / 'data', 'CamVid of Kaggle', lambda number: halves(*values))
+        assert data.classes[:3] == classes and said in ' '.join(data.notes)
+    else:
+        assert_refused(said, layout, tmp_path / 'data', 'CamVid of Kaggle', lambda number: halves(*values))
 
 
 def test_palettes_that_differ_are_colours(tmp_path):
@@ -234,8 +212,8 @@ def test_values_and_classes_of_a_table(tmp_path):
         text(tmp_path / f'data/{split}/_classes.csv', 'Pixel Value, Class\n0, background\n1, leaf\n2, root')
     data = layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 1, 2))
     assert data.classes == ['background', 'leaf', 'root']
-    with pytest.raises(RunError, match='the value 7, which the list of values does not name'):
-        layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 1, 7))
+    unknown = 'the value 7, which the list of values does not name'
+    assert_refused(unknown, layout, tmp_path / 'data', 'Roboflow', lambda number: halves(0, 1, 7))
     for split in ('train', 'val'):
         text(tmp_path / f'data/{split}/_classes.csv', 'Pixel Value, Class\n0, background\n90, leaf\n170, root')
     layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 170))
@@ -347,15 +325,14 @@ def sorted_images(root, *counts):
 def test_folders_of_one_level_are_divided_class_by_class(tmp_path):
     data = read_classes(sorted_images(tmp_path, ('train', 8), ('bus', 4), ('one', 1)))  # a class of locomotives
     assert data.classes == ['bus', 'one', 'train']
-    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=10, val=3)
+    assert counts(data) == [10, 3]
     assert sorted(line.rsplit(' ', 1)[1] for line in data.annotations['val'].splitlines()) == ['0', '2', '2']
     assert 'no image of one in val: not measured' in data.notes
 
 
 def test_splits_below_classes(tmp_path):
-    counts = [('a/train', 3), ('a/val', 1), ('b/train', 3), ('b/val', 1)]
-    data = read_classes(sorted_images(tmp_path, *counts))
-    assert data.classes == ['a', 'b'] and [len(data.images[split]) for split in ('train', 'val')] == [6, 2]
+    data = read_classes(sorted_images(tmp_path, ('a/train', 3), ('a/val', 1), ('b/train', 3), ('b/val', 1)))
+    assert data.classes == ['a', 'b'] and counts(data, 'train', 'val') == [6, 2]
 
 
 def test_labels_of_val_follow_train(tmp_path):
@@ -364,7 +341,7 @@ def test_labels_of_val_follow_train(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'counts, said',
+    'folders, said',
     [
         ([('train/a', 2), ('train/b', 2), ('val/c', 2)], "val has images of 'c', and train has none"),
         ([('a', 4)], '1 class'),
@@ -372,8 +349,8 @@ def test_labels_of_val_follow_train(tmp_path):
         ([(f'{name}/{side}', 2) for name in ('bus', 'train') for side in ('a', 'b')], 'train and bus both hold'),
     ],
 )
-def test_folders_that_are_refused(tmp_path, counts, said):
-    assert_refused(said, read_classes, sorted_images(tmp_path, *counts))
+def test_folders_that_are_refused(tmp_path, folders, said):
+    assert_refused(said, read_classes, sorted_images(tmp_path, *folders))
 
 
 @pytest.mark.parametrize(
@@ -397,11 +374,6 @@ def test_channels(tmp_path, pixels, channels, expected):
     assert any('grey images are read as three' in note for note in form.notes) == (is_plain and pixels.ndim == 2)
 
 
-def test_images_with_nan(tmp_path):
-    with pytest.raises(RunError, match='have values that are NaN or infinite'):
-        images.image_format([picture(tmp_path / 'a.tif', np.full((8, 9), np.nan, np.float32))])
-
-
 def test_a_fourth_channel_that_is_full_in_some_images(tmp_path):
     paths = [picture(tmp_path / f'{value}.png', np.full((8, 9, 4), value, np.uint8)) for value in (255, 55)]
     form = images.image_format(paths)
@@ -409,14 +381,16 @@ def test_a_fourth_channel_that_is_full_in_some_images(tmp_path):
 
 
 def test_images_of_several_forms(tmp_path):
-    shapes = dict(a=((8, 8), np.uint16), b=((8, 8, 3), np.uint8))
-    paths = [picture(tmp_path / f'{name}.png', np.zeros(*shape)) for name, shape in shapes.items()]
+    shapes = {'a.png': ((8, 8), np.uint16), 'b.png': ((8, 8, 3), np.uint8)}
+    paths = [picture(tmp_path / name, np.zeros(*shape)) for name, shape in shapes.items()]
     assert_refused('several forms', images.image_format, paths)
     assert_refused('c.png', images.image_format, [text(tmp_path / 'c.png', 'no image')])
+    nan = picture(tmp_path / 'a.tif', np.full((8, 9), np.nan, np.float32))
+    assert_refused('have values that are NaN or infinite', images.image_format, [nan])
 
 
 @pytest.mark.parametrize('other', ['__MACOSX', 'results/plots'])
 def test_folders_beside_train(tmp_path, other):
     data = read_classes(sorted_images(tmp_path, ('train/cat', 3), ('train/dog', 3), (other, 3)))
-    assert data.classes == ['cat', 'dog'] and sum(map(len, data.images.values())) == 6
+    assert data.classes == ['cat', 'dog'] and sum(counts(data)) == 6
     assert any('beside train: left out' in note for note in data.notes) is (other != '__MACOSX')
