@@ -325,15 +325,6 @@ class Backbone(Arch, BaseModule):
             raise ValueError(f'param_name={param_name!r} is no parameter of a stage of {type(self).__name__}')
         return (num_layers - 1 if part.depth is None else part.depth), num_layers
 
-    def adapt_state_dict(self, state_dict: dict) -> dict:
-        """Return a checkpoint's weights, converted to this model by the ``adapt_state`` of its modules: position tables
-        are resized to other grids (e.g. from 224 to 384 pixels), and a joint ``qkv`` is split for reduced keys."""
-        state_dict = dict(state_dict)
-        for name, module in self.named_modules():
-            if hasattr(module, 'adapt_state'):
-                module.adapt_state(state_dict, f'{name}.')
-        return state_dict
-
 
 def build_output_norm(norm_cfg: dict, dim: int) -> nn.Module:
     """Build a norm of (B, C, H, W) feature maps; ``'LN'`` gives a LayerNorm over the channels."""

@@ -19,14 +19,10 @@ class Table(nn.Module):
         that loading reports it."""
         raise NotImplementedError
 
-    def adapt_state(self, state: dict, prefix: str) -> None:
-        """Resize the table in a checkpoint's ``state`` dict, in place."""
-        key = f'{prefix}{self.table_name}'
-        if key in state:
-            state[key] = self.fit(state[key])
-
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        self.adapt_state(state_dict, prefix)
+        key = f'{prefix}{self.table_name}'
+        if key in state_dict:
+            state_dict[key] = self.fit(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
