@@ -14,7 +14,7 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from ..attention import Grid, StageContext
+from ..attention import StageContext
 from ..checkpoints.loading import load_pretrained
 from ..forward_pass import forget_weights, prepare, recompute
 from ..layers import FactorisedLinear, MapLayerNorm, build_ffn, is_batch_norm
@@ -408,7 +408,7 @@ class PyramidBackbone(Backbone):
 
     def stage_context(self, stage: int, x: Tensor) -> StageContext:
         """Return the context of a stage for the feature map that enters its blocks."""
-        return StageContext(Grid(x.shape[1], x.shape[2]))
+        return StageContext.of(x)
 
     def features(self, x: Tensor) -> tuple[Tensor, ...]:
         x = x.permute(0, 2, 3, 1).contiguous()

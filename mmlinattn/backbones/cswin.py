@@ -2,9 +2,9 @@
 from typing import Any
 
 from mmengine.registry import MODELS
-from torch import Tensor, nn
+from torch import nn
 
-from ..attention import GlobalAttention, StageContext, StripeAttention, get_mixer
+from ..attention import GlobalAttention, StripeAttention, get_mixer
 from ..layers import MLP, PatchEmbed, SourceBlock
 from .base import PyramidBackbone
 
@@ -84,6 +84,3 @@ class LinearCSWin(PyramidBackbone):
             grid = (self.per_stage('grids')[stage],) * 2
             attn = GlobalAttention(dim, heads, spec, grid=grid, local_kernel=LEPE)
         return SourceBlock(dim, attn, self.build_ffn(stage, MLP), norm_cfg=NORM, drop_path=drop_path)
-
-    def stage_context(self, stage: int, x: Tensor) -> StageContext:
-        return StageContext.of(x)

@@ -3,9 +3,9 @@ from collections.abc import Sequence
 from typing import Any, Union
 
 from mmengine.registry import MODELS
-from torch import Tensor, nn
+from torch import nn
 
-from ..attention import StageContext, WindowAttention, get_mixer
+from ..attention import WindowAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed, PatchMerging
 from .base import PyramidBackbone
 
@@ -124,6 +124,3 @@ class LinearSwin(PyramidBackbone):
                 f"window_size={window_size!r}: expected 'trained', None, an int >= 1, or a sequence of {num} of these"
             )
         return sizes
-
-    def stage_context(self, stage: int, x: Tensor) -> StageContext:
-        return StageContext.of(x)
