@@ -20,7 +20,7 @@ from ..forward_pass import forget_weights, prepare, recompute
 from ..layers import FactorisedLinear, MapLayerNorm, build_ffn, is_batch_norm
 from ..ops.sizes import clone_if_dynamic, to_image
 from ..utils.building import is_pretrained
-from .arch import Arch, Spec, check_count, check_type
+from .arch import COUNT, Arch, Spec, check_type
 
 
 def describe_output(stage: int, channels: int, stride: int, module: str) -> dict:
@@ -97,7 +97,9 @@ class Backbone(Arch, BaseModule):
     ) -> None:
         super().__init__(init_cfg or deepcopy(self.default_init_cfg))
         self.arch = self.resolve_arch(arch)
-        self.in_channels = check_count('in_channels', in_channels)
+        if not COUNT.allows(in_channels):
+            raise ValueError(f'in_channels={in_channels!r}: expected an int >= 1')
+        self.in_channels = in_channels
         self.frozen_stages = check_type('frozen_stages', frozen_stages, int)
         self.norm_eval = check_type('norm_eval', norm_eval, bool)
         self.with_cp = check_type('with_cp', with_cp, bool)

@@ -6,6 +6,7 @@ from torch import nn
 
 from ..attention import GlobalAttention, StripeAttention, get_mixer
 from ..layers import MLP, PatchEmbed, SourceBlock
+from .arch import COUNT, COUNT_OR_NONE
 from .base import PyramidBackbone
 
 NORM = dict(type='LN', eps=1e-5)
@@ -37,8 +38,7 @@ class LinearCSWin(PyramidBackbone):
     """
 
     out_norm_cfg = NORM
-    arch_counts = ('stripes', 'grids')
-    arch_optional_counts = ('stripes',)
+    arch_rules = dict(PyramidBackbone.arch_rules, stripes=COUNT_OR_NONE, grids=COUNT)
     arch_defaults = dict(
         mlp_ratios=4,
         stripes=(1, 2, 7, None),

@@ -6,7 +6,7 @@ from torch import nn
 
 from ..attention import Attention, GlobalAttention, get_mixer
 from ..layers import build_ffn
-from .arch import check_count, check_type
+from .arch import COUNT, COUNT_OR_ZERO, check_type
 from .base import PyramidBackbone
 from .nextvit_blocks import (
     SHARE,
@@ -65,7 +65,7 @@ class LinearNextViT(PyramidBackbone):
         *PyramidBackbone.default_init_cfg,
         dict(type='TruncNormal', layer='Conv2d', std=0.02, bias=0.0),
     ]
-    arch_counts = ('sr_ratios', 'grids')
+    arch_rules = dict(PyramidBackbone.arch_rules, attn_every=COUNT_OR_ZERO, sr_ratios=COUNT, grids=COUNT)
     arch_defaults = dict(
         attn_every=(0, 5, 5, 5),
         mlp_ratios=3,
@@ -174,14 +174,11 @@ class LinearNextViT(PyramidBackbone):
 
     def _check_sizes(self) -> None:
         super()._check_sizes()
-        check_count('arch: group_dim', self.arch['group_dim'])
-        for key, least in dict(attn_every=0, stem_dims=1).items():
-            values = self.arch[key] if isinstance(self.arch[key], (list, tuple)) else [self.arch[key]]
-            if not all(type(value) is int and value >= least for value in values):
-                raise ValueError(f'arch: {key}={self.arch[key]}: expected ints >= {least}')
-        if isinstance(self.arch['stem_dims'], int) or len(self.arch['stem_dims']) != 3:
-            raise ValueError(f'arch: stem_dims={self.arch["stem_dims"]}: expected three entries')
-        group = self.arch['group_dim']
+        group, stem_dims = self.arch['group_dim'], self.arch['stem_dims']
+        if not COUNT.allows(group):
+            raise ValueError(f'arch: group_dim={group!r}: expected an int >= 1')
+        if not isinstance(stem_dims, (list, tuple)) or len(stem_dims) != 3 or not all(map(COUNT.allows, stem_dims)):
+            raise ValueError(f'arch: stem_dims={stem_dims!r}: expected three entries, ints >= 1')
         for dim, attn_dim, blocks in zip(self.embed_dims, self.attn_dims, self.attn_blocks):
             if dim % group or (any(blocks) and not 0 < attn_dim < dim):
                 raise ValueError(

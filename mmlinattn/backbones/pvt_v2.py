@@ -5,6 +5,7 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from ..layers import Block, DWConvFFN, PatchEmbed
+from .arch import COUNT
 from .base import PyramidBackbone
 from .pvt import INNER_NORM, NORM, spatial_attention
 
@@ -26,7 +27,7 @@ class LinearPVTv2(PyramidBackbone):
 
     default_init_cfg = [*PyramidBackbone.default_init_cfg, dict(type='GroupedFanOutInit')]
     norms_feed_on = True
-    arch_counts = ('sr_ratios', 'grids')
+    arch_rules = dict(PyramidBackbone.arch_rules, sr_ratios=COUNT, grids=COUNT)
     arch_defaults = dict(
         mlp_ratios=(8, 8, 4, 4),
         sr_ratios=(8, 4, 2, 1),

@@ -7,6 +7,7 @@ from torch import nn
 
 from ..attention import WindowAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed, PatchMerging
+from .arch import COUNT
 from .base import PyramidBackbone
 
 NORM = dict(type='LN', eps=1e-5)
@@ -44,7 +45,7 @@ class LinearSwin(PyramidBackbone):
 
     out_norm_cfg = NORM
     undecayed = ('relative_bias.table',)
-    arch_counts = ('window', 'linear_windows')
+    arch_rules = dict(PyramidBackbone.arch_rules, window=COUNT, linear_windows=COUNT)
     arch_defaults = dict(
         mlp_ratios=4,
         window=7,
