@@ -34,14 +34,14 @@ class LinearNextViT(PyramidBackbone):
         arch (str | dict): ``hmhsa-small``, ``softmax-{small,base,large}``, or a dict with ``embed_dims`` (width of a
             stage's result), ``depths``, ``num_heads`` (of the attentions, on three quarters of the width). Optional
             keys: ``attn_every`` (every n-th block and the last one have an attention; 0 for none), ``mlp_ratios`` (of
-            convolution blocks), ``attn_mlp_ratios`` (of transformer blocks). Also ``sr_ratios``, ``key_reduction``,
-            ``group_dim`` (channels of a convolution's group), ``stem_dims`` (widths of the first three
-            convolutions), ``grids`` (trained sizes of the maps), ``ffn``, ``stage_attns``, ``drop_path_rate``.
+            convolution blocks), ``attn_mlp_ratios`` (of transformer blocks). Also ``sr_ratios``, ``group_dim``
+            (channels of a convolution's group), ``stem_dims`` (widths of the first three convolutions), ``grids``
+            (trained sizes of the maps), ``ffn``, ``stage_attns``, ``drop_path_rate``, and ``key_reduction``: how
+            quadratic attentions average keys, ``'grid'`` or ``'sequence'`` (release, for ``softmax-*``), see
+            :class:`AveragedKeysAttention`. Attentions that use neighbours of keys (``'hallucinated'``) always take
+            ``'grid'``.
         stage_attns (Sequence, optional): As in :class:`~mmlinattn.backbones.base.Backbone`; entries of convolution
             blocks (None, or any) have no effect.
-        key_reduction (str, optional): How quadratic attentions average keys: ``'grid'`` or ``'sequence'``, see
-            :class:`AveragedKeysAttention`. None takes ``'grid'`` for attentions that use neighbours of keys
-            (``'hallucinated'``), and the arch's value for others: ``'sequence'`` (release) for ``softmax-*``.
         stage_norms (bool, optional): End each stage in a batch norm that also feeds the next stage, as in the released
             segmentation backbones. False applies norms to the outputs alone: the classifier has one, on the last
             stage. None is True if ``out_norm`` is set and there are several outputs.
@@ -50,8 +50,8 @@ class LinearNextViT(PyramidBackbone):
             See :class:`~mmlinattn.backbones.base.PyramidBackbone`; the output norms are batch norms.
 
     Raises:
-        ValueError: For a ``key_reduction`` that is unknown or leaves an attention without the grid it needs. Also for
-            widths that ``group_dim`` does not divide, an ``attn_every`` below 0, and other than three ``stem_dims``.
+        ValueError: For an unknown ``key_reduction``, widths that ``group_dim`` does not divide, an ``attn_every`` below
+            0, and other than three ``stem_dims``.
 
     Examples:
         >>> import torch
@@ -93,7 +93,6 @@ class LinearNextViT(PyramidBackbone):
         self,
         arch='softmax-small',
         *,
-        key_reduction: Optional[str] = None,
         stage_norms: Optional[bool] = None,
         norm_cfg: Optional[dict] = None,
         **kwargs,
@@ -103,10 +102,6 @@ class LinearNextViT(PyramidBackbone):
         if stage_norms is None:
             stage_norms = self.out_norm and len(self.out_indices) > 1
         self.norms_feed_on = check_type('stage_norms', stage_norms, bool)
-        self.key_reduction = key_reduction
-        for reduction in (self.arch['key_reduction'], *([] if key_reduction is None else [key_reduction])):
-            if reduction not in REDUCTIONS:
-                raise ValueError(f'key_reduction={reduction!r}: expected one of {REDUCTIONS}')
         self.build_stages()
         norm: Any
         for norm in self.out_norms.values():
@@ -136,14 +131,7 @@ class LinearNextViT(PyramidBackbone):
         dim, heads, grid = self.attn_dims[stage], self.arch['num_heads'][stage], (self.per_stage('grids')[stage],) * 2
         if not (mixer.quadratic and ratio > 1):
             return GlobalAttention(dim, heads, spec, grid=grid)
-        reduction = self.key_reduction
-        if mixer.local_keys and reduction == 'sequence':
-            raise ValueError(
-                f"key_reduction='sequence' leaves the keys without a grid, needed by the attention {spec!r} of stage "
-                f"{stage}; allowed is 'grid'"
-            )
-        if reduction is None:
-            reduction = 'grid' if mixer.local_keys else self.arch['key_reduction']
+        reduction = 'grid' if mixer.local_keys else self.arch['key_reduction']
         return AveragedKeysAttention(dim, heads, spec, ratio, reduction, self.out_norm_cfg, grid=grid)
 
     def _ffn(self, stage: int, dim: int, ratios: str):
@@ -174,6 +162,8 @@ class LinearNextViT(PyramidBackbone):
 
     def _check_sizes(self) -> None:
         super()._check_sizes()
+        if self.arch['key_reduction'] not in REDUCTIONS:
+            raise ValueError(f'arch: key_reduction={self.arch["key_reduction"]!r}: expected one of {REDUCTIONS}')
         group, stem_dims = self.arch['group_dim'], self.arch['stem_dims']
         if not COUNT.allows(group):
             raise ValueError(f'arch: group_dim={group!r}: expected an int >= 1')

@@ -120,8 +120,9 @@ def test_averages_of_keys():
         return [(m.reduction, m.ratio) for m in modules if isinstance(m, AveragedKeysAttention)]
 
     assert kinds() == [('grid', 3), ('grid', 2)]
-    assert kinds(key_reduction='sequence') == [('sequence', 3), ('sequence', 2)]
-    arch, mixed = dict(ARCH, key_reduction='sequence'), (None, ['hallucinated'], [None, 'softmax'], 'softmax')
+    arch = dict(ARCH, key_reduction='sequence')
+    assert kinds(arch=arch) == [('sequence', 3), ('sequence', 2)]
+    mixed = (None, ['hallucinated'], [None, 'softmax'], 'softmax')
     assert kinds(arch=arch, stage_attns=mixed) == [('grid', 3), ('sequence', 2)]
     assert kinds(stage_attns=(None, 'inline', [None, 'softmax'], 'softmax')) == [('grid', 2)]
 
