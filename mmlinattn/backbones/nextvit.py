@@ -15,7 +15,6 @@ from .nextvit_blocks import (
     ConvNorm,
     PooledEmbed,
     ReLUMLP,
-    Stem,
     TransformerBlock,
 )
 
@@ -113,8 +112,12 @@ class LinearNextViT(PyramidBackbone):
         attn_dim, norm_cfg = self.attn_dims[stage], self.out_norm_cfg
         if stage > 0:
             return PooledEmbed(in_dim, attn_dim, norm_cfg)
-        stem = Stem(in_dim, self.arch['stem_dims'], norm_cfg)
-        return nn.Sequential(stem, ConvNorm(self.arch['stem_dims'][-1], attn_dim, norm_cfg))
+        # four 3x3 convolutions, the fourth as wide as the third, then a 1x1 convolution
+        widths = (in_dim, *self.arch['stem_dims'], self.arch['stem_dims'][-1])
+        stem = [
+            ConvNorm(widths[i], widths[i + 1], norm_cfg, 3, stride, relu=True) for i, stride in enumerate((2, 1, 1, 2))
+        ]
+        return nn.Sequential(nn.Sequential(*stem), ConvNorm(widths[-1], attn_dim, norm_cfg))
 
     def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:
         dim, attn_dim, norm_cfg = self.embed_dims[stage], self.attn_dims[stage], self.out_norm_cfg
