@@ -97,9 +97,5 @@ class RelativePositionBias(Table):
 
     def forward(self, height: int, width: int) -> Tensor:
         """Return the bias (heads, N, N) of a window of ``height`` x ``width``."""
-        index = self.index(height, width)
+        index = relative_index(height, width, self.window, self.table)  # (N, N)
         return unflatten(self.table[index.flatten()], 0, index.shape).permute(2, 0, 1)
-
-    def index(self, height: int, width: int) -> Tensor:
-        """Return the row of the table for each pair of tokens of a window, (N, N)."""
-        return relative_index(height, width, self.window, self.table)
