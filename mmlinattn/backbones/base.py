@@ -290,11 +290,7 @@ class Backbone(Arch, BaseModule):
         super().init_weights()
         self.init_cfg = given
         for cfg in pretrained:
-            options = {key: value for key, value in cfg.items() if key != 'type'}
-            unknown = sorted(options.keys() - {'checkpoint', 'prefix', 'map_location'})
-            if unknown:
-                raise ValueError(f'init_cfg={dict(cfg)} has {unknown}; allowed are checkpoint, prefix, map_location')
-            load_pretrained(self, **{'checkpoint': None, **options})
+            load_pretrained(self, **{key: value for key, value in cfg.items() if key != 'type'})
 
     def finish_init(self) -> None:
         """Apply ``frozen_stages`` and ``deploy``; subclasses call it at the end of ``__init__``."""
