@@ -137,7 +137,8 @@ class RAVLT(PyramidBackbone):
         if not self.rotary:
             return StageContext.of(x)
         # angles in float32 even for a feature map in half precision: indices above 256 are not exact in bfloat16
-        return StageContext.of(x, rotary_table(*x.shape[1:3], self.head_dims[stage], x, accumulation_dtype(x)))
+        table = rotary_table(x.shape[1], x.shape[2], self.head_dims[stage], x, accumulation_dtype(x))
+        return StageContext.of(x, table)
 
     @torch.no_grad()
     def switch_to_deploy(self) -> 'RAVLT':
