@@ -162,7 +162,7 @@ def get_mixer(spec: Union[str, dict]) -> tuple[type['TokenMixer'], dict]:
     Raises:
         ValueError: For an unknown name; lists the known ones.
     """
-    options = dict(type=spec) if isinstance(spec, str) else dict(spec)
+    options = dict(spec) if isinstance(spec, dict) else dict(type=spec)
     name = options.pop('type', None)
     if isinstance(name, type) and issubclass(name, TokenMixer):
         return name, options

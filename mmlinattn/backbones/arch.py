@@ -134,12 +134,12 @@ class Arch:
         blocks = []
         for i, (entry, attends) in enumerate(zip(stage_attns, self.attn_blocks)):
             depth = len(attends)
-            specs = [entry] * depth if entry is None or isinstance(entry, (str, dict)) else list(entry)
+            specs: list[Any] = [entry] * depth if entry is None or isinstance(entry, (str, dict)) else list(entry)
             if len(specs) != depth:
                 raise ValueError(f'stage_attns[{i}] names {len(specs)} attentions, stage {i} has {depth} blocks')
             specs = [spec if attends[j] else None for j, spec in enumerate(specs)]
             for spec in compress(specs, attends):
-                get_mixer(dict(type=None) if spec is None else spec)
+                get_mixer(spec)
             blocks.append(specs)
         return blocks
 

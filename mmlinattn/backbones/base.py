@@ -20,7 +20,7 @@ from ..forward_pass import forget_weights, prepare, recompute
 from ..layers import FactorisedLinear, MapLayerNorm, build_ffn, is_batch_norm
 from ..ops.sizes import clone_if_dynamic, to_image
 from ..utils.building import is_pretrained
-from .arch import COUNT, Arch, Spec, check_type
+from .arch import COUNT, Arch, Spec, check_type, is_number
 
 
 def describe_output(stage: int, channels: int, stride: int, module: str) -> dict:
@@ -112,7 +112,7 @@ class Backbone(Arch, BaseModule):
             if type(heads) is not int or heads < 1 or dim % heads:
                 raise ValueError(f'num_heads={heads}: expected a divisor of the width {dim} (arch {self.arch})')
         rate = self.arch['drop_path_rate'] if drop_path_rate is None else drop_path_rate
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+        if not is_number(rate) or not 0 <= rate < 1:
             raise ValueError(f'drop_path_rate={rate!r}: expected a number in [0, 1)')
         rates = iter(np.linspace(0, rate, sum(self.depths)).tolist())
         self.drop_paths: list[list[float]] = [list(islice(rates, depth)) for depth in self.depths]

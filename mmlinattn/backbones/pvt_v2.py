@@ -5,9 +5,8 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from ..layers import Block, DWConvFFN, PatchEmbed
-from .arch import COUNT
 from .base import PyramidBackbone
-from .pvt import INNER_NORM, NORM, spatial_attention
+from .pvt import INNER_NORM, NORM, LinearPVT, spatial_attention
 
 
 @MODELS.register_module()
@@ -27,13 +26,7 @@ class LinearPVTv2(PyramidBackbone):
 
     default_init_cfg = [*PyramidBackbone.default_init_cfg, dict(type='GroupedFanOutInit')]
     norms_feed_on = True
-    arch_rules = dict(PyramidBackbone.arch_rules, sr_ratios=COUNT, grids=COUNT)
-    arch_defaults = dict(
-        mlp_ratios=(8, 8, 4, 4),
-        sr_ratios=(8, 4, 2, 1),
-        grids=(56, 28, 14, 7),
-        drop_path_rate=0.1,
-    )
+    arch_rules, arch_defaults = LinearPVT.arch_rules, LinearPVT.arch_defaults
     sizes: dict[str, dict] = {
         'b0': dict(embed_dims=(32, 64, 160, 256), depths=(2, 2, 2, 2)),
         'b1': dict(depths=(2, 2, 2, 2)),

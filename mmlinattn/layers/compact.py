@@ -67,7 +67,7 @@ class BranchedLinear(BaseModule):
             )
             for layer, norm in branches
         ]
-        weight, bias = map(sum, zip(*pairs))
+        weight, bias = (torch.stack(parts).sum(0) for parts in zip(*pairs))
         layer = Linear(self.in_features, self.out_features, device=weight.device, dtype=weight.dtype)
         layer.weight.copy_(weight)
         layer.bias.copy_(bias)
