@@ -7,7 +7,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..attention import GlobalAttention, StageContext
+from ..attention import GlobalAttention, Grid, StageContext
 from ..layers import (
     Block,
     Conv2d,
@@ -129,11 +129,11 @@ class RAVLT(PyramidBackbone):
         )
 
     def stage_context(self, stage: int, x: Tensor) -> StageContext:
+        grid = Grid(x.shape[1], x.shape[2])
         if not self.rotary:
-            return StageContext.of(x)
+            return StageContext(grid)
         # angles in float32 even for a feature map in half precision: indices above 256 are not exact in bfloat16
-        table = rotary_table(x.shape[1], x.shape[2], self.head_dims[stage], x, accumulation_dtype(x))
-        return StageContext.of(x, table)
+        return StageContext(grid, rotary_table(*grid[:2], self.head_dims[stage], x, accumulation_dtype(x)))
 
     @torch.no_grad()
     def switch_to_deploy(self) -> 'RAVLT':
