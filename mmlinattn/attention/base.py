@@ -13,7 +13,7 @@ from torch import Tensor
 from ..ops.leaves import Conv2d, Linear, split_linear
 from ..ops.tokens import Grid, on_grid, token_mean
 from .context import StageContext
-from .mixer import LEFT_TO_BACKBONE, check_local_kernel, get_mixer
+from .mixer import check_local_kernel, get_mixer
 
 GATES = (None, 'projection', 'identity', 'tanh')
 
@@ -97,7 +97,7 @@ class Attention(LePEMixer):
         init_cfg=None,
     ) -> None:
         super().__init__(dim, num_heads, mixer, grid, local_kernel, init_cfg)
-        self.gate = gate if self.mixer.gate in LEFT_TO_BACKBONE else self.mixer.gate
+        self.gate = gate if self.mixer.gate == 'backbone' else self.mixer.gate
         if self.gate not in GATES:
             raise ValueError(f"gate={self.gate!r}: expected None, 'projection', 'identity' or 'tanh'")
         if self.gate in ('identity', 'tanh') and self.mixer.widths[2] != dim:
@@ -172,19 +172,16 @@ class ReducedKeysAttention(Attention):
         out = self.mix(q, k, v, stage.grid, key_grid, context=context)
         return self.proj(self.apply_gate(out, tokens, gate)).reshape(x.shape)
 
-    def adapt_state(self, state: dict, prefix: str) -> None:
-        """Split the joint ``qkv`` in a checkpoint's ``state`` dict into ``q`` (with the gate) and ``kv``, in place."""
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        """Split the joint ``qkv`` of a checkpoint into ``q`` (with the gate) and ``kv``, and load."""
         q, k, v, *gate = self.widths
         for kind in ('weight', 'bias'):
-            whole = state.get(f'{prefix}qkv.{kind}')
+            whole = state_dict.get(f'{prefix}qkv.{kind}')
             if whole is not None and len(whole) == sum(self.widths):
                 parts = whole.split([q, k + v, *gate])
-                state[f'{prefix}q.{kind}'] = torch.cat((parts[0], *parts[2:]))
-                state[f'{prefix}kv.{kind}'] = parts[1]
-                del state[f'{prefix}qkv.{kind}']
-
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        self.adapt_state(state_dict, prefix)
+                state_dict[f'{prefix}q.{kind}'] = torch.cat((parts[0], *parts[2:]))
+                state_dict[f'{prefix}kv.{kind}'] = parts[1]
+                del state_dict[f'{prefix}qkv.{kind}']
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

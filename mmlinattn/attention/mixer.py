@@ -18,9 +18,6 @@ from ..ops.tokens import Grid
 TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn', locations=['mmlinattn.attention'])
 
 
-LEFT_TO_BACKBONE = ('backbone', 'host')  # values of ``TokenMixer.gate``; the second is a former name
-
-
 class TokenMixer(BaseModule):
     """Base class of every attention: ``(q, k, v) -> mixed values``.
 
@@ -37,8 +34,7 @@ class TokenMixer(BaseModule):
 
     - ``quadratic``: the cost grows with N^2, so Swin and CSWin give it small windows or stripes, PVT reduced keys.
     - ``gate``: gate of the output by the block's input: None, ``'projection'``, ``'identity'``, ``'tanh'`` (see
-      :class:`~mmlinattn.attention.Attention`). ``'backbone'``, the default, leaves the choice to the backbone (formerly
-      ``'host'``).
+      :class:`~mmlinattn.attention.Attention`). ``'backbone'``, the default, leaves the choice to the backbone.
     - ``rotary``: uses the encoding ``rotary`` of :func:`mmlinattn.layers.rotary_table`.
     - ``bias``: adds ``bias`` to its attention map (relative position bias).
     - ``local_keys``: uses the spatial neighbours of a key, so shifted windows pass ``regions`` in the grid of the keys.
@@ -166,7 +162,7 @@ def get_mixer(spec: Union[str, dict]) -> tuple[type['TokenMixer'], dict]:
     Raises:
         ValueError: For an unknown name; lists the known ones.
     """
-    options = dict(type=spec) if isinstance(spec, str) else dict(spec)
+    options = dict(spec) if isinstance(spec, dict) else dict(type=spec)
     name = options.pop('type', None)
     if isinstance(name, type) and issubclass(name, TokenMixer):
         return name, options

@@ -1,10 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The architecture (``arch``) of a backbone: published sizes by name, a user's dict, and their checks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import compress
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 from ..attention import get_mixer
 
@@ -23,15 +23,27 @@ def check_type(name: str, value, allowed):
     return value
 
 
-def check_count(name: str, value: int) -> int:
-    """Return ``value`` if it is an int >= 1.
+class Rule(NamedTuple):
+    """Numbers that a key of an arch may hold.
 
-    Raises:
-        ValueError: If it is not.
+    Attributes:
+        expected (str): The allowed values, for messages.
+        allows (Callable): Returns True for an allowed value.
     """
-    if type(value) is not int or value < 1:
-        raise ValueError(f'{name}={value!r}: expected an int >= 1')
-    return value
+
+    expected: str
+    allows: Callable[[Any], bool]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+COUNT = Rule('ints >= 1', lambda value: type(value) is int and value >= 1)
+COUNT_OR_NONE = Rule('ints >= 1 or None', lambda value: value is None or COUNT.allows(value))
+COUNT_OR_ZERO = Rule('ints >= 0', lambda value: type(value) is int and value >= 0)
+RATIO = Rule('numbers above 0', lambda value: is_number(value) and 0 < value < float('inf'))
+NUMBER_OR_NONE = Rule('numbers or None', lambda value: value is None or is_number(value))
 
 
 class Arch:
@@ -43,9 +55,10 @@ class Arch:
     frozen_stages: int
     arch_zoo: dict[str, dict] = {}
     arch_defaults: dict = dict(drop_path_rate=0.0)
-    arch_counts: tuple[str, ...] = ()  # keys of the arch that hold numbers of tokens, pixels or patches
-    arch_optional_counts: tuple[str, ...] = ()  # keys among arch_counts that may hold None
-    arch_ratios: tuple[str, ...] = ('mlp_ratios', 'attn_mlp_ratios')  # keys of the arch that multiply widths
+    # the numbers that each key may hold, one for all stages or one per stage; keys that the arch lacks have no effect
+    arch_rules: dict[str, Rule] = dict(
+        depths=COUNT, embed_dims=COUNT, mlp_ratios=RATIO, attn_mlp_ratios=RATIO, layer_scales=NUMBER_OR_NONE
+    )
 
     @classmethod
     def resolve_arch(cls, arch: Spec) -> dict:
@@ -93,20 +106,10 @@ class Arch:
         return self.embed_dims
 
     def _check_sizes(self) -> None:
-        """Check depths, widths, layer scales, and the keys of :attr:`arch_counts` and :attr:`arch_ratios`."""
-        for key in ('depths', 'embed_dims', *self.arch_counts):
-            optional = key in self.arch_optional_counts
-            for value in self.per_stage(key):
-                if not (type(value) is int and value >= 1) and not (value is None and optional):
-                    allowed = 'ints >= 1' + (' or None' if optional else '')
-                    raise ValueError(f'arch: {key}={self.arch[key]}: expected {allowed}')
-        for key in self.arch_ratios:
-            for value in self.per_stage(key) if key in self.arch else ():
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float('inf'):
-                    raise ValueError(f'arch: {key}={self.arch[key]!r}: expected numbers above 0')
-        for value in self.per_stage('layer_scales') if 'layer_scales' in self.arch else ():
-            if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
-                raise ValueError(f'arch: layer_scales={self.arch["layer_scales"]!r}: expected numbers or None')
+        """Check the numbers of the arch by :attr:`arch_rules`."""
+        for key, rule in self.arch_rules.items():
+            if key in self.arch and not all(map(rule.allows, self.per_stage(key))):
+                raise ValueError(f'arch: {key}={self.arch[key]!r}: expected {rule.expected}')
 
     def _check_outputs(self, out_indices: Sequence[int], outputs: int) -> tuple[int, ...]:
         """Check that ``out_indices`` are ascending indices below ``outputs``, and return them as a tuple.
@@ -131,12 +134,12 @@ class Arch:
         blocks = []
         for i, (entry, attends) in enumerate(zip(stage_attns, self.attn_blocks)):
             depth = len(attends)
-            specs = [entry] * depth if entry is None or isinstance(entry, (str, dict)) else list(entry)
+            specs: list[Any] = [entry] * depth if entry is None or isinstance(entry, (str, dict)) else list(entry)
             if len(specs) != depth:
                 raise ValueError(f'stage_attns[{i}] names {len(specs)} attentions, stage {i} has {depth} blocks')
             specs = [spec if attends[j] else None for j, spec in enumerate(specs)]
             for spec in compress(specs, attends):
-                get_mixer(dict(type=None) if spec is None else spec)
+                get_mixer(spec)
             blocks.append(specs)
         return blocks
 

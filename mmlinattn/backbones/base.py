@@ -14,13 +14,13 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from ..attention import Grid, StageContext
+from ..attention import StageContext
 from ..checkpoints.loading import load_pretrained
 from ..forward_pass import forget_weights, prepare, recompute
 from ..layers import FactorisedLinear, MapLayerNorm, build_ffn, is_batch_norm
 from ..ops.tokens import clone_if_dynamic, to_image
 from ..utils.building import is_pretrained
-from .arch import Arch, Spec, check_count, check_type
+from .arch import COUNT, Arch, Spec, check_type, is_number
 
 
 def describe_output(stage: int, channels: int, stride: int, module: str) -> dict:
@@ -97,7 +97,9 @@ class Backbone(Arch, BaseModule):
     ) -> None:
         super().__init__(init_cfg or deepcopy(self.default_init_cfg))
         self.arch = self.resolve_arch(arch)
-        self.in_channels = check_count('in_channels', in_channels)
+        if not COUNT.allows(in_channels):
+            raise ValueError(f'in_channels={in_channels!r}: expected an int >= 1')
+        self.in_channels = in_channels
         self.frozen_stages = check_type('frozen_stages', frozen_stages, int)
         self.norm_eval = check_type('norm_eval', norm_eval, bool)
         self.with_cp = check_type('with_cp', with_cp, bool)
@@ -110,7 +112,7 @@ class Backbone(Arch, BaseModule):
             if type(heads) is not int or heads < 1 or dim % heads:
                 raise ValueError(f'num_heads={heads}: expected a divisor of the width {dim} (arch {self.arch})')
         rate = self.arch['drop_path_rate'] if drop_path_rate is None else drop_path_rate
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+        if not is_number(rate) or not 0 <= rate < 1:
             raise ValueError(f'drop_path_rate={rate!r}: expected a number in [0, 1)')
         rates = iter(np.linspace(0, rate, sum(self.depths)).tolist())
         self.drop_paths: list[list[float]] = [list(islice(rates, depth)) for depth in self.depths]
@@ -288,11 +290,7 @@ class Backbone(Arch, BaseModule):
         super().init_weights()
         self.init_cfg = given
         for cfg in pretrained:
-            options = {key: value for key, value in cfg.items() if key != 'type'}
-            unknown = sorted(options.keys() - {'checkpoint', 'prefix', 'map_location'})
-            if unknown:
-                raise ValueError(f'init_cfg={dict(cfg)} has {unknown}; allowed are checkpoint, prefix, map_location')
-            load_pretrained(self, **{'checkpoint': None, **options})
+            load_pretrained(self, **{key: value for key, value in cfg.items() if key != 'type'})
 
     def finish_init(self) -> None:
         """Apply ``frozen_stages`` and ``deploy``; subclasses call it at the end of ``__init__``."""
@@ -324,15 +322,6 @@ class Backbone(Arch, BaseModule):
         if part is None:
             raise ValueError(f'param_name={param_name!r} is no parameter of a stage of {type(self).__name__}')
         return (num_layers - 1 if part.depth is None else part.depth), num_layers
-
-    def adapt_state_dict(self, state_dict: dict) -> dict:
-        """Return a checkpoint's weights, converted to this model by the ``adapt_state`` of its modules: position tables
-        are resized to other grids (e.g. from 224 to 384 pixels), and a joint ``qkv`` is split for reduced keys."""
-        state_dict = dict(state_dict)
-        for name, module in self.named_modules():
-            if hasattr(module, 'adapt_state'):
-                module.adapt_state(state_dict, f'{name}.')
-        return state_dict
 
 
 def build_output_norm(norm_cfg: dict, dim: int) -> nn.Module:
@@ -417,7 +406,7 @@ class PyramidBackbone(Backbone):
 
     def stage_context(self, stage: int, x: Tensor) -> StageContext:
         """Return the context of a stage for the feature map that enters its blocks."""
-        return StageContext(Grid(x.shape[1], x.shape[2]))
+        return StageContext.of(x)
 
     def features(self, x: Tensor) -> tuple[Tensor, ...]:
         x = x.permute(0, 2, 3, 1).contiguous()

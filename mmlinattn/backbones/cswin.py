@@ -2,10 +2,11 @@
 from typing import Any
 
 from mmengine.registry import MODELS
-from torch import Tensor, nn
+from torch import nn
 
-from ..attention import GlobalAttention, StageContext, StripeAttention, get_mixer
+from ..attention import GlobalAttention, StripeAttention, get_mixer
 from ..layers import MLP, PatchEmbed, SourceBlock
+from .arch import COUNT, COUNT_OR_NONE
 from .base import PyramidBackbone
 
 NORM = dict(type='LN', eps=1e-5)
@@ -37,8 +38,7 @@ class LinearCSWin(PyramidBackbone):
     """
 
     out_norm_cfg = NORM
-    arch_counts = ('stripes', 'grids')
-    arch_optional_counts = ('stripes',)
+    arch_rules = dict(PyramidBackbone.arch_rules, stripes=COUNT_OR_NONE, grids=COUNT)
     arch_defaults = dict(
         mlp_ratios=4,
         stripes=(1, 2, 7, None),
@@ -84,6 +84,3 @@ class LinearCSWin(PyramidBackbone):
             grid = (self.per_stage('grids')[stage],) * 2
             attn = GlobalAttention(dim, heads, spec, grid=grid, local_kernel=LEPE)
         return SourceBlock(dim, attn, self.build_ffn(stage, MLP), norm_cfg=NORM, drop_path=drop_path)
-
-    def stage_context(self, stage: int, x: Tensor) -> StageContext:
-        return StageContext.of(x)

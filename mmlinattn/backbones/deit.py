@@ -11,7 +11,7 @@ from ..attention import Attention, Grid, StageContext
 from ..forward_pass import recompute
 from ..layers import MLP, Block, FactorisedLinear, PatchEmbed, PositionTable, TokenBlock, build_token_norm
 from ..ops.tokens import to_map
-from .arch import check_type
+from .arch import COUNT, check_type
 from .base import Backbone, Part, describe_output
 
 NORM = dict(type='LN', eps=1e-6)
@@ -55,7 +55,7 @@ class LinearDeiT(Backbone):
     num_extra_tokens = 1  # as MMPretrain's ViT
     out_norm_cfg = NORM
     undecayed = ('position_table.weight', 'cls_token')
-    arch_counts = ('grid',)
+    arch_rules = dict(Backbone.arch_rules, grid=COUNT)
     arch_defaults = dict(mlp_ratios=4, grid=14, qkv_bias=True, absolute_position=True, drop_path_rate=0.1)
     sizes = {
         'tiny': dict(embed_dims=(192,), depths=(12,), num_heads=(3,)),

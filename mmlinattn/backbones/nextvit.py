@@ -6,7 +6,7 @@ from torch import nn
 
 from ..attention import Attention, GlobalAttention, get_mixer
 from ..layers import build_ffn
-from .arch import check_count, check_type
+from .arch import COUNT, COUNT_OR_ZERO, check_type
 from .base import PyramidBackbone
 from .nextvit_blocks import (
     SHARE,
@@ -15,7 +15,6 @@ from .nextvit_blocks import (
     ConvNorm,
     PooledEmbed,
     ReLUMLP,
-    Stem,
     TransformerBlock,
 )
 
@@ -34,14 +33,14 @@ class LinearNextViT(PyramidBackbone):
         arch (str | dict): ``hmhsa-small``, ``softmax-{small,base,large}``, or a dict with ``embed_dims`` (width of a
             stage's result), ``depths``, ``num_heads`` (of the attentions, on three quarters of the width). Optional
             keys: ``attn_every`` (every n-th block and the last one have an attention; 0 for none), ``mlp_ratios`` (of
-            convolution blocks), ``attn_mlp_ratios`` (of transformer blocks). Also ``sr_ratios``, ``key_reduction``,
-            ``group_dim`` (channels of a convolution's group), ``stem_dims`` (widths of the first three
-            convolutions), ``grids`` (trained sizes of the maps), ``ffn``, ``stage_attns``, ``drop_path_rate``.
+            convolution blocks), ``attn_mlp_ratios`` (of transformer blocks). Also ``sr_ratios``, ``group_dim``
+            (channels of a convolution's group), ``stem_dims`` (widths of the first three convolutions), ``grids``
+            (trained sizes of the maps), ``ffn``, ``stage_attns``, ``drop_path_rate``, and ``key_reduction``: how
+            quadratic attentions average keys, ``'grid'`` or ``'sequence'`` (release, for ``softmax-*``), see
+            :class:`AveragedKeysAttention`. Attentions that use neighbours of keys (``'hallucinated'``) always take
+            ``'grid'``.
         stage_attns (Sequence, optional): As in :class:`~mmlinattn.backbones.base.Backbone`; entries of convolution
             blocks (None, or any) have no effect.
-        key_reduction (str, optional): How quadratic attentions average keys: ``'grid'`` or ``'sequence'``, see
-            :class:`AveragedKeysAttention`. None takes ``'grid'`` for attentions that use neighbours of keys
-            (``'hallucinated'``), and the arch's value for others: ``'sequence'`` (release) for ``softmax-*``.
         stage_norms (bool, optional): End each stage in a batch norm that also feeds the next stage, as in the released
             segmentation backbones. False applies norms to the outputs alone: the classifier has one, on the last
             stage. None is True if ``out_norm`` is set and there are several outputs.
@@ -50,8 +49,8 @@ class LinearNextViT(PyramidBackbone):
             See :class:`~mmlinattn.backbones.base.PyramidBackbone`; the output norms are batch norms.
 
     Raises:
-        ValueError: For a ``key_reduction`` that is unknown or leaves an attention without the grid it needs. Also for
-            widths that ``group_dim`` does not divide, an ``attn_every`` below 0, and other than three ``stem_dims``.
+        ValueError: For an unknown ``key_reduction``, widths that ``group_dim`` does not divide, an ``attn_every`` below
+            0, and other than three ``stem_dims``.
 
     Examples:
         >>> import torch
@@ -65,7 +64,7 @@ class LinearNextViT(PyramidBackbone):
         *PyramidBackbone.default_init_cfg,
         dict(type='TruncNormal', layer='Conv2d', std=0.02, bias=0.0),
     ]
-    arch_counts = ('sr_ratios', 'grids')
+    arch_rules = dict(PyramidBackbone.arch_rules, attn_every=COUNT_OR_ZERO, sr_ratios=COUNT, grids=COUNT)
     arch_defaults = dict(
         attn_every=(0, 5, 5, 5),
         mlp_ratios=3,
@@ -93,7 +92,6 @@ class LinearNextViT(PyramidBackbone):
         self,
         arch='softmax-small',
         *,
-        key_reduction: Optional[str] = None,
         stage_norms: Optional[bool] = None,
         norm_cfg: Optional[dict] = None,
         **kwargs,
@@ -103,10 +101,6 @@ class LinearNextViT(PyramidBackbone):
         if stage_norms is None:
             stage_norms = self.out_norm and len(self.out_indices) > 1
         self.norms_feed_on = check_type('stage_norms', stage_norms, bool)
-        self.key_reduction = key_reduction
-        for reduction in (self.arch['key_reduction'], *([] if key_reduction is None else [key_reduction])):
-            if reduction not in REDUCTIONS:
-                raise ValueError(f'key_reduction={reduction!r}: expected one of {REDUCTIONS}')
         self.build_stages()
         norm: Any
         for norm in self.out_norms.values():
@@ -118,8 +112,12 @@ class LinearNextViT(PyramidBackbone):
         attn_dim, norm_cfg = self.attn_dims[stage], self.out_norm_cfg
         if stage > 0:
             return PooledEmbed(in_dim, attn_dim, norm_cfg)
-        stem = Stem(in_dim, self.arch['stem_dims'], norm_cfg)
-        return nn.Sequential(stem, ConvNorm(self.arch['stem_dims'][-1], attn_dim, norm_cfg))
+        # four 3x3 convolutions, the fourth as wide as the third, then a 1x1 convolution
+        widths = (in_dim, *self.arch['stem_dims'], self.arch['stem_dims'][-1])
+        stem = [
+            ConvNorm(widths[i], widths[i + 1], norm_cfg, 3, stride, relu=True) for i, stride in enumerate((2, 1, 1, 2))
+        ]
+        return nn.Sequential(nn.Sequential(*stem), ConvNorm(widths[-1], attn_dim, norm_cfg))
 
     def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:
         dim, attn_dim, norm_cfg = self.embed_dims[stage], self.attn_dims[stage], self.out_norm_cfg
@@ -136,14 +134,7 @@ class LinearNextViT(PyramidBackbone):
         dim, heads, grid = self.attn_dims[stage], self.arch['num_heads'][stage], (self.per_stage('grids')[stage],) * 2
         if not (mixer.quadratic and ratio > 1):
             return GlobalAttention(dim, heads, spec, grid=grid)
-        reduction = self.key_reduction
-        if mixer.local_keys and reduction == 'sequence':
-            raise ValueError(
-                f"key_reduction='sequence' leaves the keys without a grid, needed by the attention {spec!r} of stage "
-                f"{stage}; allowed is 'grid'"
-            )
-        if reduction is None:
-            reduction = 'grid' if mixer.local_keys else self.arch['key_reduction']
+        reduction = 'grid' if mixer.local_keys else self.arch['key_reduction']
         return AveragedKeysAttention(dim, heads, spec, ratio, reduction, self.out_norm_cfg, grid=grid)
 
     def _ffn(self, stage: int, dim: int, ratios: str):
@@ -174,14 +165,13 @@ class LinearNextViT(PyramidBackbone):
 
     def _check_sizes(self) -> None:
         super()._check_sizes()
-        check_count('arch: group_dim', self.arch['group_dim'])
-        for key, least in dict(attn_every=0, stem_dims=1).items():
-            values = self.arch[key] if isinstance(self.arch[key], (list, tuple)) else [self.arch[key]]
-            if not all(type(value) is int and value >= least for value in values):
-                raise ValueError(f'arch: {key}={self.arch[key]}: expected ints >= {least}')
-        if isinstance(self.arch['stem_dims'], int) or len(self.arch['stem_dims']) != 3:
-            raise ValueError(f'arch: stem_dims={self.arch["stem_dims"]}: expected three entries')
-        group = self.arch['group_dim']
+        if self.arch['key_reduction'] not in REDUCTIONS:
+            raise ValueError(f'arch: key_reduction={self.arch["key_reduction"]!r}: expected one of {REDUCTIONS}')
+        group, stem_dims = self.arch['group_dim'], self.arch['stem_dims']
+        if not COUNT.allows(group):
+            raise ValueError(f'arch: group_dim={group!r}: expected an int >= 1')
+        if not isinstance(stem_dims, (list, tuple)) or len(stem_dims) != 3 or not all(map(COUNT.allows, stem_dims)):
+            raise ValueError(f'arch: stem_dims={stem_dims!r}: expected three entries, ints >= 1')
         for dim, attn_dim, blocks in zip(self.embed_dims, self.attn_dims, self.attn_blocks):
             if dim % group or (any(blocks) and not 0 < attn_dim < dim):
                 raise ValueError(

@@ -1,8 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Blocks of Next-ViT: convolutions with batch norms, convolutional attention, attention with averaged keys."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from mmcv.cnn.bricks import DropPath
@@ -62,25 +60,6 @@ class PooledEmbed(ConvNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(mean_pool(x, 2, self.in_dim).permute(0, 2, 3, 1))
-
-
-class Stem(nn.Sequential):
-    """Four 3x3 :class:`ConvNorm` with ReLU, strides 2 1 1 2: (B, H, W, C) -> (B, ceil(H / 4), ceil(W / 4), C').
-
-    Args:
-        in_channels (int): Channels C of the image.
-        dims (Sequence[int]): Channels of the first three convolutions; the fourth has as many as the third.
-        norm_cfg (dict): Config of all norms.
-    """
-
-    def __init__(self, in_channels: int, dims: Sequence[int], norm_cfg: dict) -> None:
-        widths = (in_channels, *dims, dims[-1])
-        super().__init__(
-            *(
-                ConvNorm(widths[i], widths[i + 1], norm_cfg, 3, stride, relu=True)
-                for i, stride in enumerate((2, 1, 1, 2))
-            )
-        )
 
 
 class ConvAttention(BaseModule):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..attention import Attention, GlobalAttention, Grid, ReducedAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed, PositionTable
 from ..ops.tokens import unflatten
+from .arch import COUNT
 from .base import PyramidBackbone
 
 NORM = dict(type='LN', eps=1e-6)
@@ -46,7 +47,7 @@ class LinearPVT(PyramidBackbone):
         [(1, 64, 16, 23), (1, 128, 8, 12), (1, 320, 4, 6), (1, 512, 2, 3)]
     """
 
-    arch_counts = ('sr_ratios', 'grids')
+    arch_rules = dict(PyramidBackbone.arch_rules, sr_ratios=COUNT, grids=COUNT)
     arch_defaults = dict(
         mlp_ratios=(8, 8, 4, 4),
         sr_ratios=(8, 4, 2, 1),

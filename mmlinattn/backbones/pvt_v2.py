@@ -6,7 +6,7 @@ from torch import nn
 
 from ..layers import Block, DWConvFFN, PatchEmbed
 from .base import PyramidBackbone
-from .pvt import INNER_NORM, NORM, spatial_attention
+from .pvt import INNER_NORM, NORM, LinearPVT, spatial_attention
 
 
 @MODELS.register_module()
@@ -26,13 +26,7 @@ class LinearPVTv2(PyramidBackbone):
 
     default_init_cfg = [*PyramidBackbone.default_init_cfg, dict(type='GroupedFanOutInit')]
     norms_feed_on = True
-    arch_counts = ('sr_ratios', 'grids')
-    arch_defaults = dict(
-        mlp_ratios=(8, 8, 4, 4),
-        sr_ratios=(8, 4, 2, 1),
-        grids=(56, 28, 14, 7),
-        drop_path_rate=0.1,
-    )
+    arch_rules, arch_defaults = LinearPVT.arch_rules, LinearPVT.arch_defaults
     sizes: dict[str, dict] = {
         'b0': dict(embed_dims=(32, 64, 160, 256), depths=(2, 2, 2, 2)),
         'b1': dict(depths=(2, 2, 2, 2)),

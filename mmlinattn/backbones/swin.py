@@ -3,10 +3,11 @@ from collections.abc import Sequence
 from typing import Any, Union
 
 from mmengine.registry import MODELS
-from torch import Tensor, nn
+from torch import nn
 
-from ..attention import StageContext, WindowAttention, get_mixer
+from ..attention import WindowAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed, PatchMerging
+from .arch import COUNT
 from .base import PyramidBackbone
 
 NORM = dict(type='LN', eps=1e-5)
@@ -44,7 +45,7 @@ class LinearSwin(PyramidBackbone):
 
     out_norm_cfg = NORM
     undecayed = ('relative_bias.table',)
-    arch_counts = ('window', 'linear_windows')
+    arch_rules = dict(PyramidBackbone.arch_rules, window=COUNT, linear_windows=COUNT)
     arch_defaults = dict(
         mlp_ratios=4,
         window=7,
@@ -124,6 +125,3 @@ class LinearSwin(PyramidBackbone):
                 f"window_size={window_size!r}: expected 'trained', None, an int >= 1, or a sequence of {num} of these"
             )
         return sizes
-
-    def stage_context(self, stage: int, x: Tensor) -> StageContext:
-        return StageContext.of(x)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..utils.building import build_model
 from ..utils.errors import CheckpointError, RunError
 from .fit import Fit, compare, listed, needed, some
-from .states import backbone_state, model_state, not_compiled, state_dict_of, strip_prefix
+from .states import backbone_state, model_state, not_compiled, state_dict_of
 
 _INSIDE = re.compile(r'\b(module|original_layer)\.')  # names of the adapted module in LoRAModel and LoRALinear
 UNUSED_IN_TESTS = ('auxiliary_head',)
@@ -54,7 +54,7 @@ def load_pretrained(
         raise ValueError(f'checkpoint={checkpoint!r}: expected a path, an address or mmlinattn://NAME')
     loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location, logger)
     state, _, _ = backbone_state(loaded, checkpoint, prefix)
-    fit = compare(backbone, _adapted(backbone, state))
+    fit = compare(backbone, state)
     other = listed({**fit.mismatched, **{key: f'{kind}, not real' for key, kind in fit.not_real.items()}})
     kind = type(backbone).__name__
     if fit.is_empty:
@@ -78,11 +78,6 @@ def load_pretrained(
     return fit
 
 
-def _adapted(backbone: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    adapt = getattr(backbone, 'adapt_state_dict', None)
-    return adapt(state) if adapt else state
-
-
 def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Fit:
     """Rename the weights of a loaded checkpoint to the names in ``model``, and compare them with ``model``.
 
@@ -99,13 +94,10 @@ def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Fit:
     Raises:
         CheckpointError: The checkpoint holds no weights, or the model has no backbone.
     """
-    backbone = getattr(model, 'backbone', None)
-    if not isinstance(backbone, nn.Module):
+    if not isinstance(getattr(model, 'backbone', None), nn.Module):
         raise CheckpointError(f'{source}: {type(model).__name__} has no backbone to convert a file for')
     state, dropped = model_state(checkpoint, source)
-    inside = _adapted(backbone, strip_prefix(state, 'backbone'))
-    state = {key: value for key, value in state.items() if not key.startswith('backbone.')}
-    fit = compare(model, {**{f'backbone.{key}': value for key, value in inside.items()}, **state})
+    fit = compare(model, state)
     for key, value in model.state_dict().items():
         if key.endswith('num_batches_tracked'):
             fit.weights.setdefault(key, value)

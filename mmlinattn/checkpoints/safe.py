@@ -11,14 +11,13 @@ import functools
 import os
 import pathlib
 import pickle
-import pickletools
+import re
 import threading
 import warnings
 import zipfile
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -28,7 +27,6 @@ from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 
 from ..utils.errors import CheckpointError, CheckpointNotFoundError
-from ..utils.private_apis import listed_globals
 
 _ZIP_START = b'PK\x03\x04'
 _LEGACY_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
@@ -36,8 +34,9 @@ _LEGACY_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
 STATE_KEYS = ('state_dict', 'model', 'model_ema', 'state_dict_ema')
 
 
-class _Refused(Exception):
-    """Raised for an object in a checkpoint that is not known to be harmless; the message is the name of the object."""
+def _refused(name: str) -> pickle.UnpicklingError:
+    """Return the error for an object that is not known to be harmless, with its name as in PyTorch's own errors."""
+    return pickle.UnpicklingError(f'GLOBAL {name}')
 
 
 class _ReadHistoryBuffer(HistoryBuffer):
@@ -67,13 +66,13 @@ def _known_attribute(owner: Any, name: str) -> Any:
     type.
     """
     if name not in _FUNCTIONS:
-        raise _Refused('builtins.getattr')
+        raise _refused('builtins.getattr')
     return _FUNCTIONS[name]
 
 
 def _numeric(dtype: np.dtype) -> np.dtype:
     if dtype.kind not in 'biufc':
-        raise _Refused(f'numpy.dtype[{dtype}]')
+        raise _refused(f'numpy.dtype[{dtype}]')
     return dtype
 
 
@@ -208,40 +207,16 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Op
     except (CheckpointError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:
-        refused = str(error) if isinstance(error, _Refused) else ''
-        if isinstance(error, pickle.UnpicklingError):
-            with suppress(Exception), _listed():  # a damaged file has no readable names
-                refused = _unlisted(path)
+        refused = re.search(r'GLOBAL (\S+)', str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if refused:
             raise CheckpointError(
-                f'{name} was refused: it asks for {refused}, which is not known to be harmless '
+                f'{name} was refused: it asks for {refused[1]}, which is not known to be harmless '
                 '(a checkpoint can hide code); nothing was run'
             ) from None
         raise CheckpointError(
-            f'{name} cannot be read ({type(error).__name__}); the file may be cut short or damaged'
+            f'{name} cannot be read ({type(error).__name__}); the file may be cut short or damaged, or pickled '
+            'with protocol 4 or 5'
         ) from error
-
-
-def _unlisted(path: Path) -> str:
-    """Return the full name of the first type in the pickles of a file that is not on the allow-list, or ''."""
-    listed = listed_globals()
-    with open(path, 'rb') as file:
-        pickles: list = [file] * 4  # of the older format: magic number, protocol, system, checkpoint
-        if file.read(4) == _ZIP_START:
-            archive = zipfile.ZipFile(file)
-            pickles = [archive.open(entry) for entry in archive.namelist() if entry.endswith('data.pkl')]
-        else:
-            file.seek(0)
-        for stream in pickles:
-            texts: list[str] = []
-            for opcode, argument, _ in pickletools.genops(stream):
-                texts += [argument] if isinstance(argument, str) else []
-                if opcode.name in ('GLOBAL', 'STACK_GLOBAL'):  # protocol 4 puts module and name on the stack
-                    module, name = ' '.join(texts[-2:]).split(' ')[-2:]
-                    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-                    if f'{module}.{name}' not in listed:
-                        return f'{module}.{name}'
-    return ''
 
 
 def _plain(checkpoint: Any, name: str) -> Any:

@@ -7,6 +7,7 @@ import torch
 from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_linear_bn_weights
 
 from ..ops.batch_norms import is_foldable
 from ..ops.leaves import Linear
@@ -16,11 +17,6 @@ from .block import MLP, ConvFFN, DWConvFFN
 
 FFNS = {'mlp': MLP, 'conv': ConvFFN, 'dwconv': DWConvFFN}
 MATRICES = {'M1': 'fc1', 'M2': 'fc2'}
-
-
-def merges(layer: nn.Module, norm: nn.Module) -> bool:
-    """Return True if a linear layer and the batch norm after it can be merged into one linear layer in eval mode."""
-    return type(layer) in (nn.Linear, Linear) and not is_altered(layer) and is_foldable(norm)
 
 
 class BranchedLinear(BaseModule):
@@ -50,27 +46,28 @@ class BranchedLinear(BaseModule):
         out = sum(norm(layer(rows)) for layer, norm in zip(self.linears, self.norms))
         return unflatten(out, 0, x.shape[:-1])
 
-    def merged_weights(self) -> tuple[Tensor, Tensor]:
-        """Return weight and bias of the one linear layer that equals the sum of the branches in eval mode."""
-        weight: Any = 0
-        bias: Any = 0
-        for layer, norm in zip(self.linears, self.norms):
-            scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-            weight = weight + scale[:, None] * layer.weight
-            mean = norm.running_mean if layer.bias is None else norm.running_mean - layer.bias
-            bias = bias + norm.bias - scale * mean
-        return weight, bias
-
     @torch.no_grad()
     def merged(self) -> Linear:
-        for layer, norm in zip(self.linears, self.norms):
-            if is_altered(self) or not merges(layer, norm):
+        """Return the linear layer that equals the sum of the branches in eval mode.
+
+        Raises:
+            ValueError: For a branch that cannot be merged (altered layer, norm without running statistics).
+        """
+        branches: list[Any] = list(zip(self.linears, self.norms))
+        for layer, norm in branches:
+            if type(layer) not in (nn.Linear, Linear) or is_altered(self, layer) or not is_foldable(norm):
                 raise ValueError(
                     f'switch_to_deploy: {type(layer).__name__} and {type(norm).__name__} of a compact FFN cannot be '
                     'merged; allowed are linear layers, and batch norms with weights and running statistics, of '
                     "PyTorch's own forward"
                 )
-        weight, bias = self.merged_weights()
+        pairs = [
+            fuse_linear_bn_weights(
+                layer.weight, layer.bias, norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+            )
+            for layer, norm in branches
+        ]
+        weight, bias = (torch.stack(parts).sum(0) for parts in zip(*pairs))
         layer = Linear(self.in_features, self.out_features, device=weight.device, dtype=weight.dtype)
         layer.weight.copy_(weight)
         layer.bias.copy_(bias)
@@ -113,11 +110,7 @@ class FactorisedLinear(BaseModule):
         return self.up(self.down(x)) + self.bias
 
     def merged(self) -> tuple[nn.Module, nn.Module]:
-        """Return ``down`` and ``up`` as plain linear layers, with their branches merged.
-
-        Raises:
-            ValueError: For a branch that cannot be merged (altered layer, norm without running statistics).
-        """
+        """Return ``down`` and ``up`` as plain linear layers, see :meth:`BranchedLinear.merged`."""
         if isinstance(self.down, BranchedLinear) and isinstance(self.up, BranchedLinear):
             return self.down.merged(), self.up.merged()
         return self.down, self.up

@@ -19,14 +19,10 @@ class Table(nn.Module):
         that loading reports it."""
         raise NotImplementedError
 
-    def adapt_state(self, state: dict, prefix: str) -> None:
-        """Resize the table in a checkpoint's ``state`` dict, in place."""
-        key = f'{prefix}{self.table_name}'
-        if key in state:
-            state[key] = self.fit(state[key])
-
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        self.adapt_state(state_dict, prefix)
+        key = f'{prefix}{self.table_name}'
+        if key in state_dict:
+            state_dict[key] = self.fit(state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -101,9 +97,5 @@ class RelativePositionBias(Table):
 
     def forward(self, height: int, width: int) -> Tensor:
         """Return the bias (heads, N, N) of a window of ``height`` x ``width``."""
-        index = self.index(height, width)
+        index = relative_index(height, width, self.window, self.table)  # (N, N)
         return unflatten(self.table[index.flatten()], 0, index.shape).permute(2, 0, 1)
-
-    def index(self, height: int, width: int) -> Tensor:
-        """Return the row of the table for each pair of tokens of a window, (N, N)."""
-        return relative_index(height, width, self.window, self.table)

@@ -55,8 +55,6 @@ class SimpleFeaturePyramid(BaseModule):
         >>> neck = SimpleFeaturePyramid(192).eval()
         >>> [tuple(out.shape[2:]) for out in neck(torch.rand(1, 192, 5, 6))]
         [(20, 24), (10, 12), (5, 6), (3, 3), (2, 2)]
-        >>> [tuple(out.shape[2:]) for out in neck(torch.rand(1, 192, 5, 6), image_size=(70, 90))]
-        [(18, 23), (9, 12), (5, 6), (3, 3), (2, 2)]
     """
 
     def __init__(
@@ -82,21 +80,16 @@ class SimpleFeaturePyramid(BaseModule):
             )
             self.levels.append(nn.Sequential(OrderedDict(layers)))
 
-    def forward(
-        self, feats: Union[Tensor, Sequence[Tensor]], image_size: Optional[tuple[int, int]] = None
-    ) -> tuple[Tensor, ...]:
+    def forward(self, feats: Union[Tensor, Sequence[Tensor]]) -> tuple[Tensor, ...]:
         """Return the feature maps of all levels, finest first.
+
+        Images that are no multiple of 16 leave padding in the levels; MMDetection's configs pad to multiples of 32.
 
         Args:
             feats (Tensor | Sequence[Tensor]): The map of stride 16, or a sequence of maps that ends in it.
-            image_size (tuple[int, int], optional): Height and width of the image in pixels. If given, the level of
-                stride s is cropped to ceil(size / s) rows and columns. Without it, images that are no multiple of 16
-                leave padding in the levels. MMDetection's configs pad images to multiples of 32, so nothing is cropped
-                there.
 
         Raises:
-            ValueError: For a map with other channels than ``in_channels``, or if ``image_size`` does not have as many
-                16x16 patches as the feature map.
+            ValueError: For a map with other channels than ``in_channels``.
         """
         x = feats if isinstance(feats, Tensor) else feats[-1]
         if x.dim() != 4 or x.shape[1] != self.in_channels:
@@ -104,16 +97,7 @@ class SimpleFeaturePyramid(BaseModule):
                 f'feats: the map has the shape {tuple(x.shape)}; '
                 f'in_channels={self.in_channels} allows (B, {self.in_channels}, H, W)'
             )
-        if image_size is not None and tuple(-(-side // 16) for side in image_size) != tuple(x.shape[2:]):
-            raise ValueError(f'image_size={tuple(image_size)} does not have a map of {tuple(x.shape[2:])} at stride 16')
         outs = [level(x) for level in self.levels]
-        if image_size is not None:
-            # The backbone pads to whole patches at the bottom and right, so the padding is cut off there:
-            # resizing would move every other position off the pixels that its anchors and RoIs belong to.
-            outs = [
-                out[..., : -(-image_size[0] // stride), : -(-image_size[1] // stride)]
-                for out, stride in zip(outs, STRIDES)
-            ]
         if self.num_outs == 5:
             outs.append(F.max_pool2d(outs[-1], 1, stride=2))
         return tuple(outs)

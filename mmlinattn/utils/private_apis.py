@@ -13,7 +13,7 @@ from typing import Any, Callable, cast
 import torch
 from mmengine.registry import DefaultScope
 from mmengine.runner import CheckpointLoader
-from torch import _weights_only_unpickler, nn, overrides
+from torch import nn, overrides
 from torch.autograd import forward_ad
 from torch.fx.experimental import _config, symbolic_shapes
 from torch.nn.modules import module as _module
@@ -107,14 +107,6 @@ def checkpoint_loaders() -> dict[str, Callable]:
     return dict(CheckpointLoader._schemes)
 
 
-def listed_globals() -> set[str]:
-    """Return the names of all types that ``torch.load(weights_only=True)`` builds.
-
-    Private API, checked with PyTorch 2.14: the public ``get_safe_globals`` lists only types added by the user.
-    """
-    return {*_weights_only_unpickler._get_allowed_globals(), *_weights_only_unpickler._get_user_allowed_globals()}
-
-
 def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of a module, without those of its children.
 
@@ -153,11 +145,7 @@ def is_altered(*modules: nn.Module) -> bool:
     This is so if the module has hooks or overridden methods, is compiled, or has sparse or subclassed weights. Private
     API, checked with PyTorch 2.14: there is no public list of hooks.
     """
-    return any(map(_is_altered, modules))
-
-
-def _is_altered(module: nn.Module) -> bool:
-    return bool(module._forward_pre_hooks) or _is_watched(module)
+    return any(bool(module._forward_pre_hooks) or _is_watched(module) for module in modules)
 
 
 def _is_watched(module: nn.Module) -> bool:

@@ -155,8 +155,7 @@ def test_a_backbone_gates_those_that_have_no_opinion():
             super().__init__(*args, **kwargs)
             self.gate = own
 
-    # 'host' is the former name of 'backbone'
-    for own, gate in (('tanh', 'tanh'), ('backbone', 'projection'), ('host', 'projection')):
+    for own, gate in (('tanh', 'tanh'), ('backbone', 'projection')):
         assert Attention(DIM, HEADS, dict(type=Gated, own=own), gate='projection').gate == gate
 
 

@@ -85,22 +85,17 @@ SPECIAL = [
     *((backbone, dict(norm_cfg=dict(type='LN')), ["'type': 'LN'", '(B, C, H, W)']) for backbone in ('RAVLT', NEXT)),
     ('RAVLT', dict(arch=arch('RAVLT', num_heads=(1, 2, 3, 16))), ['head_dim=2', 'multiple of 4']),
     (NEXT, dict(stage_norms='yes'), ["stage_norms='yes'", 'bool']),
-    (NEXT, dict(key_reduction='rows'), ["key_reduction='rows'", "'grid', 'sequence'"]),
     *(
         (NEXT, dict(arch=arch(NEXT, **changes)), words)
         for changes, words in (
             (dict(attn_every=(0, 1, -2, 1)), ['attn_every=(0, 1, -2, 1)', 'ints >= 0']),
+            (dict(key_reduction='rows'), ["key_reduction='rows'", "'grid', 'sequence'"]),
             (dict(group_dim=0), ['group_dim=0', 'int >= 1']),
             *((dict(stem_dims=value), [f'stem_dims={value}', 'three entries']) for value in (8, (8, 4), (8,) * 4)),
             (dict(stem_dims=(8, 0, 8)), ['stem_dims=(8, 0, 8)', 'ints >= 1']),
             (dict(group_dim=3), ['embed_dims=(8, 16, 24, 32)', 'multiples of group_dim=3']),
             (dict(group_dim=8, embed_dims=(8, 16, 24, 24)), ['group_dim=8', 'at least three times']),
         )
-    ),
-    (
-        NEXT,
-        dict(stage_attns=('softmax', 'hallucinated', 'softmax', 'softmax'), key_reduction='sequence'),
-        ["'hallucinated'", "'grid'"],
     ),
     (NEXT, dict(stage_attns=(None, 'inline', ['rala', None], 'focused')), ['attention None', "'rala'"]),
 ]

@@ -14,6 +14,7 @@ from torch import nn
 from mmlinattn.attention import GlobalAttention, Grid, StageContext
 from mmlinattn.backbones import LinearNextViT
 from mmlinattn.backbones.nextvit_blocks import AveragedKeysAttention, ConvBlock, PooledEmbed, ReLUMLP, TransformerBlock
+from mmlinattn.checkpoints.fit import compare
 from mmlinattn.checkpoints.loading import load_pretrained
 from mmlinattn.checkpoints.states import backbone_state
 from mmlinattn.ops import maps
@@ -74,7 +75,7 @@ def test_files_of_every_size_load(size, params):
             number = int(block[1]) + shift * (int(block[1]) >= middle) if block else 0
             state[re.sub(r'^features\.\d+', f'features.{number}', key)] = value
     backbone, head, dropped = backbone_state(state, 'file')
-    assert shapes(model.adapt_state_dict(backbone)) == shapes(model.state_dict())
+    assert shapes(compare(model, backbone).weights) == shapes(model.state_dict())
     assert set(head) == {'head.fc.weight', 'head.fc.bias'} and not dropped
 
 
@@ -119,8 +120,9 @@ def test_averages_of_keys():
         return [(m.reduction, m.ratio) for m in modules if isinstance(m, AveragedKeysAttention)]
 
     assert kinds() == [('grid', 3), ('grid', 2)]
-    assert kinds(key_reduction='sequence') == [('sequence', 3), ('sequence', 2)]
-    arch, mixed = dict(ARCH, key_reduction='sequence'), (None, ['hallucinated'], [None, 'softmax'], 'softmax')
+    arch = dict(ARCH, key_reduction='sequence')
+    assert kinds(arch=arch) == [('sequence', 3), ('sequence', 2)]
+    mixed = (None, ['hallucinated'], [None, 'softmax'], 'softmax')
     assert kinds(arch=arch, stage_attns=mixed) == [('grid', 3), ('sequence', 2)]
     assert kinds(stage_attns=(None, 'inline', [None, 'softmax'], 'softmax')) == [('grid', 2)]
 

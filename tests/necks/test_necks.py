@@ -13,13 +13,12 @@ def pyramid(**options):
     return MODELS.build(dict(dict(type='SimpleFeaturePyramid', in_channels=8, out_channels=6), **options))
 
 
-@pytest.mark.parametrize(('height', 'width'), [(64, 96), (70, 90), (33, 47), (49, 32)])
+@pytest.mark.parametrize(('height', 'width'), [(64, 96), (80, 48), (48, 32)])
 def test_levels_have_the_sizes_of_a_convolutional_pyramid(height, width):
-    neck, x = pyramid(), torch.randn(2, 8, -(-height // 16), -(-width // 16))
-    outs, whole = neck([torch.zeros(1, 5, 3, 4), x], image_size=(height, width)), neck(x)
-    for out, other, stride in zip(outs, whole, (4, 8, 16, 32, 64), strict=True):
-        assert out.shape == (2, 6, -(-height // stride), -(-width // stride))
-        assert torch.equal(out, other[..., : out.shape[2], : out.shape[3]])
+    neck, x = pyramid(), torch.randn(2, 8, height // 16, width // 16)
+    outs = neck([torch.zeros(1, 5, 3, 4), x])
+    for out, other, stride in zip(outs, neck(x), (4, 8, 16, 32, 64), strict=True):
+        assert out.shape == (2, 6, -(-height // stride), -(-width // stride)) and torch.equal(out, other)
     assert len(pyramid(num_outs=4)(x)) == 4
 
 
@@ -124,10 +123,6 @@ ERRORS = [
     *((partial(pyramid, num_outs=n), [f'num_outs={n}', '4 or 5']) for n in (3, 6)),
     *((partial(pyramid, in_channels=n), [f'in_channels={n}', 'multiple of 4']) for n in (0, 6, '8')),
     *((partial(neck, torch.rand(shape)), ['feats', f'{shape}', allowed]) for neck, allowed, shape in SHAPES),
-    *(
-        (partial(pyramid(), torch.rand(1, 8, 2, 2), image_size=[32, side]), [f'image_size=(32, {side})'])
-        for side in (16, 33)
-    ),
 ]
 
 
