@@ -290,7 +290,11 @@ class Backbone(Arch, BaseModule):
         super().init_weights()
         self.init_cfg = given
         for cfg in pretrained:
-            load_pretrained(self, **{key: value for key, value in cfg.items() if key != 'type'})
+            options = {key: value for key, value in cfg.items() if key != 'type'}
+            unknown = sorted(options.keys() - {'checkpoint', 'prefix', 'map_location'})
+            if unknown:
+                raise ValueError(f'init_cfg={dict(cfg)} has {unknown}; allowed are checkpoint, prefix, map_location')
+            load_pretrained(self, **{'checkpoint': None, **options})
 
     def finish_init(self) -> None:
         """Apply ``frozen_stages`` and ``deploy``; subclasses call it at the end of ``__init__``."""
