@@ -15,7 +15,7 @@ from ..ops.maps import pad_to_multiple
 from ..ops.tokens import to_image, unflatten
 from .base import Attention, LePEMixer, ReducedKeysAttention, mean_token
 from .context import MapWindows, StageContext
-from .mixer import LocalMixer
+from .mixer import LEFT_TO_BACKBONE, LocalMixer
 
 
 class ReducedAttention(ReducedKeysAttention):
@@ -155,7 +155,7 @@ class StripeAttention(BaseModule):
         self.branches = ModuleList(LePEMixer(dim // 2, num_heads // 2, mixer, None, local_kernel) for _ in range(2))
         mixer_module = self.branches[0].mixer
         check_order(mixer_module, mixer)
-        if mixer_module.gate not in (None, 'projection', 'backbone'):
+        if mixer_module.gate not in (None, 'projection', *LEFT_TO_BACKBONE):
             raise ValueError(f'gate={mixer_module.gate!r} of {mixer!r} is not available in stripes')
         widths = mixer_module.widths
         if mixer_module.gate == 'projection':

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..ops.leaves import Conv2d, Linear, split_linear
 from ..ops.tokens import Grid, on_grid, token_mean
 from .context import StageContext
-from .mixer import check_local_kernel, get_mixer
+from .mixer import LEFT_TO_BACKBONE, check_local_kernel, get_mixer
 
 GATES = (None, 'projection', 'identity', 'tanh')
 
@@ -97,7 +97,7 @@ class Attention(LePEMixer):
         init_cfg=None,
     ) -> None:
         super().__init__(dim, num_heads, mixer, grid, local_kernel, init_cfg)
-        self.gate = gate if self.mixer.gate == 'backbone' else self.mixer.gate
+        self.gate = gate if self.mixer.gate in LEFT_TO_BACKBONE else self.mixer.gate
         if self.gate not in GATES:
             raise ValueError(f"gate={self.gate!r}: expected None, 'projection', 'identity' or 'tanh'")
         if self.gate in ('identity', 'tanh') and self.mixer.widths[2] != dim:

@@ -18,6 +18,9 @@ from ..ops.tokens import Grid
 TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn', locations=['mmlinattn.attention'])
 
 
+LEFT_TO_BACKBONE = ('backbone', 'host')  # values of ``TokenMixer.gate``; the second is a former name
+
+
 class TokenMixer(BaseModule):
     """Base class of every attention: ``(q, k, v) -> mixed values``.
 
@@ -34,7 +37,8 @@ class TokenMixer(BaseModule):
 
     - ``quadratic``: the cost grows with N^2, so Swin and CSWin give it small windows or stripes, PVT reduced keys.
     - ``gate``: gate of the output by the block's input: None, ``'projection'``, ``'identity'``, ``'tanh'`` (see
-      :class:`~mmlinattn.attention.Attention`). ``'backbone'``, the default, leaves the choice to the backbone.
+      :class:`~mmlinattn.attention.Attention`). ``'backbone'``, the default, leaves the choice to the backbone (formerly
+      ``'host'``).
     - ``rotary``: uses the encoding ``rotary`` of :func:`mmlinattn.layers.rotary_table`.
     - ``bias``: adds ``bias`` to its attention map (relative position bias).
     - ``local_keys``: uses the spatial neighbours of a key, so shifted windows pass ``regions`` in the grid of the keys.

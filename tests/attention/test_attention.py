@@ -155,7 +155,8 @@ def test_a_backbone_gates_those_that_have_no_opinion():
             super().__init__(*args, **kwargs)
             self.gate = own
 
-    for own, gate in (('tanh', 'tanh'), ('backbone', 'projection')):
+    # 'host' is the former name of 'backbone'
+    for own, gate in (('tanh', 'tanh'), ('backbone', 'projection'), ('host', 'projection')):
         assert Attention(DIM, HEADS, dict(type=Gated, own=own), gate='projection').gate == gate
 
 
