@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any, Optional
 
 import torch
@@ -9,13 +9,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..attention import GlobalAttention, Grid, StageContext
 from ..layers import (
+    MLP,
     Block,
     Conv2d,
     ConvDownsample,
     ConvFFN,
     ConvOfGELU,
     ConvStem,
+    DWConvFFN,
+    FactorisedLinear,
+    Linear,
     ResidualDWConv,
+    SourceBlock,
     fold_batch_norm,
     is_foldable,
     rotary_table,
@@ -137,7 +142,7 @@ class RAVLT(PyramidBackbone):
 
     @torch.no_grad()
     def switch_to_deploy(self) -> 'RAVLT':
-        """Fold the batch norms of stem and down-sampling into convolutions, and merge compact FFNs, in place.
+        """Fold batch norms into convolutions and layer scales into projections, and merge compact FFNs, in place.
 
         Returns:
             RAVLT: The model itself, in eval mode. Its ``state_dict`` loads into ``RAVLT(..., deploy=True)``.
@@ -145,17 +150,29 @@ class RAVLT(PyramidBackbone):
         Raises:
             ValueError: For a batch norm that cannot be folded or merged, before anything is changed.
         """
+        owners = Counter(p for module in self.modules() for p in module._parameters.values() if p is not None)
         embeds = [embed for embed in self.patch_embeds if isinstance(embed, (ConvStem, ConvDownsample))]
         for embed in embeds:
-            check_foldable(embed.layers)
+            check_foldable(embed.layers, owners)
         super().switch_to_deploy()
         for embed in embeds:
             embed.layers = fold_batch_norms(embed.layers)
+        uses = Counter(module for _, module in self.named_modules(remove_duplicate=False))
+        for block in dict.fromkeys(block for stage in self.stages for block in stage):
+            if ends_in_products(block):
+                for layer, name in ((block.attn.proj, 'gamma1'), (block.ffn.fc2, 'gamma2')):
+                    if getattr(block, name) is not None and absorbs_scale(layer, uses):
+                        fold_scale(layer, getattr(block, name))
+                        setattr(block, name, None)
         return self.eval()
 
 
-def check_foldable(layers: nn.Sequential) -> None:
+def check_foldable(layers: nn.Sequential, owners: Counter) -> None:
     """Check that each batch norm of a stem can be folded into the convolution before it.
+
+    Args:
+        layers (nn.Sequential): Layers of the stem.
+        owners (Counter): Number of modules that hold each parameter.
 
     Raises:
         ValueError: It cannot be folded.
@@ -164,12 +181,42 @@ def check_foldable(layers: nn.Sequential) -> None:
         raise ValueError('switch_to_deploy: the layers of a stem have a hook, and folding would lose it')
     for conv, norm in zip(layers, list(layers)[1:]):
         is_pair = type(conv) in (nn.Conv2d, Conv2d, ConvOfGELU) and not is_altered(conv) and is_foldable(norm)
+        is_pair = is_pair and all(owners[parameter] == 1 for parameter in conv.parameters())
         if isinstance(norm, _BatchNorm) and not is_pair:
             raise ValueError(
                 f'switch_to_deploy: {type(norm).__name__} cannot be folded into {type(conv).__name__}; allowed are '
                 "batch norms with weights and running statistics, and convolutions, of PyTorch's own forward, without "
-                'hooks or computed weights'
+                'hooks, shared or computed weights'
             )
+
+
+def ends_in_products(block: Any) -> bool:
+    """Return True if both branches of a block end in a linear layer, directly before the layer scale."""
+    if type(block) not in (Block, SourceBlock) or is_altered(block, block.attn, block.ffn):
+        return False
+    networks = MLP.forward, ConvFFN.forward, DWConvFFN.forward
+    return type(block.attn) is GlobalAttention and type(block.ffn).forward in networks
+
+
+def absorbs_scale(layer: nn.Module, uses: Counter) -> bool:
+    """Return True if the rows of a linear layer can be multiplied by the layer scale.
+
+    The result is False for a layer that an adapter wraps or several blocks share. ``uses`` counts the occurrences of
+    each module in the model.
+    """
+    parts = list(layer.modules())
+    is_plain = all(type(part) in (nn.Linear, Linear, FactorisedLinear) and uses[part] == 1 for part in parts)
+    return is_plain and not is_altered(*parts)
+
+
+def fold_scale(layer: Any, gamma: Tensor) -> None:
+    """Multiply the output of a linear layer by ``gamma`` (C,), in new parameters: old ones may be buffers or shared."""
+    for part in (layer, layer.up) if isinstance(layer, FactorisedLinear) else (layer,):
+        for key in ('weight', 'bias'):
+            value = getattr(part, key, None)
+            if value is not None:
+                rows = gamma if value.dim() == 1 else gamma[:, None]
+                setattr(part, key, nn.Parameter(value * rows, value.requires_grad))
 
 
 def fold_batch_norms(layers: nn.Sequential) -> Chain:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Merged layers for deployment: branches and batch norms."""
+"""Merged layers for deployment: branches, batch norms, layer scales."""
 
 import copy
 
@@ -8,10 +8,9 @@ import torch
 from helpers.small_backbones import ARCHS, build, image
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
 
 from mmlinattn import ops
-from mmlinattn.layers import PatchEmbed
+from mmlinattn.layers import Block, PatchEmbed
 
 COMPACT = {backbone: dict(arch=dict(arch, ffn=dict(type='compact'))) for backbone, arch in ARCHS.items()}
 CASES = [
@@ -50,6 +49,8 @@ def test_the_merged_model_computes_the_same_and_its_weights_load(backbone, optio
     assert sum(p.numel() for p in model.parameters()) <= count
     if backbone == 'RAVLT':
         assert not any(isinstance(module, _BatchNorm) for module in model.modules())
+        assert not [key for key in model.state_dict() if 'gamma' in key or 'running' in key]
+        assert all(module is None for block in model.stages[0] for module in (block.gamma1, block.gamma2))
 
 
 def hooked(path, change):
@@ -64,8 +65,20 @@ def gate(out):
     return out.clamp(-0.2, 0.2)
 
 
-def own_stem(model):
+class Sharpened(Block):
+    def add(self, x, branch, gamma):
+        return super().add(x, branch, gamma).tanh()
+
+
+def own_parts(model):
     model.patch_embeds[0] = PatchEmbed(3, model.embed_dims[0], 4, 4)
+    model.stages[0][0].__class__ = Sharpened
+    attn = model.stages[1][0].attn = nn.Sequential(model.stages[1][0].attn)
+    attn.forward = lambda x, stage: attn[0](x, stage)
+
+
+def own_addition(model):
+    model.stages[0][0].add = lambda x, branch, gamma: x + (branch * gamma).tanh()
 
 
 def padded_in_a_circle(model):
@@ -74,21 +87,47 @@ def padded_in_a_circle(model):
             conv.padding_mode, conv._reversed_padding_repeated_twice = 'circular', [conv.padding[0]] * 4
 
 
-def without_bias(model):
-    model.patch_embeds[0].layers[0].bias = None
+def shared(part):
+    def share(model):
+        first, second = model.stages[2]
+        if part is None:
+            model.stages[2][1] = first
+        else:
+            setattr(second, part, getattr(first, part))
+        model.patch_embeds[0].layers[0].bias = None
+
+    return share
+
+
+STAY = {
+    **{f'a hook on {part}': hooked(f'stages.0.0.{part}', double) for part in ('attn.proj', 'ffn.fc2')},
+    **{f'a gate on {part}': hooked(f'stages.0.0.{part}', gate) for part in ('attn', 'ffn')},
+    **{f'shared {part}': shared(part) for part in ('attn', 'ffn', None)},
+    'own parts': own_parts,
+    'own addition': own_addition,
+    'circular padding': padded_in_a_circle,
+}
+
+
+@pytest.mark.parametrize('change', STAY.values(), ids=STAY)
+def test_layer_scales_beside_a_change_stay(change):
+    model, x = build('RAVLT').eval(), image(2, 70, 99)
+    change(model)
+    expected = model(x)
+    assert_near(model.switch_to_deploy()(x), expected)
+
+
+@pytest.mark.parametrize(('place', 'stays'), [('attn.proj', (True, False)), ('ffn.fc2', (False, True))])
+def test_the_other_layer_scale_is_merged(place, stays):
+    model = build('RAVLT')
+    hooked(f'stages.0.0.{place}', double)(model)
+    block = model.switch_to_deploy().stages[0][0]
+    assert (block.gamma1 is not None, block.gamma2 is not None) == stays
 
 
 def shared_weights(model):
     convs = [layer for layer in model.patch_embeds[0].layers if isinstance(layer, nn.Conv2d)]
     convs[2].weight = convs[1].weight
-
-
-@pytest.mark.parametrize('change', [own_stem, padded_in_a_circle, without_bias, shared_weights])
-def test_changed_stems(change):
-    model, x = build('RAVLT').eval(), image(2, 70, 99)
-    change(model)
-    expected = model(x)
-    assert_near(model.switch_to_deploy()(x), expected)
 
 
 NORMS = 'patch_embeds.3.layers.norm', 'stages.3.0.ffn.fc2.up.norms.0'
@@ -97,7 +136,7 @@ REFUSED = [
     *((hooked(f'patch_embeds.{place}', double), FOLDED) for place in ('0.layers.0', '0.layers.3')),
     *((hooked(f'patch_embeds.{place}', double), FOLDED) for place in ('1.layers.conv', '1.layers.norm')),
     (hooked('patch_embeds.0.layers', gate), 'the layers of a stem have a hook'),
-    (lambda model: weight_norm(model.patch_embeds[0].layers[0]), '.*without hooks or computed weights'),
+    (shared_weights, '.*without hooks, shared or computed weights'),
     *(
         (lambda model, norm=norm, change=change: setattr(model.get_submodule(norm), *change), '.*; allowed')
         for norm in NORMS
