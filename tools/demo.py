@@ -187,7 +187,7 @@ def check_out(args: argparse.Namespace, pictures: list) -> None:
         return
     out = Path(args.out)
     if osp.isdir(args.image):
-        if out.is_file():
+        if out.is_file() or (out.suffix.lower() in (*SUFFIXES, *VIDEOS) and not out.is_dir()):
             raise RunError(f'--out={str(out)!r}: expected a folder, as {args.image} is one.')
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,9 @@ from mmlinattn.utils.errors import RunError
 def main(args: argparse.Namespace) -> None:
     with clean_end(), one_line_errors():
         target, form = Path(args.out).expanduser(), FORMATS[args.format]
-        if args.format == 'openvino' and target.suffix != form.suffix:  # the weights are in a .bin beside it
+        is_of_another = target.suffix in {other.suffix for other in FORMATS.values()} - {form.suffix}
+        # OpenVINO's weights are in a .bin beside the file
+        if is_of_another or (args.format == 'openvino' and target.suffix != form.suffix):
             expected = f'a name that ends with {form.suffix} for --format {args.format}'
             raise RunError(f'--out={args.out!r}: expected {expected}.')
         form.check_installed()

@@ -81,6 +81,7 @@ PIP = {
     'PIL': 'pillow',
     'yaml': 'pyyaml',
 }
+VARIABLES = {'MMLINATTN_OPS': ('auto', 'reference'), 'MMLINATTN_KEEP_MEMORY': ('0', '1')}  # and their values
 BASE = ('torch', 'einops', 'filelock', 'numpy', 'mmengine', 'mmcv')  # imported by `import mmlinattn`
 # Everything that the tools import. MMDetection and MMSegmentation import MMPretrain's models, so these come first.
 WHOLE = (
@@ -133,12 +134,13 @@ def missing() -> str:
 
 
 def refused() -> str:
-    """Return a message if ``import mmlinattn`` would raise for the value of ``MMLINATTN_OPS``, or ''."""
-    value = os.environ.get('MMLINATTN_OPS', '')
-    if value in ('', 'auto', 'reference'):
-        return ''
-    remedy = '; --compile replaces the Triton kernels' if value == 'triton' else ''
-    return f"MMLINATTN_OPS={value!r}: expected 'auto' or 'reference'{remedy}"
+    """Return a message for the first variable of the environment with an unknown value, or ''."""
+    for name, (one, other) in VARIABLES.items():
+        value = os.environ.get(name, '')
+        if value not in ('', one, other):
+            remedy = '; --compile replaces the Triton kernels' if value == 'triton' else ''
+            return f'{name}={value!r}: expected {one!r} or {other!r}{remedy}'
+    return ''
 
 
 def unusable() -> str:

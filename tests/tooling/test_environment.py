@@ -129,9 +129,15 @@ def test_gpu_without_operators_raises_before_training(monkeypatch):
         running.build_runner(Config(dict(default_scope='mmdet')))
 
 
-def test_refused_values_of_the_ops_variable(monkeypatch):
-    for value in ('', 'auto', 'reference'):
-        monkeypatch.setenv('MMLINATTN_OPS', value)
-        assert environment.refused() == ''
-    monkeypatch.setenv('MMLINATTN_OPS', 'triton')
-    assert environment.refused().startswith("MMLINATTN_OPS='triton': expected") and '--compile' in environment.refused()
+@pytest.mark.parametrize(
+    ('name', 'value', 'line'),
+    [
+        *(('MMLINATTN_OPS', value, '') for value in ('', 'auto', 'reference')),
+        ('MMLINATTN_OPS', 'triton', "MMLINATTN_OPS='triton': expected 'auto' or 'reference'; --compile replaces"),
+        *(('MMLINATTN_KEEP_MEMORY', value, '') for value in ('', '0', '1')),
+        ('MMLINATTN_KEEP_MEMORY', 'maybe', "MMLINATTN_KEEP_MEMORY='maybe': expected '0' or '1'"),
+    ],
+)
+def test_refused_values_of_variables(monkeypatch, name, value, line):
+    monkeypatch.setenv(name, value)
+    assert environment.refused().startswith(line) and bool(environment.refused()) == bool(line)

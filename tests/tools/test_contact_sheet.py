@@ -28,11 +28,16 @@ def test_objects_are_drawn_once_and_in_the_colour_of_their_class(tmp_path, capsy
     blue, orange = ((np.abs(drawn - colour).max(axis=-1) < 12).sum() for colour in ((31, 119, 180), (255, 127, 14)))
     assert blue > 500 and orange == 0
     for content, said in (
-        ([], ''),
-        (dict(images=[]), 'expected a list'),
-        ([dict(found[0], image_id=9)], 'image_id=9 is'),
+        ('[]', ''),
+        ('id,score', "found.json' cannot be read as JSON: "),
+        ('{"images": []}', 'expected a list'),
+        (json.dumps([dict(found[0], image_id=9)]), 'image_id=9 is'),
     ):
-        (tmp_path / 'found.json').write_text(json.dumps(content))
+        (tmp_path / 'found.json').write_text(content)
         with pytest.raises(SystemExit) if said else contextlib.nullcontext():
             in_this_process('analysis_tools/contact_sheet.py', tmp_path / 'found.json', tmp_path / 'sheet.png', *words)
         assert said in capsys.readouterr().err
+    (tmp_path / 'truth.json').write_text('{}')
+    with pytest.raises(SystemExit):
+        in_this_process('analysis_tools/contact_sheet.py', tmp_path / 'found.json', tmp_path / 'sheet.png', *words)
+    assert "truth.json' has no list of images" in capsys.readouterr().err

@@ -41,6 +41,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torchvision.ops import nms
 
+from mmlinattn.engine.data.coco import load_coco
 from mmlinattn.tooling.analysis.pictures import evenly_spaced
 from mmlinattn.tooling.command_line import check_out_file, one_line_errors
 from mmlinattn.tooling.images import read_picture
@@ -77,7 +78,13 @@ def make_sheet(results: Path, annotations: Path, images: Path, number: int) -> t
     """Draw objects of a COCO results file beside the annotations, and return figure, drawn images and all images."""
     from pycocotools.coco import COCO
 
-    content = json.loads(results.read_text())
+    try:
+        content = json.loads(results.read_text(encoding='utf-8'))
+    except ValueError as error:
+        raise RunError(f'results {str(results)!r} cannot be read as JSON: {error}.') from error
+    _, problem = load_coco(str(annotations))
+    if problem:
+        raise RunError(f'annotations {str(annotations)!r} {problem}.')
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(str(annotations))
         ids = sorted(truth.getImgIds())

@@ -19,6 +19,8 @@ from .upstream import Unsupported, Upstream, join_encoder, listed, read_upstream
 from .writing import changes, difference, statement
 from .zoo import ZooBackbone, find_backbone
 
+MARK = ', by tools/swap_backbone.py of mmlinattn'  # end of the first line of written files
+
 
 class Swapped(NamedTuple):
     """An upstream config with another backbone.
@@ -40,9 +42,11 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
 
     Raises:
         Unsupported: The network cannot use the backbone.
-        RunError: An argument is unknown, the upstream model does not train here either, or its pipelines normalise
-            images.
+        RunError: An argument is unknown, ``out`` is a file by somebody else, the upstream model does not train here
+            either, or its pipelines normalise images.
     """
+    if Path(out).exists() and not Path(out).read_bytes().partition(b'\n')[0].endswith(MARK.encode()):
+        raise RunError(f'--out {str(out)!r} exists and is not by tools/swap_backbone.py. Name another file.')
     source = read_upstream(upstream)
     new = find_backbone(backbone, source.task)
     new = new._replace(cfg={**new.cfg, **_kept(source.network['backbone'], len(new.stages))})
@@ -134,7 +138,7 @@ def _without_weights(model: dict) -> dict:
 
 def _text(source: Upstream, backbone: str, model: dict, settings: dict) -> str:
     """Return the text of the written config: settings, then the differences of the model."""
-    text, values = f'# {source.base} with {backbone}, by tools/swap_backbone.py of mmlinattn\n', dict(settings)
+    text, values = f'# {source.base} with {backbone}{MARK}\n', dict(settings)
     if source.is_whole:
         values, model = {**source.cfg.to_dict(), **settings}, dict(model)
     else:
