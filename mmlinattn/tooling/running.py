@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import MMLogger
-from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper
+from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.optim.scheduler.param_scheduler import INF
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
@@ -129,13 +129,13 @@ def set_precision(cfg: Config, is_requested: bool) -> None:
     kind = bare_name(wrapper.get('type', 'OptimWrapper'))
     device = get_device()
     if device in ('cpu', 'mps'):  # MMEngine's wrappers refuse to work there
-        mixed = {cls.__name__: cls for cls in (AmpOptimWrapper, ApexOptimWrapper)}.get(kind)
-        if mixed or is_requested:
+        is_mixed = kind == 'AmpOptimWrapper'
+        if is_mixed or is_requested:
             reason = 'no accelerator' if device == 'cpu' else f'{device} is no device of AmpOptimWrapper'
             notice(f'{reason}: mixed precision is off, training in fp32.')
-        if mixed:
+        if is_mixed:
             wrapper.type = 'OptimWrapper'
-            for key in inspect.signature(mixed).parameters:
+            for key in inspect.signature(AmpOptimWrapper).parameters:
                 wrapper.pop(key, None)
         return
     if is_requested and kind == 'OptimWrapper':

@@ -16,7 +16,6 @@ from mmlinattn.tooling import running
 from mmlinattn.utils.errors import RunError
 
 AMP = dict(type='AmpOptimWrapper', loss_scale='dynamic', dtype='bfloat16', use_fsdp=False)
-APEX = dict(type='ApexOptimWrapper', opt_level='O1', loss_scale='dynamic', num_losses=2)
 PLAIN = dict(type='OptimWrapper', clip_grad=None)
 BF16 = dict(type='AmpOptimWrapper', dtype='bfloat16', loss_scale=dict(enabled=False))
 FP16 = dict(type='AmpOptimWrapper', loss_scale='dynamic')
@@ -37,7 +36,7 @@ SAID = {
     [
         # the plain wrapper does not take the arguments of the others
         ('cpu', dict(AMP, clip_grad=None), False, PLAIN, 'cpu'),
-        ('mps', dict(APEX, clip_grad=None), False, PLAIN, 'mps'),
+        ('mps', dict(AMP, clip_grad=None), False, PLAIN, 'mps'),
         ('cpu', PLAIN, True, PLAIN, 'cpu'),
         ('cpu', PLAIN, False, PLAIN, 'nothing'),
         # GPUs by their capability
@@ -69,7 +68,7 @@ def test_precision_of_a_device(monkeypatch, capsys, device, wrapper, is_asked, e
 def test_amp_refuses_other_wrappers(monkeypatch):
     monkeypatch.setattr(running, 'get_device', lambda: 'cuda')
     with pytest.raises(RunError, match="--amp: optim_wrapper.type='ApexOptimWrapper': expected 'OptimWrapper' or 'Amp"):
-        running.set_precision(Config(dict(optim_wrapper=APEX)), True)
+        running.set_precision(Config(dict(optim_wrapper=dict(type='ApexOptimWrapper'))), True)
 
 
 @pytest.mark.parametrize('hooks', [None, [dict(type='A')], [dict(type='mmlinattn.engine.CheckpointMatchHook')]])

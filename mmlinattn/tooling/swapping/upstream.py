@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Read upstream configs: the network around the backbone, and the images."""
 
-import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmengine.utils import get_installed_path
 
-from ...utils.errors import RunError
+from ...utils.errors import RunError, meant
 from ...utils.registering import bare_name
 from ..configs import PIP_NAMES, read_config
 from ..images import image_channels, test_size
@@ -159,9 +158,7 @@ def _find_config(spec: str) -> tuple[str, Path]:
     except Exception as error:
         raise RunError(f'{spec} needs {scope}, which is not installed: pip install {PIP_NAMES[scope]}') from error
     if not (root / name).is_file():
-        names = [path.relative_to(root).as_posix() for path in root.glob('*/*.py')]
-        close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        hint = f'; did you mean {" or ".join(f"{scope}::{other}" for other in close)}?' if close else ''
-        raise RunError(f'UPSTREAM={spec!r}: {scope} has no such config{hint}')
+        names = (f'{scope}::{path.relative_to(root).as_posix()}' for path in root.glob('*/*.py'))
+        raise RunError(f'UPSTREAM={spec!r}: {scope} has no such config.{meant(spec, names)}')
     # MMEngine accepts folders of letters only; gn+ws and legacy_1.x are reached through `_base_`
     return spec if re.match(r'\w+::\w+/', spec) else f'{scope}::_base_/../{name}', root / name
