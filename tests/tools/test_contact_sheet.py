@@ -31,7 +31,9 @@ def test_objects_are_drawn_once_and_in_the_colour_of_their_class(tmp_path, capsy
         ('[]', ''),
         ('id,score', "found.json' cannot be read as JSON: "),
         ('{"images": []}', 'expected a list'),
-        (json.dumps([dict(found[0], image_id=9)]), 'image_id=9 is'),
+        ('[{"image_id": 5}]', 'expected a list of COCO results'),
+        (json.dumps([dict(found[0], image_id=9)]), 'image_id=9 is not in'),
+        (json.dumps([dict(found[0], category_id=4)]), 'category_id=4 is not in'),
     ):
         (tmp_path / 'found.json').write_text(content)
         with pytest.raises(SystemExit) if said else contextlib.nullcontext():

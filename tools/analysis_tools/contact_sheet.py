@@ -48,6 +48,7 @@ from mmlinattn.tooling.images import read_picture
 from mmlinattn.utils.errors import RunError
 
 COLUMNS, WIDTH = 2, 6.4  # pairs of images in a row; inches of a pair, at 100 pixels each
+KEYS = {'image_id', 'category_id', 'bbox', 'score'}  # of a result
 LEAST_SCORE, SAME_OBJECT = 0.5, 0.6  # of a drawn box; overlap with a better box that hides it
 
 
@@ -88,11 +89,12 @@ def make_sheet(results: Path, annotations: Path, images: Path, number: int) -> t
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(str(annotations))
         ids = sorted(truth.getImgIds())
-        if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
+        if not isinstance(content, list) or not all(isinstance(each, dict) and KEYS <= {*each} for each in content):
             raise RunError(f'results {str(results)!r}: expected a list of COCO results, as of --save-json.')
-        others = {each.get('image_id') for each in content} - {*ids}
-        if others:
-            raise RunError(f'results {str(results)!r}: image_id={min(others, key=str)!r} is no image of {annotations}.')
+        for key, known in (('image_id', ids), ('category_id', truth.getCatIds())):
+            others = {each[key] for each in content} - {*known}
+            if others:
+                raise RunError(f'results {str(results)!r}: {key}={min(others, key=str)!r} is not in {annotations}.')
         found = truth.loadRes(content) if content else COCO()
     shown = [ids[i] for i in evenly_spaced(len(ids), number)]
     names = {category['id']: category['name'] for category in truth.dataset['categories']}
