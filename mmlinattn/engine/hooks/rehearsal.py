@@ -307,18 +307,15 @@ def check_monitors(runner: Any, metrics: dict) -> None:
     for setting, name, rule in monitored(runner):
         if name == 'auto':
             name = names[0]
-            trial = copy.copy(
-                next(each for each in runner.hooks if isinstance(each, CheckpointHook) and each.save_best)
-            )
-            trial.is_better_than = dict(trial.is_better_than)
+            hook = next(each for each in runner.hooks if isinstance(each, CheckpointHook) and each.save_best)
+            keys = dict(greater_keys=hook.greater_keys, less_keys=hook.less_keys)
             try:
-                trial._init_rule(trial.rules, [name])
+                rule = CheckpointHook(save_best=name, rule=rule, **keys).rules[0]
             except ValueError as error:
                 raise RunError(
                     f"{setting}='auto': the first metric is {name!r}, and MMEngine does not know if higher is better. "
                     "Set save_best to one of the metrics, and default_hooks.checkpoint.rule='greater' or 'less'."
                 ) from error
-            rule = trial.rules[0]
         if name not in metrics:
             hint = f'{meant(name, names)} Expected one of {some(names, 12)}.'
             raise RunError(f'{setting}={name!r}: the validation has no such metric.{hint}')
