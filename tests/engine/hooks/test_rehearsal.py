@@ -4,7 +4,6 @@
 import logging
 import os
 import random
-import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -214,37 +213,22 @@ def test_images_of_each_data_set_that_is_judged_apart():
         (parts, 1, None, [[0], [13]]),
     ):
         loop = SimpleNamespace(dataloader=DataLoader(dataset, batch_size=size), evaluator=evaluator)
-        assert [batch[0].tolist() for batch in rehearsal._Batches(loop)] == expected
+        assert [batch[0].tolist() for batch in rehearsal._few_images(loop)] == expected
 
 
-def test_files_of_metrics_are_left_alone(tmp_path):
-    metric = SimpleNamespace(outfile_prefix='results/a', out_file_path=None, results=[1], names=['a'])
-    made = rehearsal._copied(metric, str(tmp_path))
-    made.names.append('b')
-    assert made.outfile_prefix == str(tmp_path / 'a') and made.out_file_path is None and made.results == []
-    assert metric.names == ['a'] and metric.results == [1]
-
-
-class Cleaning:
-    """Metric that removes its folder, as upstream's for Cityscapes and panoptic segmentation."""
-
-    def __init__(self, folder):
-        self.output_dir, self.results = str(folder), []
-        folder.mkdir()
-
-    def __del__(self):
-        shutil.rmtree(self.output_dir)
-
-
-def test_folders_of_metrics_are_left_alone(tmp_path):
-    (tmp_path / 'rehearsal').mkdir()
-    metric = Cleaning(tmp_path / 'results')
-    made = rehearsal._copied(metric, str(tmp_path / 'rehearsal'))
-    assert os.listdir(made.output_dir) == [] and isinstance(made, Cleaning) and type(made).__name__ == 'Cleaning'
-    del made
-    assert sorted(os.listdir(tmp_path)) == ['rehearsal', 'results']
-    del metric
-    assert os.listdir(tmp_path) == ['rehearsal']
+def test_state_and_files_of_metrics_are_left_alone(tmp_path):
+    for name in ('results', 'rehearsal'):
+        (tmp_path / name).mkdir()
+    metric = SimpleNamespace(outfile_prefix='results/a', out_file_path=None, output_dir=str(tmp_path / 'results'))
+    metric.results, metric.names = [1], ['a']
+    before = dict(vars(metric))
+    with rehearsal._borrowed(metric, str(tmp_path / 'rehearsal')):
+        metric.names.append('b')
+        metric.found = 1
+        assert metric.outfile_prefix == str(tmp_path / 'rehearsal/a') and metric.out_file_path is None
+        assert metric.results == [] == os.listdir(metric.output_dir)
+        assert metric.output_dir == str(tmp_path / 'rehearsal/results')
+    assert vars(metric) == before and metric.names == ['a'] and metric.results == [1]
 
 
 class Masks:
