@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import random
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, Optional
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 from mmengine.dist import broadcast, get_rank
 from mmengine.hooks import EarlyStoppingHook, Hook
-from mmengine.registry import DATA_SAMPLERS, HOOKS, LOOPS
+from mmengine.registry import DATA_SAMPLERS, HOOKS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch.utils.data import BatchSampler
 
@@ -82,21 +83,7 @@ class _Batches(chain):
         """Do nothing: the batch sampler skips batches itself. onedl-mmengine's loop calls this method when resuming."""
 
 
-@LOOPS.register_module(force=True)
-class ResumedEpochLoop(EpochBasedTrainLoop):
-    """MMEngine's epoch-based loop that numbers the batches of a resumed epoch as in an uninterrupted run.
-
-    MMEngine counts from 0 after resuming within an epoch. :class:`~mmlinattn.engine.SafeRunner` builds this loop for
-    ``EpochBasedTrainLoop``.
-    """
-
-    num_done = 0  # batches of this epoch that an earlier run trained on
-
-    def run_iter(self, idx: int, data_batch: Any) -> None:
-        super().run_iter(idx + self.num_done, data_batch)
-
-
-_LOOPS = (EpochBasedTrainLoop, ResumedEpochLoop, IterBasedTrainLoop)
+_LOOPS = (EpochBasedTrainLoop, IterBasedTrainLoop)
 
 
 @HOOKS.register_module(force=True)
@@ -129,6 +116,7 @@ class ExactResumeHook(Hook):
         self.batches: Optional[_SeededBatches] = None
         self._meta: dict = {}
         self._num_trained = 0  # batches of this epoch
+        self._num_skipped = 0  # of these, those that an earlier run trained on
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Keep ``meta`` of the checkpoint; ``before_train`` uses the position in it only if the run resumes."""
@@ -138,7 +126,7 @@ class ExactResumeHook(Hook):
         # with `diff_rank_seed` each process has a seed; samplers need a common one
         seed = torch.tensor(int(runner.seed), dtype=torch.int64)
         broadcast(seed)
-        self.seed, self.rank, self._num_trained = int(seed), get_rank(), 0
+        self.seed, self.rank, self._num_trained, self._num_skipped = int(seed), get_rank(), 0, 0
         if runner.iter == 0:
             runner.message_hub.update_info(_VALIDATED, 0)
         loop, config = runner.train_loop, runner._train_dataloader
@@ -173,9 +161,12 @@ class ExactResumeHook(Hook):
                     f'has {len(loader)}. Resume with the same data set, batch size and number of processes, or from '
                     'the checkpoint of an epoch.'
                 )
-            self._num_trained = self.batches.num_done = done
-            if isinstance(loop, ResumedEpochLoop):
-                loop.num_done = done
+            self._num_trained = self._num_skipped = self.batches.num_done = done
+            loop.run_iter = partial(self._run_iter, loop)
+
+    def _run_iter(self, loop: EpochBasedTrainLoop, idx: int, data_batch: Any) -> None:
+        """Number the batches of a resumed epoch as in an uninterrupted run; MMEngine counts from 0."""
+        EpochBasedTrainLoop.run_iter(loop, idx + self._num_skipped, data_batch)
 
     def after_val_epoch(self, runner, metrics=None) -> None:
         """Record the validation, also in the best checkpoint, which is saved after this."""
@@ -186,9 +177,7 @@ class ExactResumeHook(Hook):
             self.batches.set_epoch(runner.epoch)
 
     def after_train_epoch(self, runner) -> None:
-        self._num_trained = 0
-        if isinstance(runner.train_loop, ResumedEpochLoop):
-            runner.train_loop.num_done = 0
+        self._num_trained = self._num_skipped = 0
 
     def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
         seed_everything(self.seed, self.rank, _STEP, runner.iter)
