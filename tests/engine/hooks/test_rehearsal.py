@@ -127,32 +127,41 @@ def test_an_error_of_the_validation_comes_first(tmp_path):
     make_runner(tmp_path, [dict(type='RehearsalHook', enabled=False)], **validation(Named(acc=1.0))).train()
 
 
+def best(name, **more):
+    return dict(default_hooks=dict(checkpoint=dict(type='CheckpointHook', save_best=name, **more)))
+
+
+def monitors(kind):
+    return dict(type=kind, monitor='mIou', rule='greater')
+
+
+SHARP = dict(sharpness=1.0)
+
+
 @pytest.mark.parametrize(
-    ('metrics', 'hooks', 'line'),
+    ('metrics', 'settings', 'line'),
     [
-        (dict(bbox_mAP=1.0), dict(save_best='bbox_mAp'), "save_best='bbox_mAp': .* Did you mean 'bbox_mAP'?"),
-        ({'coco/bbox_mAP': 1.0}, dict(save_best='bbox_mAP'), "Did you mean 'coco/bbox_mAP'?"),
-        (dict(acc=1.0), dict(save_best='acc'), ''),
-        (dict(acc=1.0), dict(save_best='auto'), ''),
-        (dict(sharpness=1.0), dict(save_best='auto'), "save_best='auto': the first metric is 'sharpness'"),
-        (dict(acc=[1.0]), dict(save_best='acc'), "save_best='acc': expected a metric with one number, not a list"),
+        (dict(bbox_mAP=1.0), best('bbox_mAp'), "save_best='bbox_mAp': .* Did you mean 'bbox_mAP'?"),
+        ({'coco/bbox_mAP': 1.0}, best('bbox_mAP'), "Did you mean 'coco/bbox_mAP'?"),
+        (dict(acc=1.0), best('acc'), ''),
+        (dict(acc=1.0), best('auto'), ''),
+        (SHARP, best('auto'), "save_best='auto': the first metric is 'sharpness'"),
+        (SHARP, best('auto', rule='greater'), ''),
+        (SHARP, best('auto', greater_keys=['sharp']), ''),
+        (dict(acc=[1.0]), best('acc'), "save_best='acc': expected a metric with one number, not a list"),
+        (
+            dict(mIoU=1.0),
+            dict(hooks=[*HOOK, monitors('EarlyStoppingHook')]),
+            "Hook.monitor='mIou': .* Did you mean 'mIoU'?",
+        ),
+        (dict(mIoU=1.0), dict(param_scheduler=[monitors('ReduceOnPlateauLR')]), "ReduceOnPlateauLR.monitor='mIou': "),
     ],
 )
-def test_names_of_best_checkpoints(tmp_path, metrics, hooks, line):
-    hooks = dict(checkpoint=dict(type='CheckpointHook', **hooks))
-    made = make_runner(tmp_path, HOOK, default_hooks=hooks, **validation(Named(**metrics)))
+def test_names_of_monitored_metrics(tmp_path, metrics, settings, line):
+    made = make_runner(tmp_path, **{'hooks': HOOK, **settings}, **validation(Named(**metrics)))
     with refused(line):
         made.train()
     assert made.iter == (0 if line else 6)
-
-
-@pytest.mark.parametrize('kind', ['EarlyStoppingHook', 'ReduceOnPlateauLR'])
-def test_names_of_schedulers_and_other_hooks(tmp_path, kind):
-    setting = dict(type=kind, monitor='mIou', rule='greater')
-    is_hook = kind.endswith('Hook')
-    more = {} if is_hook else dict(param_scheduler=[setting])
-    with refused(f"{kind}.monitor='mIou': .* Did you mean 'mIoU'?"):
-        make_runner(tmp_path, HOOK + [setting] * is_hook, **validation(Named(mIoU=1.0)), **more).train()
 
 
 @pytest.mark.parametrize(('name', 'rule', 'better'), [('mIoU', 'less', 'higher'), ('val_loss', 'greater', 'lower')])
