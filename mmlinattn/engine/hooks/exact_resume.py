@@ -116,7 +116,6 @@ class ExactResumeHook(Hook):
         self.batches: Optional[_SeededBatches] = None
         self._meta: dict = {}
         self._num_trained = 0  # batches of this epoch
-        self._num_skipped = 0  # of these, those that an earlier run trained on
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Keep ``meta`` of the checkpoint; ``before_train`` uses the position in it only if the run resumes."""
@@ -126,7 +125,7 @@ class ExactResumeHook(Hook):
         # with `diff_rank_seed` each process has a seed; samplers need a common one
         seed = torch.tensor(int(runner.seed), dtype=torch.int64)
         broadcast(seed)
-        self.seed, self.rank, self._num_trained, self._num_skipped = int(seed), get_rank(), 0, 0
+        self.seed, self.rank, self._num_trained = int(seed), get_rank(), 0
         if runner.iter == 0:
             runner.message_hub.update_info(_VALIDATED, 0)
         loop, config = runner.train_loop, runner._train_dataloader
@@ -161,12 +160,12 @@ class ExactResumeHook(Hook):
                     f'has {len(loader)}. Resume with the same data set, batch size and number of processes, or from '
                     'the checkpoint of an epoch.'
                 )
-            self._num_trained = self._num_skipped = self.batches.num_done = done
+            self._num_trained = self.batches.num_done = done
             loop.run_iter = partial(self._run_iter, loop)
 
     def _run_iter(self, loop: EpochBasedTrainLoop, idx: int, data_batch: Any) -> None:
         """Number the batches of a resumed epoch as in an uninterrupted run; MMEngine counts from 0."""
-        EpochBasedTrainLoop.run_iter(loop, idx + self._num_skipped, data_batch)
+        EpochBasedTrainLoop.run_iter(loop, self._num_trained, data_batch)
 
     def after_val_epoch(self, runner, metrics=None) -> None:
         """Record the validation, also in the best checkpoint, which is saved after this."""
@@ -177,7 +176,7 @@ class ExactResumeHook(Hook):
             self.batches.set_epoch(runner.epoch)
 
     def after_train_epoch(self, runner) -> None:
-        self._num_trained = self._num_skipped = 0
+        self._num_trained = 0
 
     def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
         seed_everything(self.seed, self.rank, _STEP, runner.iter)
