@@ -181,14 +181,13 @@ def _adapt_loading(optimizer: torch.optim.Optimizer, order: list[str]) -> None:
 
 
 def _log_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Log the number of parameters, and the settings of up to four groups or the range of all learning rates."""
+    """Log the settings of up to four groups, of more the first and the last."""
     groups, parts = optimizer.param_groups, []
     for group in groups:
         settings = [f'{key}={group[key]:.4g}' for key in ('lr', 'weight_decay') if isinstance(group.get(key), float)]
         parts.append(f'{len(group["params"])} with {", ".join(settings)}')
-    if len(groups) > 4:
-        rates = [group['lr'] for group in groups]
-        parts = [f'lr={min(rates):.4g} to {max(rates):.4g}']
+    if len(parts) > 4:
+        parts[1:-1] = ['...']
     kind = type(optimizer).__name__ + (' (fused)' if optimizer.defaults.get('fused') else '')
     total = sum(len(group['params']) for group in groups)
     print_log(f'{kind}: {total} parameters in {len(groups)} groups: {"; ".join(parts)}', 'current')

@@ -103,8 +103,7 @@ def test_the_settings_of_up_to_four_groups_are_logged(monkeypatch, factors):
     monkeypatch.setattr('mmlinattn.engine.optimizers.merged_groups.print_log', lambda line, _: lines.append(line))
     wrap(Net(), paramwise=dict(custom_keys={key: dict(lr_mult=rate) for key, rate in rates}))
     assert lines[0].startswith(f'AdamW (fused): 10 parameters in {factors + 1} groups: ')
-    assert ('; 2 with lr=0.005, weight_decay=0.1; ' in lines[0]) == ('with' in lines[0]) == (factors == 3)
-    assert factors == 3 or lines[0].endswith('lr=0.005 to 0.04')
+    assert ('; 2 with lr=0.005, weight_decay=0.1; ' in lines[0]) == ('; ...; ' not in lines[0]) == (factors == 3)
 
 
 class Exempt(Net):
