@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, Optional
 
 import mmengine.registry
-from mmengine.registry import HOOKS, LOOPS, OPTIM_WRAPPER_CONSTRUCTORS, RUNNERS, Registry
+from mmengine.registry import HOOKS, OPTIM_WRAPPER_CONSTRUCTORS, RUNNERS, Registry
 
 from .utils.private_apis import default_scopes
 
@@ -47,7 +47,6 @@ LATE: dict[str, tuple[Registry, tuple[str, ...]]] = {
         OPTIM_WRAPPER_CONSTRUCTORS,
         ('BackboneLayerDecayOptimWrapperConstructor', 'MergedOptimWrapperConstructor'),
     ),
-    'engine.hooks.exact_resume': (LOOPS, ('ResumedEpochLoop',)),
     'engine.runner': (RUNNERS, ('SafeRunner',)),
 }
 

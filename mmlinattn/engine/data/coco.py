@@ -10,6 +10,8 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from .datasets import MAX_NAMES, Finding, View, format_names, transforms_of
 from .files import oriented_size, spread
 from .heads import max_per_image
@@ -86,24 +88,23 @@ def _error_of_boxes_in_images(content: dict) -> str:
     """Describe boxes in normalised coordinates or as two corners; '' if there are none."""
     sizes = {image.get('id'): (image.get('width'), image.get('height')) for image in content['images']}
     entries = [entry for entry in content['annotations'] if 'bbox' in entry]
-    if entries and all(max(entry['bbox']) <= 1 for entry in entries):
+    if not entries:
+        return ''
+    boxes = np.array([entry['bbox'] for entry in entries], dtype=float)
+    if (boxes <= 1).all():
         return f'has boxes that are shares of the image, {entries[0]["bbox"]}: expected pixels: x, y, width, height'
-
-    def is_corners(entry: dict) -> bool:
-        """Return True if a box passes the edge, as those of hidden objects may, and would fit as two corners."""
-        (x, y, width, height), size = entry['bbox'], sizes.get(entry.get('image_id'), ())
-        if not size or not all(isinstance(side, (int, float)) for side in size):
-            return False
-        right, bottom = size[0] + 2, size[1] + 2
-        return (x + width > right or y + height > bottom) and x < width <= right and y < height <= bottom
-
-    beyond = [entry for entry in entries if is_corners(entry)]
+    edges = np.array([sizes.get(entry.get('image_id'), (None, None)) for entry in entries], dtype=float) + 2
+    starts, sides = boxes[:, :2], boxes[:, 2:]
+    # a box that passes the edge, as those of hidden objects may, and would fit as two corners
+    passes, fits = (starts + sides > edges).any(axis=1), ((starts < sides) & (sides <= edges)).all(axis=1)
+    beyond = np.flatnonzero(passes & fits)
     if len(beyond) <= len(entries) / 5:
         return ''
-    width, height = sizes[beyond[0].get('image_id')]
+    first = entries[beyond[0]]
+    width, height = sizes[first.get('image_id')]
     return (
-        f'has {len(beyond)} of {len(entries)} boxes that pass the edge of their image, annotation '
-        f'{beyond[0].get("id")} with bbox = {beyond[0]["bbox"]} in {width}x{height} first: expected x, y, width, height'
+        f'has {len(beyond)} of {len(entries)} boxes that pass the edge of their image, annotation {first.get("id")} '
+        f'with bbox = {first["bbox"]} in {width}x{height} first: expected x, y, width, height'
     )
 
 

@@ -2,9 +2,8 @@
 """Check evaluators and samplers against the data sets of the same loop."""
 
 import os.path as osp
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat
-from types import SimpleNamespace
 from typing import Any, Optional
 
 import numpy as np
@@ -58,14 +57,12 @@ def _other_image(name: str, file: str, api: Any, info: dict) -> Optional[Finding
 def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: nn.Module) -> Iterator[Finding]:
     """Check ``CocoMetric`` (images by id, order of the classes, annotation ids) and ``IoUMetric`` against the data set
     and the model."""
-    metrics = getattr(evaluator, 'metrics', ())
+    parts: Iterable = repeat(dataset)
     if hasattr(evaluator, 'dataset_prefixes'):  # MultiDatasetsEvaluator: a metric for each of the joined data sets
+        parts = inner_datasets(dataset)
         config = config.get('metrics') if isinstance(config, dict) else None
-        for metric, part, entry in zip(metrics, inner_datasets(dataset), config or repeat(None)):
-            yield from check_evaluator(key, SimpleNamespace(metrics=[metric]), entry, part, model)
-        return
     entries = config if isinstance(config, (list, tuple)) else [config]
-    for metric, entry in zip(metrics, chain(entries, repeat(None))):
+    for metric, dataset, entry in zip(getattr(evaluator, 'metrics', ()), parts, chain(entries, repeat(None))):
         file = (entry.get('ann_file') if isinstance(entry, dict) else None) or 'its ann_file'
         name = f'{key} ({type(metric).__name__})'
         if any(kind.__name__ == 'IoUMetric' for kind in type(metric).__mro__):

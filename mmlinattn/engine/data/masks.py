@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Read segmentation masks, and check their labels against the classes of a segmentor."""
 
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -13,8 +12,6 @@ from ...utils.errors import printable
 from .datasets import Finding, Samples, View, format_names, reads_local_files, transforms_of
 from .files import open_image, oriented_size, spread
 from .heads import decode_head_of
-
-_MIN_OPENED = 16  # masks that are opened, however slow
 
 
 class Masks:
@@ -38,22 +35,20 @@ class Masks:
         self.reduces = any(getattr(part, 'reduce_zero_label', None) for part in (self.load, self.dataset))
 
     def read(self, num_images: int) -> Samples:
-        """Read the labels of a sample of about ``num_images`` masks, with the label of ignored pixels.
+        """Read the labels of a sample of ``num_images`` masks, with the label of ignored pixels.
 
-        Reading ends after ``num_images * 0.01`` s, but not before 16 masks. While only one label and ignored pixels
-        have been found, both limits are ten times as high.
+        While only one label and ignored pixels have been found, up to ten times as many masks are read.
         """
         if not reads_local_files(self.dataset, self.load):
             return Samples()
         found: dict[int, str] = {}
-        begin, done = time.monotonic(), 0
+        done = 0
         for index in spread(len(self.dataset), 10 * num_images):
             info = self.dataset.get_data_info(index)
             path = info.get('seg_map_path')
             if not isinstance(path, str) or '://' in path:
                 continue
-            limit = num_images * 10 if self.ignored in found and len(found) <= 2 else num_images
-            if done >= _MIN_OPENED and (done >= limit or time.monotonic() - begin > limit / 100):
+            if done >= num_images and not (self.ignored in found and len(found) <= 2):
                 break
             labels, error = self._labels(info, path)
             if error:

@@ -54,7 +54,7 @@ class DataCheckHook(Hook):
 
     Args:
         fault: ``'stop'`` the run at an error, ``'warn'`` of it, or ``'skip'`` the check.
-        num_images: Number of masks to open in each data set of a segmentor; about 0.01 s is allowed for each.
+        num_images: Number of masks to open in each data set of a segmentor.
 
     Raises:
         RunError: The first error, with the file, the values and the remedy.

@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import random
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, Optional
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 from mmengine.dist import broadcast, get_rank
 from mmengine.hooks import EarlyStoppingHook, Hook
-from mmengine.registry import DATA_SAMPLERS, HOOKS, LOOPS
+from mmengine.registry import DATA_SAMPLERS, HOOKS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch.utils.data import BatchSampler
 
@@ -82,21 +83,7 @@ class _Batches(chain):
         """Do nothing: the batch sampler skips batches itself. onedl-mmengine's loop calls this method when resuming."""
 
 
-@LOOPS.register_module(force=True)
-class ResumedEpochLoop(EpochBasedTrainLoop):
-    """MMEngine's epoch-based loop that numbers the batches of a resumed epoch as in an uninterrupted run.
-
-    MMEngine counts from 0 after resuming within an epoch. :class:`~mmlinattn.engine.SafeRunner` builds this loop for
-    ``EpochBasedTrainLoop``.
-    """
-
-    num_done = 0  # batches of this epoch that an earlier run trained on
-
-    def run_iter(self, idx: int, data_batch: Any) -> None:
-        super().run_iter(idx + self.num_done, data_batch)
-
-
-_LOOPS = (EpochBasedTrainLoop, ResumedEpochLoop, IterBasedTrainLoop)
+_LOOPS = (EpochBasedTrainLoop, IterBasedTrainLoop)
 
 
 @HOOKS.register_module(force=True)
@@ -174,8 +161,11 @@ class ExactResumeHook(Hook):
                     'the checkpoint of an epoch.'
                 )
             self._num_trained = self.batches.num_done = done
-            if isinstance(loop, ResumedEpochLoop):
-                loop.num_done = done
+            loop.run_iter = partial(self._run_iter, loop)
+
+    def _run_iter(self, loop: EpochBasedTrainLoop, idx: int, data_batch: Any) -> None:
+        """Number the batches of a resumed epoch as in an uninterrupted run; MMEngine counts from 0."""
+        EpochBasedTrainLoop.run_iter(loop, self._num_trained, data_batch)
 
     def after_val_epoch(self, runner, metrics=None) -> None:
         """Record the validation, also in the best checkpoint, which is saved after this."""
@@ -187,8 +177,6 @@ class ExactResumeHook(Hook):
 
     def after_train_epoch(self, runner) -> None:
         self._num_trained = 0
-        if isinstance(runner.train_loop, ResumedEpochLoop):
-            runner.train_loop.num_done = 0
 
     def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
         seed_everything(self.seed, self.rank, _STEP, runner.iter)

@@ -27,14 +27,6 @@ def scalars(metrics: Optional[dict]) -> dict[str, float]:
     }
 
 
-def position(runner) -> str:
-    """Return the position of the training as ``epoch 3`` or ``iteration 8000``, or '' if the run does not train."""
-    loop = runner._train_loop  # the property would build one, and its data, in a test
-    if not isinstance(loop, BaseLoop):
-        return ''
-    return f'iteration {loop.iter}' if isinstance(loop, IterBasedTrainLoop) else f'epoch {loop.epoch}'
-
-
 @HOOKS.register_module(force=True)
 class ProgressHook(Hook):
     """Print the progress of a run from its first step on, and a table of metrics after each validation and test.
@@ -60,7 +52,10 @@ class ProgressHook(Hook):
             self._last_line = time.monotonic()
 
     def after_val_epoch(self, runner, metrics: Optional[dict[str, float]] = None) -> None:
-        self._print_table(metrics, runner, f'validation {position(runner)}')
+        loop, at = runner._train_loop, ''  # the property would build one, and its data
+        if isinstance(loop, BaseLoop):
+            at = f'iteration {loop.iter}' if isinstance(loop, IterBasedTrainLoop) else f'epoch {loop.epoch}'
+        self._print_table(metrics, runner, f'validation {at}')
 
     def after_test_epoch(self, runner, metrics: Optional[dict[str, float]] = None) -> None:
         self._print_table(metrics, runner, 'test')

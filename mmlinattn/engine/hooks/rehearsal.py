@@ -39,10 +39,10 @@ _BOXES = {'bboxes', 'labels', 'scores', 'masks'}
 
 
 @contextlib.contextmanager
-def unchanged(runner) -> Iterator[None]:
+def unchanged(runner) -> Iterator[contextlib.ExitStack]:
     """Restore random state, training flags, logging and the visualizer's backends at the end of this context.
 
-    Nothing is printed inside, and compiled blocks run eagerly.
+    Nothing is printed inside, and compiled blocks run eagerly. More can be added to the stack of contexts.
     """
     visualizer = runner.visualizer
     with contextlib.ExitStack() as stack:
@@ -61,7 +61,7 @@ def unchanged(runner) -> Iterator[None]:
         logging.disable(logging.CRITICAL)
         if 'torch._dynamo' in sys.modules and hasattr(torch.compiler, 'set_stance'):  # since PyTorch 2.6
             stack.enter_context(torch.compiler.set_stance('force_eager'))
-        yield
+        yield stack
 
 
 @contextlib.contextmanager
@@ -77,47 +77,41 @@ def _one_line(reason: Callable[[Exception], str]) -> Iterator[None]:
         raise RunError(reason(error)) from error
 
 
-class _Batches(list):
-    """Batches with two images, in place of the dataloader; for MultiDatasetsEvaluator, with two of each data set."""
-
-    def __init__(self, loop: Any):
-        self.loader = loader = loop.dataloader
-        if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
-            super().__init__(islice(loader, 1))
-            return
-        dataset: Any = loader.dataset
-        batches = [list(batch)[:_IMAGES] for batch in islice(loader.batch_sampler, _IMAGES)]
-        sizes = getattr(dataset, 'cumulative_sizes', None)
-        if sizes and hasattr(getattr(loop, 'evaluator', None), 'dataset_prefixes'):
-            parts = [range(start, end)[:_IMAGES] for start, end in zip((0, *sizes), sizes)]
-            batches = [[i] for part in parts for i in part]
-        elif batches:
-            batches = batches[:1] if len(batches[0]) == _IMAGES else batches
-            if type(loader.batch_sampler) is BatchSampler:  # often sorted by class: some metrics need two
-                batches[-1][-1] = len(dataset) - 1
-        super().__init__(loader.collate_fn([dataset[i] for i in batch]) for batch in batches)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__['loader'], name)
+def _few_images(loop: Any) -> DataLoader:
+    """Return a loader of two images of a loop; with MultiDatasetsEvaluator, of two of each data set."""
+    loader, dataset = loop.dataloader, loop.dataloader.dataset
+    batches = [list(batch)[:_IMAGES] for batch in islice(loader.batch_sampler, _IMAGES)]
+    sizes = getattr(dataset, 'cumulative_sizes', None)
+    if sizes and hasattr(getattr(loop, 'evaluator', None), 'dataset_prefixes'):
+        parts = [range(start, end)[:_IMAGES] for start, end in zip((0, *sizes), sizes)]
+        batches = [[i] for part in parts for i in part]
+    elif batches:
+        batches = batches[:1] if len(batches[0]) == _IMAGES else batches
+        if type(loader.batch_sampler) is BatchSampler:  # often sorted by class: some metrics need two
+            batches[-1][-1] = len(dataset) - 1
+    return DataLoader(dataset, batch_sampler=batches, collate_fn=loader.collate_fn)
 
 
-def _copied(metric: Any, folder: str) -> Any:
-    """Copy a metric, so that its state and its files stay as they are. Annotations are shared."""
-    made, kind = copy.copy(metric), type(metric)
-    if hasattr(kind, '__del__'):  # removes files of the metric
-        made.__class__ = type(kind.__name__, (kind,), dict(__del__=lambda self: None, __module__=kind.__module__))
-    for key, value in vars(made).items():
+@contextlib.contextmanager
+def _borrowed(metric: Any, folder: str) -> Iterator[None]:
+    """Restore the state of a metric at the end of this context, in which it writes its files to ``folder``."""
+    state = vars(metric)
+    before = dict(state)
+    for key, value in before.items():
         if isinstance(value, (list, dict, set, np.ndarray)):
-            setattr(made, key, copy.copy(value))
+            state[key] = copy.copy(value)
         elif isinstance(value, torch.Tensor):
-            setattr(made, key, value.clone())
+            state[key] = value.clone()
         elif key in _FILES and isinstance(value, str):
-            path = osp.join(folder, osp.basename(value.rstrip('/')) or key)
-            setattr(made, key, path)
+            state[key] = osp.join(folder, osp.basename(value.rstrip('/')) or key)
             if osp.isdir(value):
-                os.makedirs(path, exist_ok=True)
-    made.results = []
-    return made
+                os.makedirs(state[key], exist_ok=True)
+    metric.results = []
+    try:
+        yield
+    finally:
+        state.clear()
+        state.update(before)
 
 
 def _add_boxes(sample: Any, label: int, counts: list[int]) -> None:
@@ -143,10 +137,9 @@ def _add_boxes(sample: Any, label: int, counts: list[int]) -> None:
     sample.pred_instances = found
 
 
-def _rehearsed(evaluator: Any, label: int, folder: str) -> Any:
-    """Copy an evaluator so that it judges the images of the rehearsal alone."""
+def _rehearsed(evaluator: Any, label: int) -> Any:
+    """Copy an evaluator so that it judges the images of the rehearsal alone. Metrics are shared."""
     made = copy.copy(evaluator)
-    made.metrics = [_copied(metric, folder) for metric in getattr(evaluator, 'metrics', ())]
     ids: list = []
     counts: list[int] = []
 
@@ -157,7 +150,7 @@ def _rehearsed(evaluator: Any, label: int, folder: str) -> Any:
         type(made).process(made, data_samples=data_samples, data_batch=data_batch)
 
     def evaluate(size: int) -> dict:
-        for metric in made.metrics:
+        for metric in evaluator.metrics:
             if getattr(metric, '_coco_api', None) is not None and hasattr(metric, 'img_ids'):
                 metric.img_ids = [number for number in dict.fromkeys(ids) if number is not None]
         if hasattr(made, '_get_cumulative_sizes'):  # MMDetection's MultiDatasetsEvaluator
@@ -196,15 +189,17 @@ class _Stage:
 def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
     """Run the validation or test loop on two images, and return its metrics.
 
-    The result is None without such a loop, and for models that compare images with prototypes. Model, metrics,
-    drawing hooks and collectives run as in a validation. Weights, random state, metrics and files stay as they are, and
-    nothing is logged.
+    The result is None without such a loop, without batches of indices, and for models that compare images with
+    prototypes. Model, metrics, drawing hooks and collectives run as in a validation. Weights, random state, metrics and
+    files stay as they are, and nothing is logged.
 
     Raises:
         RunError: The loop fails. With ``MMLINATTN_TRACEBACK=1`` its error is raised unchanged.
     """
     loop = getattr(runner, f'_{stage}_loop')
-    if not isinstance(loop, BaseLoop) or hasattr(unwrapped(runner.model), 'prototype'):  # embeds a whole gallery
+    if not isinstance(getattr(loop, 'dataloader', None), DataLoader) or loop.dataloader.batch_sampler is None:
+        return None
+    if hasattr(unwrapped(runner.model), 'prototype'):  # embeds a whole gallery
         return None
     made: Any = copy.copy(loop)
     made._runner = stand_in = _Stage(runner)
@@ -218,9 +213,12 @@ def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
             'this check, and MMLINATTN_TRACEBACK=1 shows where it fails.'
         )
 
-    with _one_line(reason), unchanged(runner), tempfile.TemporaryDirectory() as folder:
-        made.dataloader = _Batches(loop)
-        made.evaluator = _rehearsed(loop.evaluator, label, folder)
+    with _one_line(reason), unchanged(runner) as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        for metric in getattr(loop.evaluator, 'metrics', ()):
+            stack.enter_context(_borrowed(metric, folder))
+        made.dataloader = _few_images(loop)
+        made.evaluator = _rehearsed(loop.evaluator, label)
         if isinstance(getattr(made, 'val_loss', None), dict):
             made.val_loss = {}
         metrics = made.run()
@@ -264,7 +262,7 @@ def rehearse_training_data(runner: Any) -> None:
         remedy = next(filter(None, found), remedy)
         return f'train_dataloader: loading fails: {described(error)} (in {raising_object(error)}). {remedy}'
 
-    with _one_line(reason), unchanged(runner), contextlib.ExitStack() as stack:
+    with _one_line(reason), unchanged(runner) as stack:
         for each in all_datasets(dataset):  # some transforms keep images
             if 'pipeline' in getattr(each, '__dict__', ()):
                 stack.callback(setattr, each, 'pipeline', each.pipeline)
@@ -307,18 +305,15 @@ def check_monitors(runner: Any, metrics: dict) -> None:
     for setting, name, rule in monitored(runner):
         if name == 'auto':
             name = names[0]
-            trial = copy.copy(
-                next(each for each in runner.hooks if isinstance(each, CheckpointHook) and each.save_best)
-            )
-            trial.is_better_than = dict(trial.is_better_than)
+            hook = next(each for each in runner.hooks if isinstance(each, CheckpointHook) and each.save_best)
+            keys = dict(greater_keys=hook.greater_keys, less_keys=hook.less_keys)
             try:
-                trial._init_rule(trial.rules, [name])
+                rule = CheckpointHook(save_best=name, rule=rule, **keys).rules[0]
             except ValueError as error:
                 raise RunError(
                     f"{setting}='auto': the first metric is {name!r}, and MMEngine does not know if higher is better. "
                     "Set save_best to one of the metrics, and default_hooks.checkpoint.rule='greater' or 'less'."
                 ) from error
-            rule = trial.rules[0]
         if name not in metrics:
             hint = f'{meant(name, names)} Expected one of {some(names, 12)}.'
             raise RunError(f'{setting}={name!r}: the validation has no such metric.{hint}')

@@ -20,7 +20,7 @@ from mmengine.structures import BaseDataElement
 from ...utils import atomic_write
 from ..data.datasets import classes_of, infos_of
 from ..data.detections import Boxes, count_confusion, objects_of, precision_over_recall
-from .progress import position, scalars
+from .progress import scalars
 
 CSV = 'results.csv'
 KEYS = ('epoch', 'iteration', 'seconds', 'lr')  # the first columns
@@ -127,16 +127,17 @@ class ResultsHook(Hook):
 
     def __init__(self) -> None:
         self.rows: list[dict] = []
+        self.unit = ''  # of the positions of a training: epoch or iteration
         self._predictions: Optional[_Predictions] = None
         self._began = 0.0
         self._since = 0  # iteration of the last row
 
     def before_train(self, runner) -> None:
         self._began, self._since = time.time(), runner.iter
+        self.unit = 'iteration' if isinstance(runner.train_loop, IterBasedTrainLoop) else 'epoch'
         path = osp.join(runner.work_dir, CSV)
         if runner.iter:
-            key = 'iteration' if isinstance(runner.train_loop, IterBasedTrainLoop) else 'epoch'
-            self.rows = read_rows(path, runner.iter if key == 'iteration' else runner.epoch, key)
+            self.rows = read_rows(path, runner.iter if self.unit == 'iteration' else runner.epoch, self.unit)
         elif is_main_process() and osp.isfile(path):
             kept = f'{path[:-4]}_{time.strftime("%Y%m%d_%H%M%S", time.localtime(osp.getmtime(path)))}.csv'
             os.replace(path, kept)
@@ -154,20 +155,19 @@ class ResultsHook(Hook):
     def _after_iter(self, runner, batch_idx: int, data_batch=None, outputs=None, mode: str = 'train') -> None:
         if mode != 'train':
             self._predictions.add(outputs or ())  # type: ignore[union-attr]
-        elif isinstance(runner.train_loop, IterBasedTrainLoop):
+        elif self.unit == 'iteration':
             done = runner.iter + 1
             if done % max(1, runner.max_iters // 100) == 0 or done == runner.max_iters:
                 self._add_row(runner, done)
 
     def after_train_epoch(self, runner, metrics=None) -> None:
-        if not isinstance(runner.train_loop, IterBasedTrainLoop):
+        if self.unit == 'epoch':
             self._add_row(runner, runner.iter, epoch=runner.epoch + 1)
 
     def after_val_epoch(self, runner, metrics: Optional[dict[str, float]] = None) -> None:
-        if position(runner):
-            loop = runner.train_loop
-            epoch = {} if isinstance(loop, IterBasedTrainLoop) else dict(epoch=loop.epoch)
-            self._add_row(runner, loop.iter, scalars(metrics), **epoch)
+        if self.unit:  # the run trains
+            epoch = dict(epoch=runner.epoch) if self.unit == 'epoch' else {}
+            self._add_row(runner, runner.iter, scalars(metrics), **epoch)
 
     def after_test_epoch(self, runner, metrics: Optional[dict[str, float]] = None) -> None:
         self._log(runner, self._predictions.write(runner.work_dir, 'test_'))  # type: ignore[union-attr]
@@ -203,7 +203,7 @@ class ResultsHook(Hook):
 
     def _write(self, path: str) -> None:
         keys = dict.fromkeys(key for row in self.rows for key in row)
-        columns = [*filter(keys.__contains__, KEYS), *(key for key in keys if key not in KEYS)]
+        columns = [key for key in KEYS if key in keys] + [key for key in keys if key not in KEYS]
         text = io.StringIO(newline='')
         writer = csv.DictWriter(text, columns)
         writer.writeheader()
@@ -226,15 +226,14 @@ class ResultsHook(Hook):
                 losses[key] = curve
             elif name == 'train/lr':
                 rates['lr'] = curve
-        unit = 'iteration' if isinstance(runner.train_loop, IterBasedTrainLoop) else 'epoch'
         metrics: dict = {}
         for row in self.rows:
             for key, value in row.items():
                 if key not in (*KEYS, *losses) and value != -1:  # COCO's number for no object of that size
                     positions, values = metrics.setdefault(key, ([], []))
-                    positions.append(row[unit])
+                    positions.append(row[self.unit])
                     values.append(value)
-        plot_training(path, losses, rates, metrics, unit)
+        plot_training(path, losses, rates, metrics, self.unit)
 
     @staticmethod
     def _log(runner, paths: list[str]) -> None:

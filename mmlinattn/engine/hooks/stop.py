@@ -116,16 +116,11 @@ class StopHook(Hook):
     Args:
         save_on_sigterm (bool): Handle the signals. If False, they end the run at once.
         interval (int): Number of iterations after which processes tell each other about received signals.
-
-    Raises:
-        ValueError: ``interval`` is not a positive integer.
     """
 
     priority = 'LOWEST'  # after the hooks of checkpoints and learning rates
 
     def __init__(self, save_on_sigterm: bool = True, interval: int = 10):
-        if type(interval) is not int or interval < 1:
-            raise ValueError(f'StopHook: interval={interval!r}: expected a positive integer')
         self.save_on_sigterm = save_on_sigterm
         self.interval = interval
         self.is_signalled = False  # this process got a signal
@@ -149,14 +144,13 @@ class StopHook(Hook):
     def _listen(self, runner) -> None:
         self._terminals = [file for file in (1, 2) if os.isatty(file)]
         for number in SIGNALS:
-            found, other = signal.getsignal(number), _owner(number)
-            if other is not None and other not in runner.hooks:  # left by a training that ended in an error
-                found, other = other._previous[number], None
+            owner = _owner(number)  # of a training that ended in an error, or a second one of the config
+            found = owner._previous[number] if owner else signal.getsignal(number)
             if found is signal.SIG_DFL or (found is signal.SIG_IGN and number == signal.SIGTERM):
                 self._previous[number] = found
                 _reset_in_children()
                 signal.signal(number, self._on_signal)
-            elif number == signal.SIGTERM and other is None:  # a config and its base may each have one
+            elif number == signal.SIGTERM:
                 runner.logger.warning('StopHook: SIGTERM has a handler already, which stays: no checkpoint is saved.')
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:

@@ -2,7 +2,6 @@
 import inspect
 from typing import Optional
 
-from mmengine.logging import print_log
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from torch import nn
 
@@ -82,9 +81,3 @@ class BackboneLayerDecayOptimWrapperConstructor(MergedOptimWrapperConstructor):
             scale = scales.get(parameter, 1.0)
             group['lr'] = group.get('lr', self.base_lr) * scale
             group['lr_scale'] = scale
-        of_depth = sorted(set(scales.values()))
-        print_log(
-            f'learning rates of {", ".join(prefix[:-1] for prefix, _ in found)}: {len(of_depth)} depths, '
-            f'{self.base_lr * of_depth[0]:.3g} to {self.base_lr * of_depth[-1]:.3g}; of the rest {self.base_lr:.3g}',
-            'current',
-        )

@@ -181,13 +181,13 @@ def _adapt_loading(optimizer: torch.optim.Optimizer, order: list[str]) -> None:
 
 
 def _log_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Log the settings of up to four groups, of more the first and the last."""
     groups, parts = optimizer.param_groups, []
     for group in groups:
         settings = [f'{key}={group[key]:.4g}' for key in ('lr', 'weight_decay') if isinstance(group.get(key), float)]
         parts.append(f'{len(group["params"])} with {", ".join(settings)}')
-    name = type(optimizer).__name__
-    if optimizer.defaults.get('fused'):
-        name += ' (fused)'
+    if len(parts) > 4:
+        parts[1:-1] = ['...']
+    kind = type(optimizer).__name__ + (' (fused)' if optimizer.defaults.get('fused') else '')
     total = sum(len(group['params']) for group in groups)
-    listed = f': {"; ".join(parts)}' if len(groups) <= 4 else ''
-    print_log(f'{name}: {total} parameters in {len(groups)} groups{listed}', 'current')
+    print_log(f'{kind}: {total} parameters in {len(groups)} groups: {"; ".join(parts)}', 'current')

@@ -7,12 +7,11 @@ from typing import Any, Optional, Union
 import torch
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import RUNNERS
-from mmengine.runner import BaseLoop, EpochBasedTrainLoop, Runner
+from mmengine.runner import Runner
 
 from ...utils.errors import CheckpointError, RunError, printable
 from ...utils.registering import bare_name
 from ..hooks.checkpointing import SafeCheckpointHook
-from ..hooks.exact_resume import ResumedEpochLoop
 from ..optimizers.saved_groups import all_schedulers
 from .start import agree_on_start, check_same_start, fit_iterations
 
@@ -61,7 +60,7 @@ def _load_errors(filename: str):
 class SafeRunner(Runner):
     """MMEngine's Runner, with atomic checkpoints and checks of loaded files.
 
-    - It builds ``CheckpointHook`` as :class:`SafeCheckpointHook`, ``EpochBasedTrainLoop`` as :class:`ResumedEpochLoop`.
+    - It builds ``CheckpointHook`` as :class:`SafeCheckpointHook`.
     - From a loaded checkpoint it removes names of files outside this run. Otherwise MMEngine's CheckpointHook would
       delete the files named by ``best_ckpt`` and ``keep_ckpt_ids``.
     - All processes start from the checkpoint of the first one.
@@ -86,14 +85,6 @@ class SafeRunner(Runner):
     def register_default_hooks(self, hooks: Optional[dict] = None) -> None:
         # None switches any hook off; MMEngine takes it for its own hooks only
         super().register_default_hooks({key: Hook() if hook is None else hook for key, hook in (hooks or {}).items()})
-
-    def build_train_loop(self, loop: Union[BaseLoop, dict]) -> BaseLoop:
-        if isinstance(loop, dict):
-            is_by_epoch = loop.get('by_epoch') or bare_name(loop.get('type')) == EpochBasedTrainLoop.__name__
-            if is_by_epoch and not ('type' in loop and 'by_epoch' in loop):  # MMEngine refuses both
-                loop = {key: value for key, value in loop.items() if key != 'by_epoch'}
-                loop['type'] = ResumedEpochLoop
-        return super().build_train_loop(loop)
 
     def load_checkpoint(self, filename: str, *args, **kwargs) -> dict:
         """Load weights as MMEngine does, and remove names of files outside this run from the checkpoint."""

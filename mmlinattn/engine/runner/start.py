@@ -26,14 +26,11 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
     ``last_checkpoint``, the result is None.
 
     Raises:
-        CheckpointError: The checkpoint does not exist or belongs to another run, or ``last_checkpoint`` is no file.
+        CheckpointError: The checkpoint does not exist or belongs to another run.
     """
     pointer = osp.join(work_dir, 'last_checkpoint')
     if not osp.lexists(pointer):
         return None
-    advice = 'Name a checkpoint to resume from, or delete that file to begin from the start.'
-    if not osp.isfile(pointer):
-        raise CheckpointError(f'{pointer} is not a file. {advice}')
     with open(pointer, errors='replace') as file:
         latest = file.read().strip()
     folder, name = osp.split(latest if latest.isprintable() else '')
@@ -47,7 +44,10 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
     found = [path for path in candidates if osp.exists(path)]
     if found:
         return max(found, key=osp.getmtime)
-    raise CheckpointError(f'{pointer} names {latest[:200]!r}, which is not there or not of this run. {advice}')
+    raise CheckpointError(
+        f'{pointer} names {latest[:200]!r}, which is not there or not of this run. Name a checkpoint to resume from, '
+        'or delete that file to begin from the start.'
+    )
 
 
 def _restarted_from(work_dir: str, launches: list[Optional[str]]) -> Optional[str]:

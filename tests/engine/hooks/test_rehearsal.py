@@ -4,7 +4,6 @@
 import logging
 import os
 import random
-import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -128,32 +127,41 @@ def test_an_error_of_the_validation_comes_first(tmp_path):
     make_runner(tmp_path, [dict(type='RehearsalHook', enabled=False)], **validation(Named(acc=1.0))).train()
 
 
+def best(name, **more):
+    return dict(default_hooks=dict(checkpoint=dict(type='CheckpointHook', save_best=name, **more)))
+
+
+def monitors(kind):
+    return dict(type=kind, monitor='mIou', rule='greater')
+
+
+SHARP = dict(sharpness=1.0)
+
+
 @pytest.mark.parametrize(
-    ('metrics', 'hooks', 'line'),
+    ('metrics', 'settings', 'line'),
     [
-        (dict(bbox_mAP=1.0), dict(save_best='bbox_mAp'), "save_best='bbox_mAp': .* Did you mean 'bbox_mAP'?"),
-        ({'coco/bbox_mAP': 1.0}, dict(save_best='bbox_mAP'), "Did you mean 'coco/bbox_mAP'?"),
-        (dict(acc=1.0), dict(save_best='acc'), ''),
-        (dict(acc=1.0), dict(save_best='auto'), ''),
-        (dict(sharpness=1.0), dict(save_best='auto'), "save_best='auto': the first metric is 'sharpness'"),
-        (dict(acc=[1.0]), dict(save_best='acc'), "save_best='acc': expected a metric with one number, not a list"),
+        (dict(bbox_mAP=1.0), best('bbox_mAp'), "save_best='bbox_mAp': .* Did you mean 'bbox_mAP'?"),
+        ({'coco/bbox_mAP': 1.0}, best('bbox_mAP'), "Did you mean 'coco/bbox_mAP'?"),
+        (dict(acc=1.0), best('acc'), ''),
+        (dict(acc=1.0), best('auto'), ''),
+        (SHARP, best('auto'), "save_best='auto': the first metric is 'sharpness'"),
+        (SHARP, best('auto', rule='greater'), ''),
+        (SHARP, best('auto', greater_keys=['sharp']), ''),
+        (dict(acc=[1.0]), best('acc'), "save_best='acc': expected a metric with one number, not a list"),
+        (
+            dict(mIoU=1.0),
+            dict(hooks=[*HOOK, monitors('EarlyStoppingHook')]),
+            "Hook.monitor='mIou': .* Did you mean 'mIoU'?",
+        ),
+        (dict(mIoU=1.0), dict(param_scheduler=[monitors('ReduceOnPlateauLR')]), "ReduceOnPlateauLR.monitor='mIou': "),
     ],
 )
-def test_names_of_best_checkpoints(tmp_path, metrics, hooks, line):
-    hooks = dict(checkpoint=dict(type='CheckpointHook', **hooks))
-    made = make_runner(tmp_path, HOOK, default_hooks=hooks, **validation(Named(**metrics)))
+def test_names_of_monitored_metrics(tmp_path, metrics, settings, line):
+    made = make_runner(tmp_path, **{'hooks': HOOK, **settings}, **validation(Named(**metrics)))
     with refused(line):
         made.train()
     assert made.iter == (0 if line else 6)
-
-
-@pytest.mark.parametrize('kind', ['EarlyStoppingHook', 'ReduceOnPlateauLR'])
-def test_names_of_schedulers_and_other_hooks(tmp_path, kind):
-    setting = dict(type=kind, monitor='mIou', rule='greater')
-    is_hook = kind.endswith('Hook')
-    more = {} if is_hook else dict(param_scheduler=[setting])
-    with refused(f"{kind}.monitor='mIou': .* Did you mean 'mIoU'?"):
-        make_runner(tmp_path, HOOK + [setting] * is_hook, **validation(Named(mIoU=1.0)), **more).train()
 
 
 @pytest.mark.parametrize(('name', 'rule', 'better'), [('mIoU', 'less', 'higher'), ('val_loss', 'greater', 'lower')])
@@ -214,37 +222,22 @@ def test_images_of_each_data_set_that_is_judged_apart():
         (parts, 1, None, [[0], [13]]),
     ):
         loop = SimpleNamespace(dataloader=DataLoader(dataset, batch_size=size), evaluator=evaluator)
-        assert [batch[0].tolist() for batch in rehearsal._Batches(loop)] == expected
+        assert [batch[0].tolist() for batch in rehearsal._few_images(loop)] == expected
 
 
-def test_files_of_metrics_are_left_alone(tmp_path):
-    metric = SimpleNamespace(outfile_prefix='results/a', out_file_path=None, results=[1], names=['a'])
-    made = rehearsal._copied(metric, str(tmp_path))
-    made.names.append('b')
-    assert made.outfile_prefix == str(tmp_path / 'a') and made.out_file_path is None and made.results == []
-    assert metric.names == ['a'] and metric.results == [1]
-
-
-class Cleaning:
-    """Metric that removes its folder, as upstream's for Cityscapes and panoptic segmentation."""
-
-    def __init__(self, folder):
-        self.output_dir, self.results = str(folder), []
-        folder.mkdir()
-
-    def __del__(self):
-        shutil.rmtree(self.output_dir)
-
-
-def test_folders_of_metrics_are_left_alone(tmp_path):
-    (tmp_path / 'rehearsal').mkdir()
-    metric = Cleaning(tmp_path / 'results')
-    made = rehearsal._copied(metric, str(tmp_path / 'rehearsal'))
-    assert os.listdir(made.output_dir) == [] and isinstance(made, Cleaning) and type(made).__name__ == 'Cleaning'
-    del made
-    assert sorted(os.listdir(tmp_path)) == ['rehearsal', 'results']
-    del metric
-    assert os.listdir(tmp_path) == ['rehearsal']
+def test_state_and_files_of_metrics_are_left_alone(tmp_path):
+    for name in ('results', 'rehearsal'):
+        (tmp_path / name).mkdir()
+    metric = SimpleNamespace(outfile_prefix='results/a', out_file_path=None, output_dir=str(tmp_path / 'results'))
+    metric.results, metric.names = [1], ['a']
+    before = dict(vars(metric))
+    with rehearsal._borrowed(metric, str(tmp_path / 'rehearsal')):
+        metric.names.append('b')
+        metric.found = 1
+        assert metric.outfile_prefix == str(tmp_path / 'rehearsal/a') and metric.out_file_path is None
+        assert metric.results == [] == os.listdir(metric.output_dir)
+        assert metric.output_dir == str(tmp_path / 'rehearsal/results')
+    assert vars(metric) == before and metric.names == ['a'] and metric.results == [1]
 
 
 class Masks:
