@@ -152,19 +152,6 @@ def test_changed_layers_keep_the_casts_of_the_others(casts):
     assert error([grads['stages.2.1.ffn.fc1.weight']], [exact['stages.2.1.ffn.fc1.weight']]) < 0.1
 
 
-def test_a_copy_between_forward_and_backward(casts):
-    model, x = build('RAVLT', 'softmax', drop_path_rate=0.0).train(), image()
-    expected = step(model, x)
-    with torch.autocast('cpu', HALF):
-        outs = model(x)
-        copied = copy.deepcopy(model)  # as EMA makes one
-    model.zero_grad()
-    small_backbones.loss(outs).backward()
-    assert casts
-    torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, expected[1], rtol=0, atol=0)
-    torch.testing.assert_close(step(copied, x), expected, rtol=0, atol=0)
-
-
 def test_gradients_of_gradients():
     model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
     with torch.autocast('cpu', HALF):

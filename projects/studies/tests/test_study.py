@@ -1,8 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Training of a run, and results of one process, several, and other studies."""
+"""Images of the studies, training of a run, and results of one process, several, and other studies."""
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from filelock import FileLock
@@ -79,6 +80,16 @@ def test_pictures_are_learned_by_heart_and_runs_repeat():
     found = [training.train_variant(variant, 0, settings, data, data) for _ in range(2)]
     assert found[0]['accuracy'] > 60 and found[0]['loss'] == found[1]['loss']
     assert len(found[0]['attention']) == 5
+
+
+def test_pictures_are_those_of_the_seed():
+    """Independent of other random numbers and of the number of images."""
+    images, labels = draw(3, Settings(), 1)
+    assert images.dtype == torch.uint8 and images.shape == (3, 3, Settings().size, Settings().size)
+    np.random.rand(3), torch.rand(3)
+    more, other = draw(4, Settings(), 1), draw(3, Settings(), 2)
+    assert torch.equal(images, more[0][:3]) and torch.equal(labels, more[1][:3])
+    assert all(not torch.equal(one, two) for one in images for two in other[0])
 
 
 # --- a study ----------------------------------------------------------------------------------------------------------
