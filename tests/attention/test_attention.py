@@ -196,6 +196,7 @@ def test_every_registered_attention_has_a_reference_and_a_row_in_the_documentati
     assert {line.split('`')[1] for line in page.splitlines() if line.startswith('| `')} == ours
 
 
+LN = dict(type='LN')
 GATES = ["gate='{}'", "None, 'projection', 'identity' or 'tanh'"]
 SEQUENTIAL = [spec for name, spec in ATTENTIONS.items() if build(name).mixer.sequential]
 ERRORS = [  # class, its arguments, words of the error: argument, value, allowed values
@@ -203,10 +204,7 @@ ERRORS = [  # class, its arguments, words of the error: argument, value, allowed
     (get_mixer, (dict(kernel='elu'),), ['stage_attns', 'None', "'rala'"]),
     (get_mixer, (dict(type=nn.Linear),), ['Linear', "'rala'"]),
     *((Attention, (DIM, heads, 'rala'), [f'num_heads={heads}', '16']) for heads in (3, 0, -1)),
-    *(
-        (Attention, (DIM, HEADS, 'rala', None, size), [f'local_kernel={size!r}', 'None or an odd int >= 1'])
-        for size in (4, 0, -3, 3.0, True)
-    ),
+    *((Attention, (DIM, HEADS, 'rala', None, k), [f'local_kernel={k!r}', 'odd int']) for k in (4, 0, -3, 3.0, True)),
     *((Attention, (DIM, HEADS, spec), words) for spec, words in references.ERRORS),
     (Attention, (DIM, HEADS, dict(type='rala', output_gate='')), [GATES[0].format(''), GATES[1]]),
     (Attention, (DIM, HEADS, 'softmax', None, None, 'sigmoid'), [GATES[0].format('sigmoid'), GATES[1]]),
@@ -216,10 +214,8 @@ ERRORS = [  # class, its arguments, words of the error: argument, value, allowed
     (StripeAttention, (24, 3, 'softmax', 2), ['num_heads=3', 'even']),
     (StripeAttention, (DIM, HEADS, ATTENTIONS['rala, tanh'], 2), ["gate='tanh'", 'stripes']),
     (WindowAttention, (DIM, HEADS, 'inline', (4, 4), True), ["shift=True: 'inline' takes no bias"]),
-    *(
-        (partial(ReducedAttention, DIM, HEADS, spec, 2, dict(type='LN'), **options), (), [f"ratio=2: '{spec}' adds"])
-        for spec, options in (('inline', {}), ('softmax', dict(local_kernel=3)))
-    ),
+    (ReducedAttention, (DIM, HEADS, 'inline', 2, LN), ["ratio=2: 'inline' adds"]),
+    (partial(ReducedAttention, local_kernel=3), (DIM, HEADS, 'softmax', 2, LN), ["ratio=2: 'softmax' adds"]),
     (ops.rala, (tokens(1, 12), tokens(1, 3), tokens(1, 3), HEADS), ['q has 12 tokens and k 3']),
     # its index and bias would take a GiB a block
     (WindowAttention, (DIM, HEADS, 'softmax', (1, 8193), False, True), ['window_size=(1, 8193)', '8192']),
