@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Every attention in every backbone: any size, any batch, half precision, graphs, parallel training."""
+"""Every attention in every backbone: any size, any batch, half precision, hooks, recomputed blocks, copies."""
 
 import copy
 import functools
