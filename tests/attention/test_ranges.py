@@ -95,7 +95,7 @@ def wrapped(attention):
 def test_hallucination_by_modules_on_maps(name, backend):
     """Compare with modules called on the maps, with class tokens, mask and bias, and in shifted windows."""
     windows = filled(WindowAttention(DIM, HEADS, ATTENTIONS[name], (4, 4), shift=True, relative_bias=True))
-    attention, image = build(name), tokens(2, 63).unflatten(1, (7, 9))
+    attention, image = build(name), tokens(2, 64).unflatten(1, (8, 8))
     with ops.use(backend):
         assert_same(wrapped(windows)(image, StageContext.of(image)), windows(image, StageContext.of(image)), [image])
         for prefix, is_masked in itertools.product((0, 1), (False, True)):
