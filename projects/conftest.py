@@ -1,29 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Tests of projects: ``python -m pytest projects``."""
 
-import random
 import sys
 
-import numpy as np
 import pytest
-import torch
-from mmengine.utils import ManagerMixin
-
-
-@pytest.fixture(autouse=True)
-def independent():
-    """Seed random numbers before each test; drop MMEngine's global instances (default scope, loggers) after it."""
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-    yield
-    forget_instances(ManagerMixin)
-
-
-def forget_instances(kind) -> None:
-    for child in kind.__subclasses__():
-        child._instance_dict.clear()
-        forget_instances(child)
+from conftest import independent  # noqa: F401  the fixture of tests/
 
 
 @pytest.fixture

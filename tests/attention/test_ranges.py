@@ -91,24 +91,18 @@ def wrapped(attention):
 
 
 @both_backends
-@pytest.mark.parametrize('prefix', [0, 1])
 @pytest.mark.parametrize('name', [name for name in ATTENTIONS if name.startswith('hallucinated')])
-def test_hallucination_by_modules_on_maps(name, prefix, backend):
-    """Compare with IHH and CHH as modules called on the maps, in the order of the equation, with mask and bias."""
-    attention, grid = build(name), Grid(4, 5, prefix)
-    n = grid.num_tokens
-    x, bias = tokens(2, n), torch.randn(1, 2 * HEADS, n, n, dtype=torch.float64)
-    for mask in (None, torch.rand(2, n) > 0.3):
-        with ops.use(backend):
-            ours, plain = (attend(a, x, grid, mask=mask, bias=bias) for a in (wrapped(attention), attention))
-        assert_same(ours, plain, [x])
-
-
-@pytest.mark.parametrize('name', [name for name in ATTENTIONS if name.startswith('hallucinated')])
-def test_hallucination_by_modules_on_maps_of_shifted_windows(name):
-    attention = filled(WindowAttention(DIM, HEADS, ATTENTIONS[name], (4, 4), shift=True, relative_bias=True))
-    x = torch.randn(2, 7, 9, DIM, dtype=torch.float64, requires_grad=True)
-    assert_same(wrapped(attention)(x, StageContext.of(x)), attention(x, StageContext.of(x)), [x])
+def test_hallucination_by_modules_on_maps(name, backend):
+    """Compare with modules called on the maps, with class tokens, mask and bias, and in shifted windows."""
+    windows = filled(WindowAttention(DIM, HEADS, ATTENTIONS[name], (4, 4), shift=True, relative_bias=True))
+    attention, image = build(name), tokens(2, 64).unflatten(1, (8, 8))
+    with ops.use(backend):
+        assert_same(wrapped(windows)(image, StageContext.of(image)), windows(image, StageContext.of(image)), [image])
+        for prefix, is_masked in itertools.product((0, 1), (False, True)):
+            x, bias = tokens(2, 20 + prefix), torch.randn(1, 2 * HEADS, *2 * [20 + prefix], dtype=torch.float64)
+            options = dict(mask=torch.rand(2, 20 + prefix) > 0.3 if is_masked else None, bias=bias)
+            ours, plain = (attend(each, x, Grid(4, 5, prefix), **options) for each in (wrapped(attention), attention))
+            assert_same(ours, plain, [x])
 
 
 @pytest.mark.parametrize('prefix', [0, 1])

@@ -25,11 +25,10 @@ OF_ARCHS = [
     (dict(depths=(4,) * 7), ['embed_dims, depths and num_heads', "'depths': 7"]),
     *((dict(depths=(value, 1, 2, 1)), ['arch: depths=', 'ints >= 1']) for value in (0, 1.5, True)),
     *((dict(num_heads=(n, 2, 3, 4)), [f'num_heads={n}', 'divisor of the width 8']) for n in (5, 0, 1.0)),
-    *(
-        (dict(mlp_ratios=value), [f'arch: mlp_ratios={value!r}', 'numbers above 0'])
-        for value in (0, '4', None, True, float('nan'), float('inf'), (0,) * 4)
-    ),
-    *((dict(zip([key], [(1, 2)])), [f'{key}=(1, 2)', 'each of the 4']) for key in ('mlp_ratios', 'ffn')),
+    *((dict(mlp_ratios=v), [f'arch: mlp_ratios={v!r}', 'numbers above 0']) for v in (0, '4', None, True, (0,) * 4)),
+    *((dict(mlp_ratios=float(v)), [f'arch: mlp_ratios={v}', 'numbers above 0']) for v in ('nan', 'inf')),
+    (dict(mlp_ratios=(1, 2)), ['mlp_ratios=(1, 2)', 'each of the 4']),
+    (dict(ffn=(1, 2)), ['ffn=(1, 2)', 'each of the 4']),
 ]
 OF_ARGUMENTS = [
     *((dict(arch=value), [f'arch={value!r}', SWIN, 'a dict']) for value in ('huge', None)),
@@ -40,18 +39,12 @@ OF_ARGUMENTS = [
     *((dict(drop_path_rate=v), [f'drop_path_rate={v!r}', 'number in [0, 1)']) for v in ('0.1', -0.1, 1.0, True)),
     *((dict(out_indices=v), ['out_indices']) for v in ('0', None, [0.0], {0: 1})),
     *((dict(out_indices=v), [f'out_indices={v}', 'ascending', '[0, 3]']) for v in ((), (4,), (0, 0), (1, 0), (-5,))),
-    *(
-        (dict(stage_attns=v), [f'stage_attns={v!r}', 'each of the 4 stages'])
-        for v in (('rala',) * 5, 'rala', dict(type='rala'))
-    ),
+    (dict(stage_attns=('rala',) * 5), ["stage_attns=('rala', 'rala', 'rala', 'rala', 'rala')", 'each of the 4 stages']),
+    (dict(stage_attns='rala'), ["stage_attns='rala'", 'each of the 4 stages']),
+    (dict(stage_attns=dict(type='rala')), ["stage_attns={'type': 'rala'}", 'each of the 4 stages']),
     (dict(stage_attns=('ralla',) * 4), ['stage_attns', "'ralla'", "'rala'"]),
-    *(
-        (dict(stage_attns=['rala', 'rala', blocks, 'rala']), words)
-        for blocks, words in (
-            (['rala'], ['stage_attns[2] names 1 attentions', 'stage 2 has 2 blocks']),
-            (['rala', dict(type='ralla')], ["'ralla'", "'rala'"]),
-        )
-    ),
+    (dict(stage_attns=['rala', 'rala', ['rala'], 'rala']), ['stage_attns[2] names 1', 'stage 2 has 2 blocks']),
+    (dict(stage_attns=['rala', 'rala', ['rala', dict(type='ralla')], 'rala']), ["'ralla'", "'rala'"]),
 ]
 COUNTS = {  # keys of an arch that hold numbers of tokens, pixels or patches
     'LinearPVT': dict(grids=0, sr_ratios=(8, 4, 2, 0)),
@@ -59,25 +52,17 @@ COUNTS = {  # keys of an arch that hold numbers of tokens, pixels or patches
     'LinearCSWin': dict(stripes=(0, 2, 3, None)),
     'LinearDeiT': dict(grid=0),
 }
+TWO_STAGES = dict(embed_dims=(16, 32), depths=(2, 3), num_heads=(2, 2))
 WINDOW = "'trained', None, an int >= 1, or a sequence of 4"
 SPECIAL = [
-    *(
-        ('LinearSwin', dict(window_size=value), [f'window_size={value!r}', WINDOW])
-        for value in (0, 'whole', 7.5, (7, 7), (7, 7, 7, 0))
-    ),
+    *((SWIN, dict(window_size=v), [f'window_size={v!r}', WINDOW]) for v in (0, 'whole', 7.5, (7, 7), (7, 7, 7, 0))),
     # softmax windows with a bias too large for memory are named before anything of their size is built
-    ('LinearSwin', dict(window_size=2**20, stage_attns=('softmax',) * 4), [f'window_size=({2**20}, {2**20})', '8192']),
-    *(
-        (DEIT, dict(arch=arch(DEIT, ffn=dict(type='compact', ffn=ffn))), ["'compact'", 'convolution'])
-        for ffn in ('conv', 'dwconv')
-    ),
+    (SWIN, dict(window_size=2**20, stage_attns=('softmax',) * 4), [f'window_size=({2**20}, {2**20})', '8192']),
+    (DEIT, dict(arch=arch(DEIT, ffn=dict(type='compact', ffn='conv'))), ["'compact'", 'convolution']),
+    (DEIT, dict(arch=arch(DEIT, ffn=dict(type='compact', ffn='dwconv'))), ["'compact'", 'convolution']),
     (DEIT, dict(out_type='tokens'), ["out_type='tokens'", "'raw'", "'featmap'"]),
     (DEIT, dict(out_indices=None), ['out_indices=None', 'list or tuple']),
-    (
-        DEIT,
-        dict(arch=dict(embed_dims=(16, 32), depths=(2, 3), num_heads=(2, 2), grid=3), stage_attns=('softmax',) * 2),
-        ['depths=(2, 3)', 'one entry'],
-    ),
+    (DEIT, dict(arch=arch(DEIT, **TWO_STAGES), stage_attns=('softmax',) * 2), ['depths=(2, 3)', 'one entry']),
     *(('RAVLT', dict([(name, 'no')]), [f"{name}='no'", 'bool']) for name in ('rotary', 'cpe')),
     ('RAVLT', dict(norm_cfg='BN'), ["norm_cfg='BN'", 'dict']),
     ('RAVLT', dict(arch=arch('RAVLT', layer_scales='a')), ["arch: layer_scales='a'", 'numbers or None']),
@@ -85,17 +70,17 @@ SPECIAL = [
     *((backbone, dict(norm_cfg=dict(type='LN')), ["'type': 'LN'", '(B, C, H, W)']) for backbone in ('RAVLT', NEXT)),
     ('RAVLT', dict(arch=arch('RAVLT', num_heads=(1, 2, 3, 16))), ['head_dim=2', 'multiple of 4']),
     (NEXT, dict(stage_norms='yes'), ["stage_norms='yes'", 'bool']),
-    *(
-        (NEXT, dict(arch=arch(NEXT, **changes)), words)
-        for changes, words in (
-            (dict(attn_every=(0, 1, -2, 1)), ['attn_every=(0, 1, -2, 1)', 'ints >= 0']),
-            (dict(key_reduction='rows'), ["key_reduction='rows'", "'grid', 'sequence'"]),
-            (dict(group_dim=0), ['group_dim=0', 'int >= 1']),
-            *((dict(stem_dims=value), [f'stem_dims={value}', 'three entries']) for value in (8, (8, 4), (8,) * 4)),
-            (dict(stem_dims=(8, 0, 8)), ['stem_dims=(8, 0, 8)', 'ints >= 1']),
-            (dict(group_dim=3), ['embed_dims=(8, 16, 24, 32)', 'multiples of group_dim=3']),
-            (dict(group_dim=8, embed_dims=(8, 16, 24, 24)), ['group_dim=8', 'at least three times']),
-        )
+    (NEXT, dict(arch=arch(NEXT, key_reduction='rows')), ["key_reduction='rows'", "'grid', 'sequence'"]),
+    (NEXT, dict(arch=arch(NEXT, attn_every=(0, 1, -2, 1))), ['attn_every=(0, 1, -2, 1)', 'ints >= 0']),
+    (NEXT, dict(arch=arch(NEXT, group_dim=0)), ['group_dim=0', 'int >= 1']),
+    *((NEXT, dict(arch=arch(NEXT, stem_dims=v)), [f'stem_dims={v}', 'three entries']) for v in (8, (8, 4), (8,) * 4)),
+    (NEXT, dict(arch=arch(NEXT, stem_dims=(8, 0, 8))), ['stem_dims=(8, 0, 8)', 'ints >= 1']),
+    (NEXT, dict(arch=arch(NEXT, group_dim=3)), ['embed_dims=(8, 16, 24, 32)', 'multiples of group_dim=3']),
+    (NEXT, dict(arch=arch(NEXT, group_dim=8, embed_dims=(8, 16, 24, 24))), ['group_dim=8', 'at least three times']),
+    (
+        NEXT,
+        dict(stage_attns=(None, *['hallucinated'] * 3), arch=arch(NEXT, key_reduction='sequence')),
+        ["'hallucinated'", "'grid'"],
     ),
     (NEXT, dict(stage_attns=(None, 'inline', ['rala', None], 'focused')), ['attention None', "'rala'"]),
 ]

@@ -26,29 +26,10 @@ def test_without_a_gpu_one_line(tmp_path):
     assert not (tmp_path / 'report').exists()
 
 
-# parts one after the other in one process: to import PyTorch for each takes longer
-REHEARSAL = """
-import sys
-import check_gpu
-from pathlib import Path
-
-by_process, file = check_gpu.run_part, Path(sys.argv[1]) / 'part.json'
-
-def run_part(name, rehearse, seconds):
-    if name == 'machine':
-        return by_process(name, rehearse, seconds)
-    check_gpu.run_here(name, file)
-    return check_gpu.json.loads(file.read_text())
-
-check_gpu.run_part = run_part
-sys.exit(check_gpu.main(['--out', sys.argv[1], '--rehearse']))
-"""
-
-
 @pytest.mark.exhaustive
 def test_rehearsal(tmp_path):
     pytest.importorskip('mmdet')
-    done = run('-c', REHEARSAL, tmp_path)
+    done = run(ROOT / 'benchmarks' / 'check_gpu.py', '--out', tmp_path, '--rehearse')
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / 'report.json').read_text())
     assert {part['status'] for part in report['parts'].values()} == {'done'}

@@ -1,12 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Recipes of the configs beside the published ones, weight decay of parameters, pipelines, and a training step."""
+"""Recipes of the configs beside the published ones, pipelines, and a training step."""
 
 import json
 
 import pytest
-import torch
-from helpers.config_helpers import CONFIGS, ROOT, build, load, one_size, without_gradient
-from mmengine.optim import build_optim_wrapper
+from helpers.config_helpers import CONFIGS, ROOT, build, load, without_gradient
 from mmengine.registry import TRANSFORMS, init_default_scope
 
 import mmlinattn  # noqa: F401
@@ -71,36 +69,6 @@ def test_a_config_is_its_published_recipe(name):
     assert name in PUBLISHED['configs'], 'add its recipe to tests/data/recipes.json'
     assert summary(load(name)) == PUBLISHED['recipes'][PUBLISHED['configs'][name]]
     assert load(name).optim_wrapper.constructor == 'MergedOptimWrapperConstructor'
-
-
-KINDS = dict(
-    norms=lambda key, norms: key in norms,
-    # dense recipes match the name, absent in norms of heads and of RAVLT's stem
-    named=lambda key, norms: key in norms and 'norm' in key,
-    tables=lambda key, norms: key.endswith(('relative_bias.table', '.position_table.weight', 'cls_token')),
-    biases=lambda key, norms: key.endswith('.bias'),
-)
-
-
-@pytest.mark.parametrize('name', one_size(CONFIGS))
-def test_parameters_without_weight_decay(name):
-    model, cfg = build(name, random_init=False)
-    optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
-    groups = optimizer.param_groups
-    assert len(groups) == len({(group['lr'], group['weight_decay']) for group in groups})
-    assert all(group['fused'] for group in groups)
-    decay = {id(p): group['weight_decay'] for group in groups for p in group['params']}
-    found = {key for key, p in model.named_parameters() if decay[id(p)] == 0}
-    norms = {
-        f'{prefix}.{leaf}'
-        for prefix, module in model.named_modules()
-        if isinstance(module, (torch.nn.LayerNorm, torch.nn.modules.batchnorm._BatchNorm))
-        for leaf in ('weight', 'bias')
-    }
-    by_name = 'tables' if 'fpn_80k' in name or (name.startswith('mmdet') and 'pvt' in name) else 'named tables'
-    kinds = ('norms biases tables' if name.endswith('in1k') else by_name).split()
-    assert found == {key for key, _ in model.named_parameters() if any(KINDS[kind](key, norms) for kind in kinds)}
-    assert set(decay.values()) - {0} == {cfg.optim_wrapper.optimizer.weight_decay}
 
 
 @pytest.mark.parametrize('name', CONFIGS)

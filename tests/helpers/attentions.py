@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Every attention of ``mmlinattn.ops`` as a function ``(q, k, v, num_heads, mask=None)``."""
 
-import inspect
 from functools import partial
 
 import torch
@@ -26,26 +25,10 @@ def focused_with_positions(q, k, v, num_heads, mask=None):
     return ops.focused_attention(q, k, v, num_heads, scale, 3, offset=scale * 0.1, mask=mask)
 
 
-def without_heads(q, k, v, num_heads, mask=None, op=None):
-    return op(q, k, v, mask=mask)
+def hydra(q, k, v, num_heads, mask=None):
+    return ops.hydra_attention(q, k, v, mask=mask)
 
 
-def public_ops():
-    """Return the attention functions by name, with default flags and with each flag inverted."""
-    found = {}
-    for name, op in vars(ops).items():
-        parameters = inspect.signature(op).parameters.values() if name.endswith('_attention') else ()
-        required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
-        if required in ({'q', 'k', 'v'}, {'q', 'k', 'v', 'num_heads'}):
-            name = name.removesuffix('_attention')
-            found[name] = op if 'num_heads' in required else partial(without_heads, op=op)
-            for flag in parameters:
-                if isinstance(flag.default, bool):
-                    found[f'{name}, {flag.name}={not flag.default}'] = partial(op, **{flag.name: not flag.default})
-    return found
-
-
-PUBLIC = public_ops()
 LINEAR = {
     **{f'rala, {kernel}': partial(ops.rala, kernel=kernel, weight_scale=0.25) for kernel in ('elu', 'relu', 'softmax')},
     'rala without weights': partial(ops.rala, weight_scale=None),
@@ -54,6 +37,14 @@ LINEAR = {
     **{f'linear, {kernel}': partial(ops.linear_attention, kernel=kernel) for kernel in ('elu', 'relu')},
     **{f'focused, {power}': partial(focused, power=power) for power in (1, 3, 4.5)},
     'focused, positions': focused_with_positions,
-    **{name: call for name, call in PUBLIC.items() if name not in ('linear', 'softmax')},
+    'angular': ops.angular_attention,
+    'angular, released=False': partial(ops.angular_attention, released=False),
+    'angular, unit_output=False': partial(ops.angular_attention, unit_output=False),
+    'efficient': ops.efficient_attention,
+    'hydra': hydra,
 }
-ATTENTIONS = {**LINEAR, 'softmax': PUBLIC['softmax'], 'softmax, rotary': partial(with_rotary, op=ops.softmax_attention)}
+ATTENTIONS = {
+    **LINEAR,
+    'softmax': ops.softmax_attention,
+    'softmax, rotary': partial(with_rotary, op=ops.softmax_attention),
+}

@@ -61,14 +61,9 @@ ERRORS = [  # options of an attention, words of the error; DIM = 16, HEADS = 2
     *((dict(type='focused', power=p), [f'power={p}', '[1, 32]']) for p in (0.5, 0, -1, 33, None, '3')),
     *((dict(type='rala', kernel=name), [f'kernel={name!r}', 'elu']) for name in ('gelu', '', None)),
     *((dict(type='inline', kernel=name), [f'kernel={name!r}', 'leakyrelu']) for name in ('elu', '', None)),
-    *(
-        (dict(type='hallucinated', steps=steps), [_STEPS.format(steps)])
-        for steps in ('ihh', None, ('ihh', 'ihh'), ('dhh',))
-    ),
-    *(
-        (dict(type='inline', kernel=name, injective=False), [f'kernel={name!r}', "'relu' or 'exp'"])
-        for name in ('identity', 'leakyrelu')
-    ),
+    *((dict(type='hallucinated', steps=s), [_STEPS.format(s)]) for s in ('ihh', None, ('ihh', 'ihh'), ('dhh',))),
+    (dict(type='inline', kernel='identity', injective=False), ["kernel='identity'", "'relu' or 'exp'"]),
+    (dict(type='inline', kernel='leakyrelu', injective=False), ["kernel='leakyrelu'", "'relu' or 'exp'"]),
     (dict(type='angular', form='release'), ["form='release'", "'released' or 'paper'"]),
     (dict(type='angular', conv='9x1'), ["conv='9x1'", "'grid'", "'sequence'"]),
 ]

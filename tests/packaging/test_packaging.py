@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Content of wheel and source archive; pinned versions; model index and metafiles beside configs and tables."""
+"""Content of wheel and source archive; pinned versions."""
 
 import email
 import json
@@ -15,11 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-from mmlinattn.checkpoints.released import find_link, released_checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = runpy.run_path(str(ROOT / 'mmlinattn' / 'version.py'))['__version__']
@@ -198,37 +195,3 @@ def test_oldest_lock_is_the_lower_bounds():
     for requirement in requirements('runtime') + requirements('mminstall'):
         for specifier in requirement.specifier:
             assert specifier.operator != '>=' or locked[canonicalize_name(requirement.name)] == specifier.version
-
-
-@pytest.fixture(scope='module')
-def models() -> dict:
-    index = yaml.safe_load((ROOT / 'model-index.yml').read_text())
-    found = {}
-    for path in index['Import']:
-        content = yaml.safe_load((ROOT / path).read_text())
-        collections = {collection['Name'] for collection in content['Collections']}
-        for model in content['Models']:
-            assert model['In Collection'] in collections
-            assert model['Name'] not in found
-            found[model['Name']] = model
-    return found
-
-
-def test_every_config_has_an_entry(models):
-    configs = {path.relative_to(ROOT).as_posix() for path in ROOT.glob('configs/mm*/*.py')}
-    assert {model['Config'] for model in models.values()} == configs
-    # unique, although three tasks have a config of the same name
-    for name, model in models.items():
-        task, stem = model['Config'][:-3].split('/')[1:]
-        assert name in (stem, f'{stem}_{task}')
-
-
-def test_links_are_those_of_the_released_table(models):
-    released = released_checkpoints()
-    for name, model in models.items():
-        assert ('Weights' in model) == (name in released)
-        if 'Weights' in model:
-            assert model['Converted From']['Weights'] == released[name].link
-            assert find_link(model['Weights']).name == name  # loaded by MMEngine with its layout
-            # name of the file that mim saves
-            assert model['Weights'].split('/')[-1] == released[name].file_name

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mmlinattn.checkpoints.released import find_link, released_checkpoints
 from mmlinattn.tooling.analysis.flops import CONV, PRODUCT, Cost
 from projects.pages import metafiles
 from projects.pages.published import TABLES, Row, read_rows
@@ -76,6 +77,17 @@ def test_lines():
 def test_metafiles_are_as_generated():
     for path, text in metafiles.make_files().items():
         assert (ROOT / path).read_text(encoding='utf-8') == text, 'run python -m projects.pages.metafiles'
+
+
+def test_links_are_those_of_the_released_table():
+    released = released_checkpoints()
+    for text in metafiles.make_files().values():
+        for model in yaml.safe_load(text).get('Models', ()):
+            assert ('Weights' in model) == (model['Name'] in released)
+            if 'Weights' in model:
+                link = find_link(model['Weights'])  # loaded by MMEngine with its layout
+                assert link == released[model['Name']] and model['Converted From']['Weights'] == link.link
+                assert model['Weights'].split('/')[-1] == link.file_name  # name of the file that mim saves
 
 
 def test_configs_of_new_families_and_of_one_name(tmp_path):

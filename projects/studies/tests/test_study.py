@@ -1,8 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Training of a run, and results of one process, several, and other studies."""
+"""Images of the studies, training of a run, tables, and results of one process, several, and other studies."""
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from filelock import FileLock
@@ -10,10 +11,9 @@ from test_variants import RESULTS
 from torch import nn
 
 from mmlinattn.utils.errors import RunError
-from projects.studies import study, training
+from projects.studies import report, study, training
 from projects.studies.arguments import parse_args
 from projects.studies.main import main
-from projects.studies.report import table
 from projects.studies.study import run_study
 from projects.studies.task import Settings, draw
 from projects.studies.variants import STUDIES, Variant
@@ -81,6 +81,16 @@ def test_pictures_are_learned_by_heart_and_runs_repeat():
     assert len(found[0]['attention']) == 5
 
 
+def test_pictures_are_those_of_the_seed():
+    """Independent of other random numbers and of the number of images."""
+    images, labels = draw(3, Settings(), 1)
+    assert images.dtype == torch.uint8 and images.shape == (3, 3, Settings().size, Settings().size)
+    np.random.rand(3), torch.rand(3)
+    more, other = draw(4, Settings(), 1), draw(3, Settings(), 2)
+    assert torch.equal(images, more[0][:3]) and torch.equal(labels, more[1][:3])
+    assert all(not torch.equal(one, two) for one in images for two in other[0])
+
+
 # --- a study ----------------------------------------------------------------------------------------------------------
 
 
@@ -133,7 +143,7 @@ def test_runs_of_the_page_are_continued(trained, tmp_path):
         (tmp_path / 'results.json').write_text(path.read_text())
         kept = json.loads(path.read_text())
         results = run_study(kept['study'], tmp_path, 1, Settings())
-        assert f'| {results["runs"][0]["variant"]} |' in table(results)
+        assert report.table(results) == path.with_name('table.md').read_text(encoding='utf-8')
     assert not trained.runs
 
 
@@ -156,3 +166,22 @@ def test_results_of_something_else_are_not_overwritten(tmp_path, text):
 )
 def test_bad_arguments(tmp_path, fails, args, message):
     assert message in fails(lambda: main(parse_args()), '--study', 'rala', '--out', tmp_path / 'out', *args)
+
+
+def test_one_seed_has_no_spread():
+    assert report.spread([40.0]) == '40.0' and report.spread([40.0, 44.0]) == '42.0 ± 2.8'
+
+
+@pytest.mark.parametrize(
+    ('better', 'worse', 'found'),
+    [
+        ([3, 4], [1, 2], 'holds'),
+        ([1, 2], [3, 4], 'reversed'),
+        ([1, 3], [2, 4], 'within the spread'),
+        ([3, 4], [2, 3], 'within the spread'),
+        ([3], [1, 2], 'one seed'),
+        ([3, 4], [1], 'one seed'),
+    ],
+)
+def test_verdicts(better, worse, found):
+    assert report.verdict(better, worse) == found
