@@ -153,7 +153,7 @@ def test_norms_by_option():
     assert norms(out_indices=(3,)) == ['3']  # a classifier
     assert norms(out_norm=False) == []
     assert norms(out_norm=False, stage_norms=True) == ['0', '1', '2']
-    assert norms(stage_norms=False) == ['0', '1', '2', '3']
+    assert norms(out_indices=(1, 2), stage_norms=False) == ['1', '2']
     assert norms(out_indices=(3,), stage_norms=True) == ['0', '1', '2', '3']
 
 

@@ -96,15 +96,17 @@ def test_invalid_downloads_are_not_kept(server, reply, said):
     assert LOAD('mmlinattn://ravlt_t')['state_dict']  # the next attempt downloads again
 
 
-def test_an_unreachable_or_silent_server(server, monkeypatch):
+def test_an_unreachable_or_silent_server(server, monkeypatch, request):
     server.stop()
+    socket.setdefaulttimeout(7)
+    request.addfinalizer(lambda: socket.setdefaulttimeout(None))
     error_line('mmlinattn://ravlt_t')
     with socket.create_server(('127.0.0.1', 0)) as silent:
         entry = find_released('ravlt_t')._replace(link=f'http://127.0.0.1:{silent.getsockname()[1]}/a')
         monkeypatch.setattr(released, 'released_checkpoints', lambda: {'ravlt_t': entry})
         monkeypatch.setattr(download, 'TIMEOUT', 0.2)
         assert 'timed out' in error_line('mmlinattn://ravlt_t')
-    assert socket.getdefaulttimeout() is None and server.kept() == []
+    assert socket.getdefaulttimeout() == 7 and server.kept() == []
 
 
 def test_names_of_backbones_and_files(monkeypatch, tmp_path):

@@ -42,8 +42,8 @@ def test_a_released_file_loads_without_a_warning(load, dense):
 
 
 def test_differences_are_listed_in_one_warning(load):
-    state, stem = model().state_dict(), 'patch_embeds.0.layers.0.weight'
-    state.update({'mystery.weight': torch.ones(1), NORM: torch.full((5,), 3.0)})
+    state, stem, kind = model().state_dict(), 'patch_embeds.0.layers.0.weight', 'patch_embeds.0.layers.0.bias'
+    state.update({'mystery.weight': torch.ones(1), NORM: torch.full((5,), 3.0), kind: state[kind].int()})
     state['out_norms.2.weight'][3] = float('nan')
     del state[stem]
     target = model()
@@ -52,7 +52,7 @@ def test_differences_are_listed_in_one_warning(load):
     for part in (
         f'missing in the file: {stem}',
         'unexpected in the file: mystery.weight',
-        f'of another shape or kind, not loaded: {NORM} (5 in the file, 16 in the model)',
+        f'of another shape or kind, not loaded: {NORM} (5 in the file, 16 in the model), {kind} (int32, not real)',
         'NaN or infinite: out_norms.2.weight',
     ):
         assert part in warning

@@ -99,6 +99,14 @@ def test_numpy_data_of_numpy_1_and_2(tmp_path, core):
     assert loaded['scalar'] == 0.5 and loaded['scalar'].dtype == np.float32
 
 
+@pytest.mark.parametrize('module', [b'pathlib', b'pathlib._local'])
+def test_paths_of_all_versions_of_python(tmp_path, module):
+    """Python 3.13 moved the class."""
+    torch.save(dict(output_dir=Path('runs')), tmp_path / 'a.pth')
+    names = (b'%s\nPosixPath' % name for name in (b'pathlib', b'pathlib._local', module))
+    assert str(load_file(renamed(tmp_path / 'a.pth', *names))['output_dir']) == 'runs'
+
+
 class Settings(dict):
     """Dict with attributes, as yacs' node, and with arguments, as addict's dict."""
 

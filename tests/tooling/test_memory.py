@@ -26,7 +26,12 @@ print(kept, min(faults() for _ in range(32)))
 @pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason="of glibc's malloc")
 @pytest.mark.parametrize(
     ('variables', 'expected'),
-    [({}, True), ({'MMLINATTN_KEEP_MEMORY': '0'}, False), ({'MALLOC_TRIM_THRESHOLD_': '131072'}, False)],
+    [
+        ({}, True),
+        ({'MMLINATTN_KEEP_MEMORY': '0'}, False),
+        ({'MALLOC_TRIM_THRESHOLD_': '131072'}, False),
+        ({'GLIBC_TUNABLES': 'glibc.malloc.trim_threshold=131072'}, False),
+    ],
     ids=str,
 )
 def test_freed_memory_is_kept(variables, expected):

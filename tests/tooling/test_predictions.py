@@ -200,6 +200,16 @@ def test_files_of_a_test(tested, tmp_path):
     assert len((tmp_path / 'out/y/1.txt').read_text().splitlines()) == 3
 
 
+@pytest.mark.parametrize('flag', predictions.FLAGS)
+def test_a_second_run_writes_to_the_same_place(tmp_path, flag):
+    options = {each[2:].replace('-', '_'): str(tmp_path / 'new.json') * (each == flag) for each in predictions.FLAGS}
+    for _ in range(2):
+        args = argparse.Namespace(save_conf=False, **options)
+        predictions.check_prediction_arguments(args, predictions.FLAGS[flag][0], 'config.py')
+        if flag == '--save-json':
+            (tmp_path / 'new.json').touch()
+
+
 def test_a_visualizer_that_writes_nothing_is_an_error(tested, tmp_path):
     with pytest.raises(RunError, match="visualizer.type='IdleVisualizer' of the config draws no file"):
         tested(IdleVisualizer(), show_dir=str(tmp_path / 'out'))

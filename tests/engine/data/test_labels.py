@@ -125,8 +125,8 @@ def test_models_that_compare_images(look, how):
 
 
 def test_joined_data_sets_with_other_classes(look):
-    for names, is_wrong in (('acb', True), ('ab', False)):
-        sets = [named('abc'), named(names)]
+    for first, second, is_wrong in (('abc', 'acb', True), ('abc', 'ab', False), ('+-', '-+', True)):
+        sets = [named(first), named(second)]
         joined = Data(0, datasets=sets)
         joined.metainfo = [one.metainfo for one in sets]
         assert bool(look(nn.Module(), train=[joined])[0]) == is_wrong

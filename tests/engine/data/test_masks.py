@@ -23,7 +23,7 @@ REDUCED = dict(reduce_zero_label=True)
         ([[0, 255]], REDUCED, 'no label at all'),
         ([[1, 2, 5]], REDUCED, r'the label 4 \(the value 5 in the file\)'),
         ([[[9, 9, 9]]], {}, 'ann/0.png has 3 channels'),
-        ([[0, 257]], dict(dtype=np.uint16), 'has the value 257, of which MMSegmentation keeps 8 bits: 1'),
+        ([[0, 256]], dict(dtype=np.uint16), 'has the value 256, of which MMSegmentation keeps 8 bits: 0'),
         ([[0, 1]], dict(loading=REDUCED), 'ann/0.png cannot be loaded: '),
         ([[0, 1, 255]], {}, ''),
         ([[0, 1, 2]], REDUCED, ''),

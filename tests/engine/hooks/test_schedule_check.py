@@ -23,6 +23,8 @@ def errors(schedules, epochs, rates=(1.0,), by_iteration=False, begin=0):
     wrapper = OptimWrapper(torch.optim.SGD(groups, lr=max(rates), momentum=0.9))
     default = dict(optimizer=wrapper, epoch_length=100)
     built = [PARAM_SCHEDULERS.build(dict(schedule), default_args=default) for schedule in schedules]
+    for each in built * (begin // 100):
+        each.step()
     before = [dict(vars(each)) for each in built], [group['lr'] for group in wrapper.param_groups]
     found = [*schedule_errors(built, wrapper.param_groups, epochs * 100, 0 if by_iteration else 100, begin)]
     assert before == ([vars(each) for each in built], [group['lr'] for group in wrapper.param_groups])
@@ -70,8 +72,11 @@ def test_a_floor_above_the_rate_of_a_group(rates):
     assert not found or 'eta_min=1e-05 of CosineAnnealingLR is a floor' in found[0]
 
 
+@pytest.mark.filterwarnings('ignore:Detected call of `scheduler.step')
 def test_a_resumed_schedule_and_a_loop_without_epochs():
     assert not errors([COSINE], 300, begin=300 * 100)  # nothing is left to train
+    for schedule in (COSINE, dict(COSINE, T_max=195, end=400), dict(COSINE, T_max=495, end=500)):  # ends, rises, lasts
+        assert errors([schedule], 400, begin=250 * 100) == errors([schedule], 400) != []
     (error,) = errors([COSINE], 6, by_iteration=True)
     assert error.endswith('after epochs, and the iteration-based loop has none: set by_epoch=False.')
     assert not errors([dict(type='ReduceOnPlateauLR', monitor='acc')], 6, by_iteration=True)  # works by validations

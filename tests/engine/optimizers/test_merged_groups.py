@@ -233,8 +233,8 @@ def test_states_follow_the_memory_format(when):
 
 
 @pytest.mark.parametrize('fused', [None, False])
-@pytest.mark.parametrize('paramwise', [KEYS, dict(norm_decay_mult=0.0)], ids=['many', 'two'])
-def test_states_with_a_group_for_each_parameter(paramwise, fused):
+@pytest.mark.parametrize('paramwise', [KEYS, dict(norm_decay_mult=0.0), None], ids=['many', 'two', 'one'])
+def test_states_of_mmengine_s_groups(paramwise, fused):
     net, resumed = Net(), Net(1)
     plain = wrap(net, THEIRS, paramwise, dict(foreach=False))
     train(net, plain)

@@ -182,6 +182,8 @@ def test_suppression_keeps_the_best_of_overlapping_boxes(tmp_path):
     scores = torch.tensor([[0.8, 0.9, 0.3, 0.7, 0.0]])
     assert nms_mask(boxes, scores, 0.5, 5).tolist() == [[0, 1, 1, 1, 0]]
     assert nms_mask(boxes, scores, 0.5, 2).tolist() == [[0, 1, 0, 1, 0]]
+    many, falling = torch.cat((boxes[:, :1].expand(1, 99, 4), boxes[:, 2:3]), 1), torch.linspace(1, 0.1, 100)[None]
+    assert nms_mask(many, falling, 0.5, 2)[0].nonzero().tolist() == [[0], [99]]  # behind 98 that are suppressed
     pytest.importorskip('onnxruntime')
     model, path = nn.Identity(), tmp_path / 'a.onnx'
     model.forward = lambda boxes: nms_mask(boxes, scores, 0.5, 5)

@@ -212,6 +212,7 @@ def test_values_and_classes_of_a_table(tmp_path):
         text(tmp_path / f'data/{split}/_classes.csv', 'Pixel Value, Class\n0, background\n1, leaf\n2, root')
     data = layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 1, 2))
     assert data.classes == ['background', 'leaf', 'root']
+    assert read(tmp_path / 'data', 'segmentation', classes=['x', 'y', 'z']).classes == ['x', 'y', 'z']
     unknown = 'the value 7, which the list of values does not name'
     assert_refused(unknown, layout, tmp_path / 'data', 'Roboflow', lambda number: halves(0, 1, 7))
     for split in ('train', 'val'):
@@ -223,10 +224,13 @@ def test_values_and_classes_of_a_table(tmp_path):
 LINEAR, CUBIC = cv2.INTER_LINEAR, cv2.INTER_CUBIC
 
 
-@pytest.mark.parametrize('factor, how', [(2, LINEAR), (8, LINEAR), (2, CUBIC), (8, CUBIC), (1, 'jpeg')])
-def test_masks_enlarged_with_interpolation_have_two_classes(tmp_path, factor, how):
+@pytest.mark.parametrize(
+    'factor, how, dark',
+    [(2, LINEAR, 0), (2, LINEAR, 128), (8, LINEAR, 0), (2, CUBIC, 0), (8, CUBIC, 0), (1, 'jpeg', 0)],
+)
+def test_masks_enlarged_with_interpolation_have_two_classes(tmp_path, factor, how, dark):
     for number in range(4):
-        small = np.zeros((HEIGHT // factor, WIDTH // factor), np.uint8)
+        small = np.full((HEIGHT // factor, WIDTH // factor), dark, np.uint8)
         cv2.circle(small, (WIDTH // factor // 2, HEIGHT // factor // 2), 16 // factor, 255, -1)
         scaled = cv2.resize(small, (WIDTH, HEIGHT), interpolation=cv2.INTER_NEAREST if how == 'jpeg' else how)
         if how == 'jpeg':
@@ -256,6 +260,8 @@ def test_cityscapes_as_it_is_unpacked(tmp_path):
         picture(mask, halves(0, 1, 255))
     data = read(tmp_path, 'segmentation')
     assert data.classes[:2] == ['road', 'sidewalk'] and len(data.images['train']) == 3
+    picture(mask, halves(0, 19))  # of a class of the user
+    assert_refused('the values 0, 1, 19, 255: give --classes', read, tmp_path, 'segmentation')
 
 
 def test_classes_of_label_images_stay_in_train(tmp_path):

@@ -166,6 +166,11 @@ def test_smoke_tests():
     assert result.failure.startswith('prediction stops: IndexError: index 7 is out of bounds')
     result = smoke.smoke_test(network, source, (32, 32), batches=(dict(inputs='x'), batch))
     assert result.failure.startswith('training stops: TypeError') and result.loss is None
+    for loss in ('inf', 'nan'):
+        MessageHub.get_current_instance().update_info('epoch', float(loss))
+        result = smoke.smoke_test(network, source, (32, 32), batches=(batch, batch))
+        assert result.failure == f'training stops: ValueError: the loss of the first step is {loss}'
+    MessageHub.get_current_instance().update_info('epoch', 0)
     assert smoke.smoke_test(dict(type='NoSuch'), source, (32, 32)).failure.startswith('it cannot be built: KeyError')
     for paramwise in (dict(bias_decay_mult=0.0), None):
         wrapper = dict(optimizer=dict(type='SGD', lr=0.1, weight_decay=0.1), paramwise_cfg=paramwise)
