@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import inspect
+import math
 import os
 import os.path as osp
 from collections import deque
@@ -16,6 +17,7 @@ from mmengine.utils import mkdir_or_exist
 
 from ...utils import atomic_write
 from ...utils.errors import RunError, meant
+from .progress import scalars
 
 ATOMIC_BACKEND = 'mmlinattn.atomic_local'
 
@@ -140,3 +142,7 @@ class SafeCheckpointHook(CheckpointHook):
             # a resumed run can reach the same best epoch again: the new file then has the name of the old one
             if path not in current:
                 _remove(backend, path)
+        numbers = scalars(metrics)
+        for name in self.key_indicators if self.save_best else ():
+            if math.isnan(numbers.get(name, 0.0)):
+                runner.logger.warning(f'save_best: the metric {name!r} is NaN; no checkpoint is the best.')

@@ -3,7 +3,7 @@ import errno
 import os
 
 import pytest
-from helpers.engine_toys import Count, make_runner, validation
+from helpers.engine_toys import Count, make_runner, validation, warnings_of
 from mmengine.hooks import CheckpointHook
 from mmengine.runner import find_latest_checkpoint
 
@@ -121,3 +121,13 @@ def test_full_disk_at_the_first_and_at_the_best_checkpoint(tmp_path, full_disk):
     with pytest.raises(RunError, match='the best checkpoint could not be written.*best_acc_epoch_1.pth is intact'):
         runner_of(tmp_path / 'best', save_best='acc').train()
     assert 'best_acc_epoch_1.pth' in files(tmp_path / 'best')
+
+
+class Undefined(Count):
+    def compute_metrics(self, results):
+        return dict(acc=float('nan'))
+
+
+def test_a_best_metric_that_is_nan_is_named(tmp_path):
+    runner = runner_of(tmp_path, evaluators=[Undefined()], save_best='acc')
+    assert warnings_of(runner, "save_best: the metric 'acc' is NaN; no checkpoint is the best")
