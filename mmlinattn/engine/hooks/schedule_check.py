@@ -194,6 +194,11 @@ def loop_errors(runner: Any, by_iteration: bool) -> Iterator[str]:
             'default_hooks.checkpoint.by_epoch=True: an iteration-based loop has one epoch, so that one checkpoint '
             'is written, at its end. Set it to False.'
         )
+    if by_iteration and runner.val_loop is not None and any(getattr(h, 'log_metric_by_epoch', 0) for h in runner.hooks):
+        yield (
+            'default_hooks.logger.log_metric_by_epoch=True: an iteration-based loop logs all validations at step '
+            '0. Set it to False.'
+        )
 
 
 @HOOKS.register_module(force=True)
@@ -207,7 +212,7 @@ class ScheduleCheckHook(Hook):
     - an iteration-based loop with gradient accumulation, because MMEngine counts iterations rather than updates;
     - a checkpoint that is already at the end of the training;
     - a run without checkpoints, or a hook or validation that would begin after the end;
-    - an iteration-based loop with checkpoints or schedulers by epoch.
+    - an iteration-based loop with hooks that count epochs.
 
     Raises:
         RunError: A key of ``custom_keys`` with ``lr_mult`` matches no parameter, a schedule fails before the end, or

@@ -162,9 +162,13 @@ def test_settings_that_would_fail_later(tmp_path, loop, schedule, said):
 
 @pytest.mark.parametrize('by_epoch', [True, False])
 def test_hooks_that_wait_for_epochs_in_a_loop_without(tmp_path, by_epoch):
-    hooks = dict(checkpoint=dict(type='CheckpointHook', by_epoch=by_epoch, interval=2))
-    runner = make_runner(tmp_path, HOOKS, dict(by_epoch=False, max_iters=4), default_hooks=hooks)
-    assert len(warnings_of(runner, 'Set it to False')) == by_epoch
+    hooks = dict(
+        checkpoint=dict(type='CheckpointHook', by_epoch=by_epoch, interval=2),
+        logger=dict(type='LoggerHook', log_metric_by_epoch=by_epoch),
+    )
+    loop = dict(by_epoch=False, max_iters=4, val_interval=2)
+    said = warnings_of(make_runner(tmp_path, HOOKS, loop, default_hooks=hooks, **validation()), 'Set it to False')
+    assert len(said) == 2 * by_epoch
 
 
 def test_other_processes_are_silent(monkeypatch):
