@@ -16,6 +16,7 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 
 from ...utils.errors import RunError
+from ...utils.registering import bare_name
 
 # environment of launchers: rank of a process, number of processes, rank on its machine
 _RANKS = {
@@ -78,8 +79,8 @@ def prepare_distributed(cfg: Config) -> None:
     MMEngine's own function needs CUDA, and the config gets the CPU model wrapper.
 
     Raises:
-        RunError: There are more processes than GPUs, or without an accelerator an environment variable of the launcher
-            is missing.
+        RunError: There are more processes than GPUs. Without an accelerator: an environment variable of the launcher is
+            missing, or the model wrapper of the config needs an accelerator.
     """
     if cfg.launcher == 'none':
         return
@@ -92,9 +93,12 @@ def prepare_distributed(cfg: Config) -> None:
             torch.cuda.set_device(rank)
         return
 
+    given = cfg.get('model_wrapper_cfg') or {}
+    kind = given.get('type', 'MMDistributedDataParallel')
+    if bare_name(kind) not in ('MMDistributedDataParallel', CPUDistributedDataParallel.__name__):
+        raise RunError(f'model_wrapper_cfg.type = {kind!r} needs an accelerator, and there is none.')
     # MMEngine's defaults without a wrapper config
     default = dict(broadcast_buffers=False, find_unused_parameters=cfg.get('find_unused_parameters', False))
-    given = cfg.get('model_wrapper_cfg') or {}
     cfg.model_wrapper_cfg = {**default, **given, 'type': CPUDistributedDataParallel.__name__}
     _export_rank(cfg.launcher)
     if not torch.distributed.is_initialized():

@@ -143,10 +143,11 @@ def test_each_process_takes_its_gpu(joined, monkeypatch):
 OTHERS = dict(type='CPUDistributedDataParallel', broadcast_buffers=True, find_unused_parameters=True, static_graph=True)
 
 
-def test_settings_of_the_user_stay(joined, monkeypatch):
+@pytest.mark.parametrize('kind', ['MMDistributedDataParallel', 'mmengine.MMDistributedDataParallel', OTHERS['type']])
+def test_settings_of_the_user_stay(joined, monkeypatch, kind):
     for name, value in zip(OURS, ('0', '2', '0', '1234', 'elsewhere')):
         monkeypatch.setenv(name, value)
-    wrapper = dict(type='MMDistributedDataParallel', broadcast_buffers=True, static_graph=True)
+    wrapper = dict(type=kind, broadcast_buffers=True, static_graph=True)
     # the wrapper's setting overrides that of the config
     for search in (
         dict(find_unused_parameters=True, model_wrapper_cfg=wrapper),
@@ -156,6 +157,13 @@ def test_settings_of_the_user_stay(joined, monkeypatch):
         prepare_distributed(cfg)
         assert cfg.model_wrapper_cfg == OTHERS
     assert os.environ['MASTER_PORT'] == '1234' and os.environ['MASTER_ADDR'] == 'elsewhere'
+
+
+def test_a_wrapper_that_needs_an_accelerator(joined):
+    cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=dict(type='MMFullyShardedDataParallel')))
+    with pytest.raises(RunError, match="model_wrapper_cfg.type = 'MMFullyShardedDataParallel' needs an accelerator"):
+        prepare_distributed(cfg)
+    assert joined == []
 
 
 def test_sync_batch_norm_becomes_batch_norm_on_the_cpu(one_process):
