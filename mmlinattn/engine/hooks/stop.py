@@ -116,11 +116,16 @@ class StopHook(Hook):
     Args:
         save_on_sigterm (bool): Handle the signals. If False, they end the run at once.
         interval (int): Number of iterations after which processes tell each other about received signals.
+
+    Raises:
+        ValueError: ``interval`` is not a positive integer.
     """
 
     priority = 'LOWEST'  # after the hooks of checkpoints and learning rates
 
     def __init__(self, save_on_sigterm: bool = True, interval: int = 10):
+        if type(interval) is not int or interval < 1:
+            raise ValueError(f'StopHook: interval={interval!r}: expected a positive integer')
         self.save_on_sigterm = save_on_sigterm
         self.interval = interval
         self.is_signalled = False  # this process got a signal

@@ -146,6 +146,8 @@ def test_a_process_stops_with_another(tmp_path, monkeypatch):
     monkeypatch.setattr(stop, 'all_reduce', lambda own, op: asked.append((own.item(), op)) or own.fill_(len(asked) > 1))
     saved = stopped(tmp_path / 'work', Kill(99), [HOOKS[0], dict(type='StopHook', interval=2)])
     assert saved['meta']['iter'] == 4 and asked == [(0, 'max')] * 2
+    with pytest.raises(ValueError, match='StopHook: interval=0: expected a positive integer'):
+        stop.StopHook(interval=0)
 
 
 def test_epochs_without_exact_resume_are_not_saved(tmp_path):
