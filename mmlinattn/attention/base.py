@@ -191,5 +191,8 @@ def source_tokens(x: Tensor, stage: StageContext) -> Tensor:
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-    """Average the valid tokens in float32 or better: (B, N, C), mask (B, N) -> (B, C). Padding has to be zero."""
+    """Average the valid tokens: (B, N, C), bool mask (B, N), True for valid tokens -> (B, C) in the dtype of ``x``.
+
+    The sum is accumulated in float32 or better. Padded tokens have to be zero.
+    """
     return token_mean(x.unsqueeze(1), mask, zero_padded=True).flatten(1).to(x.dtype)

@@ -23,6 +23,7 @@ class HallucinatedMixer(TokenMixer):
     Args:
         dim (int): Channels C, a multiple of ``2 * num_heads``.
         num_heads (int): Heads of the backbone.
+        grid (tuple[int, int], optional): Not used, as the mixer stores no position table.
         steps (Sequence[str]): Order of the steps: ``('ihh', 'chh')`` is the published form. Its ablations (Tab. 2, 3)
             are ``('ihh',)``, ``('chh',)``, ``('chh', 'ihh')`` and ``()`` (copies of the computed maps).
 

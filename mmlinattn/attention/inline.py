@@ -39,7 +39,10 @@ class PredictedConv(nn.Module):
         return unflatten(self.fc2(F.gelu(self.fc1(mean))), 1, (-1, 3, 3))
 
     def forward(self, image: Tensor, mean: Tensor) -> Tensor:
-        """Convolve ``image`` (B, C, h, w) with the kernels predicted from the mean tokens ``mean`` (B, C)."""
+        """Convolve ``image`` (B, C, h, w) with a zero-padded 3x3 kernel for each image and channel.
+
+        The kernels are predicted from the mean tokens ``mean`` (B, C). The result is (B, C, h, w).
+        """
         return ops.dynamic_depthwise_conv2d(image, self.kernels(mean).to(image.dtype))
 
 

@@ -15,6 +15,7 @@ class RALAMixer(TokenMixer):
     Args:
         dim (int): Channels C.
         num_heads (int): Number of heads.
+        grid (tuple[int, int], optional): Not used, as the mixer stores no position table.
         augment_kv (bool): Weigh the keys by their relation to the mean query (Eq. 3, 4); False is the ablation
             "without KV augmentation" (Tab. 9).
         output_gate (str, optional): Function phi of the input that multiplies the output (Eq. 6): ``'projection'``,

@@ -143,7 +143,10 @@ class Backbone(Arch, BaseModule):
         )
 
     def parts(self) -> list[Part]:
-        """Return the parts of the backbone in the order of the forward pass, also those that are not built."""
+        """Return the parts of the backbone (:class:`Part`) in the order of the forward pass.
+
+        Parts that the arguments leave out, such as stages after the last of ``out_indices``, have ``is_built=False``.
+        """
         raise NotImplementedError
 
     def part_of(self, key: str) -> Optional[Part]:
@@ -409,7 +412,10 @@ class PyramidBackbone(Backbone):
         return self.patch_embeds[stage](x)
 
     def stage_context(self, stage: int, x: Tensor) -> StageContext:
-        """Return the context of a stage for the feature map that enters its blocks."""
+        """Return the context of a stage for the feature map (B, H, W, C) that enters its blocks.
+
+        It has the grid alone; subclasses add a rotary table or windows.
+        """
         return StageContext.of(x)
 
     def features(self, x: Tensor) -> tuple[Tensor, ...]:

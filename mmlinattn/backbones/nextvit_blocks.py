@@ -68,7 +68,9 @@ class ConvAttention(BaseModule):
     Args:
         dim (int): Channels C, a multiple of ``group_dim``.
         group_dim (int): Channels of a group, the "head" of the convolution.
-        norm_cfg (dict): The norm.
+        norm_cfg (dict): Config of the batch norm.
+
+    Shape: (B, H, W, C) -> (B, H, W, C).
     """
 
     def __init__(self, dim: int, group_dim: int, norm_cfg: dict) -> None:

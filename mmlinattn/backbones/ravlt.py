@@ -175,7 +175,8 @@ def check_foldable(layers: nn.Sequential, owners: Counter) -> None:
         owners (Counter): Number of modules that hold each parameter.
 
     Raises:
-        ValueError: It cannot be folded.
+        ValueError: A batch norm has no weights or running statistics, or does not follow a convolution. Also for hooks,
+            and for convolutions with shared or computed weights.
     """
     if is_altered(layers):
         raise ValueError('switch_to_deploy: the layers of a stem have a hook, and folding would lose it')

@@ -95,7 +95,7 @@ def load_from_zoo(filename: str, map_location: Any = None) -> Any:
 
 
 def load_from_elsewhere(filename: str, map_location: Any = None) -> Any:
-    """Raise for addresses such as ``s3://``: MMEngine's loaders for them unpickle without a check."""
+    """Raise a CheckpointError for any address such as ``s3://``: MMEngine's loaders unpickle these without a check."""
     raise CheckpointError(f'{filename} is not read after `import mmlinattn`: download the file and give its path')
 
 

@@ -70,6 +70,10 @@ def backbone_state(
         prefix (str, optional): Prefix of the weights to take. Defaults to ``backbone.`` if the file has such keys, and
             to no prefix otherwise.
 
+    Returns:
+        tuple[dict, dict, list]: Backbone weights, head weights under the same prefix, and dropped keys (of released
+            files only). The prefix is removed, and released keys are renamed to those of this project.
+
     Raises:
         CheckpointError: There are no tensors, or none under ``prefix``.
     """

@@ -77,7 +77,7 @@ class BranchedLinear(BaseModule):
 class FactorisedLinear(BaseModule):
     """Linear layer factorised through a narrow middle, ``up(down(x)) + bias``.
 
-    Both factors are :class:`BranchedLinear` in training and plain linear layers after merging. The paper does not
+    Both factors are :class:`BranchedLinear` in training and plain linear layers after merging. Xu et al. 2023 do not
     mention ``bias``. With it, the printed sizes of all four models (4.68, 17.91, 12.15 and 27.26 M) are met.
 
     Args:

@@ -27,7 +27,9 @@ class Table(nn.Module):
 
 
 class PositionTable(Table):
-    """A learned vector for every token of a grid, resized bilinearly for other grids.
+    """A learned vector for every token of a grid, returned by ``forward(grid)`` and resized bilinearly for other grids.
+
+    The caller adds the vectors (1, N, C) to its tokens.
 
     Args:
         dim (int): Channels C.
@@ -47,7 +49,10 @@ class PositionTable(Table):
             nn.init.trunc_normal_(self.weight, std=std)
 
     def fit(self, table: Tensor) -> Tensor:
-        """Resize a table of a square grid, (1, prefix + n * n, C)."""
+        """Resize a checkpoint's table of a square grid, (1, prefix + n * n, C), to the shape of :attr:`weight`.
+
+        Tables of another form are returned unchanged.
+        """
         side = round(max(table.shape[1] - self.prefix, 0) ** 0.5) if table.dim() == 3 else 0
         if table.shape == self.weight.shape or not side or side**2 + self.prefix != table.shape[1]:
             return table
@@ -96,6 +101,9 @@ class RelativePositionBias(Table):
         return image[0].flatten(1).T.contiguous().to(table.dtype)
 
     def forward(self, height: int, width: int) -> Tensor:
-        """Return the bias (heads, N, N) of a window of ``height`` x ``width``."""
+        """Return the bias (heads, N, N) of a window of ``height`` x ``width``, at most as large as :attr:`window`.
+
+        Smaller windows take a part of the table; nothing is interpolated.
+        """
         index = relative_index(height, width, self.window, self.table)  # (N, N)
         return unflatten(self.table[index.flatten()], 0, index.shape).permute(2, 0, 1)

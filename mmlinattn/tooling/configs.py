@@ -236,14 +236,17 @@ def check_checkpoint(path: str, name: str) -> str:
 
 
 def _checkpoints_in(folder: str) -> str:
-    """Return a sentence that lists the checkpoints in a folder, newest first, or ''."""
+    """Return a blank and a sentence that lists the five newest checkpoints in a folder, newest first, or ''."""
     files = sorted(Path(folder).glob('*.pth'), key=osp.getmtime, reverse=True) if osp.isdir(folder) else []
     more = ', ...' if len(files) > 5 else ''
     return f' There are: {", ".join(str(file) for file in files[:5])}{more}.' if files else ''
 
 
 def require(cfg: Config, config: str, *keys: str) -> None:
-    """Raise a RunError if a config lacks a setting that a tool needs, or a batch size is not a positive integer."""
+    """Raise a RunError if a config lacks one of its top-level ``keys``, or the batch size of any loader is invalid.
+
+    A batch size is valid if it is a positive integer. ``config`` is the name of the config, for messages.
+    """
     missing = [key for key in keys if cfg.get(key) is None]
     if missing:
         raise RunError(f'{config} has no {", no ".join(missing)}.')

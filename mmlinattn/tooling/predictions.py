@@ -61,11 +61,17 @@ def check_prediction_arguments(args: argparse.Namespace, scope: str, config: str
 
 
 class AnnotationIds(NamedTuple):
-    """Ids of a COCO annotation file."""
+    """Ids of a COCO annotation file.
 
-    categories: Optional[dict[int, int]] = None  # category id of each label; None without such a file
-    images: dict[str, Any] = {}  # image id of each file name without folders
-    file: str = ''  # its path
+    Attributes:
+        categories (dict[int, int], optional): Category id of each label; None without such a file.
+        images (dict[str, Any]): Image id of each file name without folders.
+        file (str): Path of the annotation file.
+    """
+
+    categories: Optional[dict[int, int]] = None
+    images: dict[str, Any] = {}
+    file: str = ''
 
 
 def annotation_ids(cfg: Config, names: Optional[Sequence[str]]) -> AnnotationIds:

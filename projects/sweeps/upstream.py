@@ -70,7 +70,17 @@ def attempt(name: str, backbone: str, send) -> None:
 
 
 def outcome(name: str, backbone: str, seconds: float) -> tuple[str, str]:
-    """Swap a backbone in a process of its own, and return (outcome, reason)."""
+    """Swap the backbone of an upstream config in a process of its own, and return (outcome, reason).
+
+    Args:
+        name (str): Config as ``mmdet::FOLDER/CONFIG.py``.
+        backbone (str): Name of the new backbone.
+        seconds (float): Time limit.
+
+    Returns:
+        tuple[str, str]: ``'works'``, ``'unsupported'``, ``'no model'``, ``'upstream fails too'``, ``'error'`` or, after
+            the time limit, ``'time'``; and remarks or the text of the error.
+    """
     receive, send = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.Process(target=attempt, args=(name, backbone, send))
     process.start()

@@ -73,7 +73,11 @@ def coco_data(file, classes=NAMES, **settings):
 
 
 def segmentation(root, *pictures, names=('sky', 'bird'), dtype=np.uint8, loading=None, **settings):
-    """Return MMSegmentation's data set of 8 x 8 images, with segmentation masks that repeat the given values."""
+    """Write 8 x 8 images with segmentation masks below ``root``, and return MMSegmentation's data set of them.
+
+    Each of ``pictures`` is the list of values that its mask repeats row by row, in ``dtype``. ``names`` are the
+    classes, ``loading`` the arguments of ``LoadAnnotations``, and ``settings`` others of ``BaseSegDataset``.
+    """
     for i, values in enumerate(pictures):
         for kind in ('img', 'ann'):
             (root / kind).mkdir(parents=True, exist_ok=True)

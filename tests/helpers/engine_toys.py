@@ -113,7 +113,7 @@ LOADER = dict(dataset=dict(type='ToyDataset'), sampler=dict(type='DefaultSampler
 
 
 def validation(*metrics):
-    """Arguments of :func:`make_runner` for a validation after each epoch."""
+    """Return arguments of :func:`make_runner` for a validation after each epoch by ``metrics`` (default: ``Count``)."""
     return dict(val_dataloader=LOADER, val_cfg={}, val_evaluator=list(metrics) or [Count()])
 
 

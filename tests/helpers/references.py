@@ -125,7 +125,7 @@ def similarity(q, k, size=None):
 
 
 def kernel(x, name):
-    """Apply a feature map by name: kappa of RALA Tab. 9, phi of InLine."""
+    """Apply a feature map by name: kappa of RALA Tab. 10, phi of InLine."""
     if name in ('relu', 'leakyrelu'):
         return torch.where(x > 0, x, 0.01 * x if name == 'leakyrelu' else 0)
     if name == 'softmax':
@@ -192,7 +192,10 @@ def softmax(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def inline(mixer, spec, q, k, v, grid, size, bias, context):
-    """Return InLine attention of queries, keys and values by head, (B, N, heads * d).
+    """Return InLine attention (B, N, heads * d) of queries, keys and values (B, heads, N, d).
+
+    ``spec`` is the row of :data:`ATTENTIONS`, ``grid`` that of the keys, and ``context`` the input tokens (B, N, C).
+    Predicted kernels take their weights from ``mixer``. ``size`` and ``bias`` are not used.
 
     ``A_ij = s q_i . k_j / N - mean_m(s q_i . k_m) / N + 1 / N`` (Eq. 3-5): rows sum to one without a division. Kernels
     of Eq. 6 are predicted per head from the mean token.

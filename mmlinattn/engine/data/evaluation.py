@@ -56,7 +56,15 @@ def _other_image(name: str, file: str, api: Any, info: dict) -> Optional[Finding
 
 def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: nn.Module) -> Iterator[Finding]:
     """Check ``CocoMetric`` (images by id, order of the classes, annotation ids) and ``IoUMetric`` against the data set
-    and the model."""
+    and the model.
+
+    Args:
+        key (str): Key of the evaluator in the config, for messages.
+        evaluator (Evaluator): The built evaluator; None is not checked.
+        config (dict | list | None): Config of the evaluator, which names the annotation file in messages.
+        dataset (Any): Data set of the loop, with its wrappers.
+        model (nn.Module): Model that is evaluated.
+    """
     parts: Iterable = repeat(dataset)
     if hasattr(evaluator, 'dataset_prefixes'):  # MultiDatasetsEvaluator: a metric for each of the joined data sets
         parts = inner_datasets(dataset)

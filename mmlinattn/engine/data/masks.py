@@ -92,7 +92,8 @@ class Masks:
 def check_masks(view: View, num_images: int) -> Iterator[Finding]:
     """Check that the masks of a segmentor hold labels of its classes only, and more than one class.
 
-    A sample of ``num_images`` is read.
+    Also report classes that are in no mask, and a ``seg_pad_val`` other than the ``ignore_index`` of training data. A
+    sample of ``num_images`` is read.
     """
     masks = Masks(view)
     if not masks.count:

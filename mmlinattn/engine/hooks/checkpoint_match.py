@@ -215,7 +215,10 @@ class CheckpointMatchHook(Hook):
             _check_resumed(runner, checkpoint)
 
     def _check_start(self, model: nn.Module, whole: Fit, fit: Fit, checkpoint: dict) -> None:
-        """Refuse a ``load_from`` checkpoint without any usable weight, or without frozen weights of the backbone."""
+        """Raise a RunError if ``load_from`` has no usable weight, or lacks frozen weights of the backbone.
+
+        ``whole`` compares the checkpoint with the model; ``fit`` is its part that changes outputs (:func:`needed`).
+        """
         if fit.missing and whole.weights.keys().isdisjoint(trained_weights(model)):
             raise RunError(
                 f'nothing in the checkpoint fits the model; it has {some(checkpoint.get("state_dict", checkpoint))}.'

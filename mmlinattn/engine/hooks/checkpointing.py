@@ -47,7 +47,10 @@ def _write_errors(target: str, previous: Optional[str]):
 
 
 def write_checkpoint(runner, folder: str, name: str, **options) -> str:
-    """Save a checkpoint and return its path, which ``last_checkpoint`` and ``last_ckpt`` of the message hub record.
+    """Save a checkpoint ``folder/name`` and return its path.
+
+    The file ``last_checkpoint`` and ``last_ckpt`` of the message hub record the path. ``options`` are keyword arguments
+    of ``runner.save_checkpoint``.
 
     Raises:
         RunError: One of the files could not be written. The previous checkpoint and ``last_checkpoint`` are intact.

@@ -25,7 +25,10 @@ def extend_palette(meta: dict) -> dict:
 
 
 def extended(palette: Sequence, count: int) -> list:
-    """Return a palette with random colours up to ``count``."""
+    """Return a palette with random RGB colours, equal in every call, appended up to ``count`` entries.
+
+    A palette with ``count`` or more entries is returned whole.
+    """
     more = np.random.default_rng(0).integers(0, 256, (max(count - len(palette), 0), 3)).tolist()
     return [*palette, *map(tuple, more)]
 

@@ -41,7 +41,11 @@ def by_settings(items: Iterable, settings: Callable[[Any], Any]) -> list[tuple[A
 
 
 def _names_of(groups: list[dict], order: list[str]) -> Optional[list[list[str]]]:
-    """Return the parameter names stored in each group or, for groups of one parameter, by ``order``; else None."""
+    """Return the parameter names of each of an optimizer's ``param_groups``, or None if they are unknown.
+
+    These are the stored ``param_names``. Groups of one parameter each, without names, take those of ``order``, the
+    names of the parameters in the model's order.
+    """
     if groups and all('param_names' in group for group in groups):
         return [list(group['param_names']) for group in groups]
     if len(groups) == len(order) and all(len(group['params']) == 1 for group in groups):

@@ -17,7 +17,12 @@ from .start import agree_on_start, check_same_start, fit_iterations
 
 
 def _keep_own_files(runner, info: dict) -> list[str]:
-    """Remove the file names that are not of this run from the information of a checkpoint; return their keys."""
+    """Remove file names outside this run from ``info``, in place, with a warning, and return their keys.
+
+    ``info`` is the ``runtime_info`` of a checkpoint's message hub. Values of ``best_ckpt`` keys are kept if they are
+    ``best_*`` files in the work dir or in the run's folder in a hook's ``out_dir``. ``keep_ckpt_ids`` are kept if they
+    are non-negative integers.
+    """
     # before training, `out_dir` of the hook is the parent of the folders of all runs
     outs = [str(hook.out_dir) for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook.out_dir]
     name = osp.basename(runner.work_dir.rstrip(os.sep))
@@ -87,7 +92,11 @@ class SafeRunner(Runner):
         super().register_default_hooks({key: Hook() if hook is None else hook for key, hook in (hooks or {}).items()})
 
     def load_checkpoint(self, filename: str, *args, **kwargs) -> dict:
-        """Load weights as MMEngine does, and remove names of files outside this run from the checkpoint."""
+        """Load weights as MMEngine does, and return the checkpoint without the data of another run.
+
+        Its message hub loses ``cfg``, ``experiment_name`` and the names of files outside this run. A file that cannot
+        be loaded raises a CheckpointError.
+        """
         with _load_errors(filename):
             checkpoint = super().load_checkpoint(filename, *args, **kwargs)
             self._loaded_meta = dict(checkpoint.get('meta') or {})

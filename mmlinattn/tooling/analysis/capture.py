@@ -48,7 +48,10 @@ class Window(NamedTuple):
         return weights
 
     def convolutions(self, of_mixer: bool = False) -> list[Callable[[Tensor], Tensor]]:
-        """Return the existing convolutions of the values as functions: the mixer's own, then :attr:`local`."""
+        """Return the existing convolutions of the values as functions of ``v``, (1, M, E) -> (1, M, E).
+
+        The first is the mixer's own, the second :attr:`local`. With ``of_mixer``, :attr:`local` is left out.
+        """
         mixer: Any = self.mixer
         grid, context, v = self.inputs['key_grid'], self.inputs['context'], self.inputs['v']
         found: list[Any] = []
@@ -125,7 +128,7 @@ def arrangements(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def watched(model: nn.Module, on_block: Callable[[BlockCall], None]) -> Iterator[None]:
-    """Context that calls ``on_block`` after each block's attention, in a forward pass on one image.
+    """Context that calls ``on_block`` after each block's attention, in a forward pass on one image without gradients.
 
     Raises:
         ValueError: The model has no attention of this project, or the batch has several images.
@@ -203,8 +206,20 @@ def _by_window(inputs: dict, number: int) -> Iterator[dict]:
 
 
 def _token_layout(attention: Any, x: Tensor, calls: list[dict]) -> tuple[tuple, tuple, list]:
-    """Find the sizes of the feature maps of queries and keys, and their positions in each mixer call, as in
-    :class:`Window`. ``x`` is the input of the attention: (1, H, W, C), or (1, N, C) with class tokens."""
+    """Find the sizes of the feature maps of queries and keys, and their positions in each mixer call.
+
+    Args:
+        attention (nn.Module): Arrangement of the mixer.
+        x (Tensor): Its input, (1, H, W, C), or (1, N, C) with class tokens.
+        calls (list[dict]): Arguments of each call of the mixer, by name.
+
+    Returns:
+        tuple[tuple, tuple, list]: Height and width of both feature maps, and for each call the positions of its queries
+            and keys. Positions are (windows, tokens), numbered as in :class:`Window`.
+
+    Raises:
+        NotImplementedError: The order of the tokens is unknown.
+    """
     grid, key_grid = calls[0]['grid'], calls[0]['key_grid']
     size = (x.shape[1], x.shape[2]) if x.dim() == 4 else (grid[0], grid[1])
     index = torch.arange(size[0] * size[1], device=x.device).view(1, *size, 1) - PADDING  # partitions pad with 0

@@ -64,7 +64,11 @@ def measure_block(
 
 
 def _measure_window(block: BlockCall, window: Window, rows: Tensor, names) -> dict:
-    """Measure the queries ``rows`` (indices within the window) of one window."""
+    """Measure the queries ``rows`` (indices within the window) of one window.
+
+    ``names`` are those of :data:`MEASURES`; ``ccs`` is measured elsewhere. The result has ``forward_error``, and a dict
+    for each measure that the window allows. Lists have one number per head.
+    """
     weights = window.weights(rows)
     both = window.weights(rows, local=True) if window.convolutions() else None
     entry: dict = dict(forward_error=window.error(rows, weights))

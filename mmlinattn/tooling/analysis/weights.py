@@ -162,7 +162,11 @@ def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows:
 
 
 def _index(rows: Rows, num_tokens: int) -> Tensor:
-    """Return ``rows``, or the indices of all tokens, as a tensor."""
+    """Return ``rows``, or the indices of all tokens if it is None, as an int64 tensor.
+
+    Raises:
+        ValueError: ``rows`` is no sequence of indices in [0, num_tokens - 1].
+    """
     index = torch.arange(num_tokens) if rows is None else torch.as_tensor(rows)
     if index.numel():
         is_integer = index.dim() == 1 and not index.is_floating_point() and index.dtype != torch.bool

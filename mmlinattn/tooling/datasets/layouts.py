@@ -96,7 +96,7 @@ class Coco:
 
 
 class Ade:
-    """Layout of ADEChallengeData2016: images, segmentation masks, and two lists.
+    """Layout of ADEChallengeData2016: images, segmentation masks, ``objectInfo150.txt`` and ``sceneCategories.txt``.
 
     Pixels of a mask are the label plus one, or 0 without class. Only the first ``len(ADE_CLASSES)`` of ADE20K's 150
     labels occur, so that models with 150 classes can train on this data, too.

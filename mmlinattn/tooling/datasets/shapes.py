@@ -34,12 +34,19 @@ _PLACEMENT_TRIES = 12
 
 
 class Scene(NamedTuple):
-    """Image and ground truth of ``N`` shapes, from back to front."""
+    """Image and ground truth of ``N`` shapes, from back to front.
 
-    image: np.ndarray  # (H, W, 3) uint8, RGB
-    masks: np.ndarray  # (N, H, W) bool, the *visible* pixels of each shape; no two overlap
-    labels: np.ndarray  # (N,) int64, index of each shape in ``kinds``
-    background: str  # one of BACKGROUNDS
+    Attributes:
+        image (np.ndarray): (H, W, 3) uint8, RGB.
+        masks (np.ndarray): (N, H, W) bool, the *visible* pixels of each shape; no two overlap.
+        labels (np.ndarray): (N,) int64, index of each shape in ``kinds`` of :func:`draw_scene`.
+        background (str): One of :data:`BACKGROUNDS`.
+    """
+
+    image: np.ndarray
+    masks: np.ndarray
+    labels: np.ndarray
+    background: str
 
 
 def draw_scene(
@@ -104,7 +111,17 @@ def draw_scene(
 
 
 def _coverage(rng: np.random.Generator, kind: str, diameter: float, size: tuple[int, int]) -> np.ndarray:
-    """Draw a rotated and slightly stretched shape; return the covered fraction of each pixel, (H, W) float32."""
+    """Draw a rotated and slightly stretched shape at a random position.
+
+    Args:
+        rng (np.random.Generator): Random generator.
+        kind (str): One of :data:`SHAPES`, or :data:`UNLABELLED_SHAPE`.
+        diameter (float): Diameter of the circle around the shape in pixels.
+        size (tuple[int, int]): Width and height of the image in pixels.
+
+    Returns:
+        np.ndarray: Covered fraction of each pixel, (H, W) float32 in [0, 1].
+    """
     angle = rng.uniform(-MAX_ROTATION, MAX_ROTATION)
     stretch = np.exp(rng.uniform(-0.12, 0.12))
     scale = np.diag([min(1.0, stretch), min(1.0, 1 / stretch)])  # narrower or lower, never beyond the unit circle
@@ -153,10 +170,10 @@ _POLYGONS = {
 
 
 def draw_background(rng: np.random.Generator, size: tuple[int, int], kind: str) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Draw a background ``(H, W, 3)``, float32, in a pale colour that is typical of its type, one of ``BACKGROUNDS``.
-    Return it with its two colours.
+    """Draw a background of ``size`` (width, height) in a pale colour that is typical of its ``kind``.
 
-    With random mean colours, small models would need hundreds of iterations more.
+    The background is ``(H, W, 3)`` float32 RGB in [0, 255], of a ``kind`` in :data:`BACKGROUNDS`. Its two colours, each
+    ``(3,)``, are returned with it. With random mean colours, small models would need hundreds of iterations more.
     """
     hue = (BACKGROUNDS.index(kind) + 0.3) / len(BACKGROUNDS) + rng.normal(0, 0.03)
     saturation, value = rng.uniform(0.2, 0.45), rng.uniform(0.5, 0.9)
@@ -211,7 +228,18 @@ def contrasting_colour(rng: np.random.Generator, others: list[np.ndarray], hue: 
 def draw_fill(
     rng: np.random.Generator, size: tuple[int, int], colour: np.ndarray, fill: str, diameter: float
 ) -> np.ndarray:
-    """Return the texture of a shape of ``diameter`` pixels: ``(H, W, 3)``, or ``(3,)`` if it has one colour."""
+    """Return the texture of a shape, RGB in [0, 255].
+
+    Args:
+        rng (np.random.Generator): Random generator.
+        size (tuple[int, int]): Width and height of the image in pixels.
+        colour (np.ndarray): Colour of the shape, ``(3,)``.
+        fill (str): One of :data:`FILLS`.
+        diameter (float): Diameter of the shape in pixels, which scales the bands of ``'striped'``.
+
+    Returns:
+        np.ndarray: ``(H, W, 3)`` for the whole image, or ``colour`` for ``'plain'``.
+    """
     if fill == 'plain':
         return colour
     # bands towards the further of black and white are always visible

@@ -156,7 +156,16 @@ class TwoStage(DetectorGraph):
 
 
 def detector_graph(model: Any, divisor: int = 1, pad_value: float = 0.0) -> DetectorGraph:
-    """Return the :class:`DetectorGraph` of a detector, or raise a RunError if a module of it is not supported."""
+    """Return the :class:`DetectorGraph` of a detector.
+
+    Args:
+        model (Any): Detector of MMDetection.
+        divisor (int): The graph pads images at the bottom and right to multiples of this number of pixels.
+        pad_value (float): Value of the padding, in normalised pixel values.
+
+    Raises:
+        RunError: A module of the detector is not supported.
+    """
     kind = TwoStage if hasattr(model, 'roi_head') and hasattr(model, 'rpn_head') else SingleStage
     if kind is SingleStage:
         _check(hasattr(model, 'bbox_head'), getattr(model, 'panoptic_head', getattr(model, 'mask_head', model)))

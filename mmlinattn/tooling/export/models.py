@@ -245,6 +245,9 @@ def deviation(outputs, expected) -> float:
 def detection_deviation(outputs, expected) -> float:
     """Return the 0.9 quantile of the deviations between expected detections and their nearest output detections.
 
+    Both arguments are results of a :class:`DetectorGraph`: boxes, scores, labels and, with masks, mask probabilities.
+    Detections are compared with those of the same label.
+
     A deviation is the largest of three: corner / largest expected coordinate, score / best score, mask probability.
     Rounding may exchange or drop detections with nearly equal scores or overlaps; the quantile ignores these. Different
     shapes give infinity.

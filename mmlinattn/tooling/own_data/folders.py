@@ -120,7 +120,18 @@ def _joined(items: list[Photo], folders: list[Photo], table: str) -> tuple[str, 
 
 
 def _folder_items(data: Data, notes: list[str], labelled: set[Path]) -> list[Photo]:
-    """Return the images in class folders, in or around folders of splits; ``labelled`` ones may lie in none."""
+    """Return the images in class folders such as ``train/cat/`` and ``cat/train/``, with their class and split.
+
+    Masks among the images, and folders without a label, are left out, and ``notes`` get a line about each, in place.
+
+    Args:
+        data: The data set. Its ``images`` lose the masks.
+        notes: Lines for the user.
+        labelled: Images that a CSV file labels. In a folder of a split they need no class folder.
+
+    Raises:
+        RunError: Classes and splits cannot be told apart, or other images of a split are in no class folder.
+    """
     masks = data.pictures.masks_among(data.images)
     notes += [f'{len(masks)} masks of images are left out, as {data.name(min(masks))}'] if masks else []
     data.images = [path for path in data.images if path not in masks]

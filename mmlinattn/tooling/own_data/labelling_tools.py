@@ -28,7 +28,10 @@ class _Shape(NamedTuple):
 
 
 class _ShapeReader(Reader):
-    """Reader of shapes: polygons with one name and group become one object, and masks become run lengths."""
+    """Base class of the readers of LabelMe, CVAT and Label Studio files, which hold shapes.
+
+    Polygons and masks of one name and group become one object. Masks become run lengths.
+    """
 
     def shapes(self, content: Any, size: tuple[int, int]) -> Iterator[_Shape]:
         """Yield the shapes of an entry."""

@@ -189,7 +189,11 @@ def _leading(paths: list[Path], rank: Callable[[Path], Any]) -> list[Path]:
 
 
 def _tail(folders: list[str]) -> Callable[[Path], int]:
-    """Return a rank of images: the number of the last folders of a name that the path has too."""
+    """Return a function that counts the parent folders that a path shares with ``folders``, innermost first.
+
+    ``folders`` are those of an image name in a label file. For ``['a', 'b']``, ``x/a/b/1.jpg`` counts 2, ``x/b/1.jpg``
+    1 and ``a/x/1.jpg`` 0.
+    """
     named = [*map(_key, reversed(folders))]
     return lambda path: len(os.path.commonprefix([[*map(_key, path.parts[-2::-1])], named]))
 

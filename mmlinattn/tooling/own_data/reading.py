@@ -42,16 +42,27 @@ class Object(NamedTuple):
 
 
 class Photo(NamedTuple):
-    """Image with its objects, its class or its mask."""
+    """Image with its objects, its class or its mask.
+
+    Attributes:
+        path (Path): File of the image.
+        file (Path): File of its labels, such as a segmentation mask; the image itself in class folders.
+        split (str, optional): ``'train'``, ``'val'`` or ``'test'`` by a column or the name of the label file.
+        group (str, optional): Images of one group belong to one split.
+        label (str): Class of the whole image, '' without.
+        in_mask (frozenset[str]): Classes of the mask's pixels.
+        objects (Sequence[Object]): Annotated objects.
+        size (tuple[int, int]): Width and height in pixels, read for images with objects alone.
+    """
 
     path: Path
-    file: Path  # of the labels: perhaps a mask
-    split: Optional[str] = None  # 'train', 'val' or 'test' by a column or the name of the label file
-    group: Optional[str] = None  # images of a group belong to one split
-    label: str = ''  # class of the whole image
-    in_mask: frozenset[str] = frozenset()  # classes of the pixels
+    file: Path
+    split: Optional[str] = None
+    group: Optional[str] = None
+    label: str = ''
+    in_mask: frozenset[str] = frozenset()
     objects: Sequence[Object] = ()
-    size: tuple[int, int] = (0, 0)  # width, height; read for objects alone
+    size: tuple[int, int] = (0, 0)
 
     @property
     def classes(self) -> set[str]:
@@ -61,10 +72,12 @@ class Photo(NamedTuple):
 
 
 def flags_of(attributes: dict[str, Any]) -> frozenset:
-    """Return the flags of attributes that are set, not empty, 0, -1, false, no, none or 'Unspecified'.
+    """Return the names of the attributes that are set, lower case and with one name for synonyms (``iscrowd``: crowd).
+
+    An attribute is not set if its value is None, empty, 0, -1, false, no, none, n/a or unspecified, in any case.
 
     Raises:
-        ValueError: A flag of :data:`IGNORED` is neither 0 nor 1.
+        ValueError: An attribute of :data:`IGNORED` (crowd, ignore, difficult) is neither 0 nor 1.
     """
     found = set()
     for key, value in attributes.items():

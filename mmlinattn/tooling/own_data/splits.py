@@ -41,7 +41,8 @@ def divide(
         tuple: Images by split, and notes for the user, first the source of the splits.
 
     Raises:
-        RunError: Sources of splits contradict each other, or train or val has too few images or no labels.
+        RunError: Sources of splits contradict each other, or train or val has too few images or no labels. Also for an
+            image that is broken or truncated.
     """
     for item in items:
         check_whole(item.path)

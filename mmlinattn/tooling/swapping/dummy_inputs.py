@@ -27,6 +27,11 @@ def detection_batch(size: Size, masks: bool = True, proposals: bool = False) -> 
     """Return two images of ``size`` (height, width) with two objects of class 0 each, and a segmentation mask.
 
     Boxes are (left, top, right, bottom) in pixels.
+
+    Args:
+        size (tuple[int, int]): Height and width in pixels.
+        masks (bool): Add a mask for each object. The segmentation mask of the image is always there.
+        proposals (bool): Add four region proposals for each image.
     """
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks

@@ -21,11 +21,17 @@ _MASKING = {'mask', 'masks', 'ids_restore', 'importance'}
 
 
 class Measured(NamedTuple):
-    """Feature maps of an upstream backbone for noise of the given size (height, width)."""
+    """Feature maps of an upstream backbone for noise.
+
+    Attributes:
+        maps (list[FeatureMap]): Channels and stride of each output.
+        size (tuple[int, int]): Height and width of the noise in pixels.
+        alone (int, optional): Index of the feature map that inference returns alone, not in a tuple.
+    """
 
     maps: list[FeatureMap]
     size: tuple[int, int]
-    alone: Optional[int] = None  # index of the feature map that inference returns alone, not in a tuple
+    alone: Optional[int] = None
 
 
 def measure(upstream: Upstream) -> Measured:
@@ -58,7 +64,11 @@ def measure(upstream: Upstream) -> Measured:
 
 
 def _check_supported(upstream: Upstream, backbone: dict) -> None:
-    """Raise Unsupported if the head of a network can read no other backbone."""
+    """Raise Unsupported for a backbone that cannot be swapped.
+
+    Its head reads a class token beside each feature map, the network has no head, or masked image modelling passes
+    masks to the backbone.
+    """
     network = upstream.network
     kind = bare_name(network.get('type'))
     if backbone.get('output_cls_token'):
@@ -93,7 +103,10 @@ def run_necks(necks: Sequence[dict], maps: Sequence[FeatureMap], size: tuple[int
 
 
 def _maps(outs: Any, side: int) -> list[FeatureMap]:
-    """Return the feature maps of an output for images of height ``side``; [] if it has something else."""
+    """Return channels and stride of each output of a backbone for images of height ``side`` in pixels.
+
+    Vectors and tokens have the stride None. The result is [] if an output is no tensor of two to four dimensions.
+    """
     found = []
     for out in outs if isinstance(outs, (list, tuple)) else [outs]:
         if isinstance(out, (list, tuple)) and out:

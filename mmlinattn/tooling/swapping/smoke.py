@@ -39,8 +39,16 @@ def smoke_test(
 ) -> SmokeResult:
     """Build a network without its pretrained weights, train it for one step, and predict.
 
-    Dummy images have ``size`` (height, width); ``batches`` of a training and of a test loader replace them. The
-    optimizer is SGD by default. If modules share parameters, ``optim_wrapper`` gets ``bypass_duplicate`` in place.
+    Errors are not raised: the result names the failed step and its error in ``failure``.
+
+    Args:
+        network (dict): Config of the model.
+        source (Upstream): Upstream config of the network.
+        size (tuple[int, int]): Height and width of the dummy images in pixels.
+        optim_wrapper (dict, optional): Config of the optimizer, by default SGD. If modules share parameters, it gets
+            ``bypass_duplicate`` in place.
+        batches (tuple[dict, dict], optional): Batches of a training and of a test loader in place of dummy images. A
+            second training step on them is timed.
     """
     init_default_scope(source.task)
     run = MessageHub.get_current_instance()
