@@ -77,11 +77,6 @@ SPECIAL = [
     (NEXT, dict(arch=arch(NEXT, stem_dims=(8, 0, 8))), ['stem_dims=(8, 0, 8)', 'ints >= 1']),
     (NEXT, dict(arch=arch(NEXT, group_dim=3)), ['embed_dims=(8, 16, 24, 32)', 'multiples of group_dim=3']),
     (NEXT, dict(arch=arch(NEXT, group_dim=8, embed_dims=(8, 16, 24, 24))), ['group_dim=8', 'at least three times']),
-    (
-        NEXT,
-        dict(stage_attns=(None, *['hallucinated'] * 3), arch=arch(NEXT, key_reduction='sequence')),
-        ["'hallucinated'", "'grid'"],
-    ),
     (NEXT, dict(stage_attns=(None, 'inline', ['rala', None], 'focused')), ['attention None', "'rala'"]),
 ]
 
