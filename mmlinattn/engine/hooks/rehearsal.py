@@ -259,7 +259,7 @@ def rehearse_training_data(runner: Any) -> None:
         images = (each for each in known if isinstance(each, dict) and 'img' in each)
         found = (misfit(each.get('gt_masks'), each.get('gt_bboxes'), each['img'].shape[:2]) for each in images)
         remedy = f'Correct its data set or transforms ({names}); MMLINATTN_TRACEBACK=1 shows where it fails.'
-        remedy = next(filter(None, found), remedy)
+        remedy = next((each for each in found if each), remedy)
         return f'train_dataloader: loading fails: {described(error)} (in {raising_object(error)}). {remedy}'
 
     with _one_line(reason), unchanged(runner) as stack:

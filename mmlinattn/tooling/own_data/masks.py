@@ -142,7 +142,7 @@ def _of_classes(data: Data, several: list[Photo]) -> Photo:
     left = [pair for pair in several if pair.file.suffix.lower() in MASK_SUFFIXES] or several
     left = [pair for pair in left if not _OTHERS.search(data.name(pair.file))] or left
     kinds = ([pair for pair in left if kind in pair.file.name] for kind in _KINDS)
-    first, *others = next(filter(None, kinds), left)
+    first, *others = next((pairs for pairs in kinds if pairs), left)
     if others and _place(others[0]).masks != _place(first).masks:
         raise _two_folders(data, _place(first), _place(others[0]).masks)
     if others:

@@ -94,7 +94,8 @@ class Splits:
     def of(self, path: PurePath, is_file: bool = False) -> Optional[str]:
         """Return the split by the last part of a relative path that names one; the last part may be a file."""
         own = self.of_file(path.name.partition('.')[0]) if is_file else self.of_folder(path.name)
-        return own or next(filter(None, map(self.of_folder, path.parts[-2::-1])), None)
+        others = map(self.of_folder, path.parts[-2::-1])
+        return own or next((split for split in others if split), None)
 
 
 @cache

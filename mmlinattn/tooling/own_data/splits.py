@@ -99,7 +99,8 @@ def _splits_of(data: Data, items: list[Photo], by_folder: bool) -> tuple[list[Op
     ]
     if any(item.split for item in items):
         return [item.split or split for item, split in zip(items, folders)], 'columns or names of files and folders'
-    listed, files = next(filter(None, (source(data, items) for source in _SOURCES)), ({}, []))
+    readings = (source(data, items) for source in _SOURCES)
+    listed, files = next((reading for reading in readings if reading), ({}, []))
     if not files:
         return folders, 'names of folders' if any(folders) else ''
     found, names = _filled(items, listed, folders), some(map(data.name, files))
@@ -160,7 +161,7 @@ def _of_list(data: Data, path: Path, labelled: set[Path], split: str) -> tuple[l
         stems = [word.rpartition('.')[0] for word in words if word.lower().endswith(_ENDINGS)]
         known = [(name, data.pictures.named(name)) for name in dict.fromkeys((*words, *stems))]
         fitting = ((name, [image for image in images if image in labelled]) for name, images in known)
-        name, images = next(filter(all, fitting), ('', []))
+        name, images = next(((name, images) for name, images in fitting if name and images), ('', []))
         if len(images) > 1:
             parts = Path(name.replace('\\', '/')).with_suffix('').parts
             exact = [image for image in images if image.with_suffix('').parts[-len(parts) :] == parts]
