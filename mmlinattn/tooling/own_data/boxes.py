@@ -272,15 +272,17 @@ def _have_polygons(objects: list[Object], notes: list[str]) -> bool:
 
 def _notes_on_polygons(photos: list[Photo]) -> list[str]:
     """Return a note on objects whose box and polygons overlap by less than half."""
-    from mmdet.evaluation.functional import bbox_overlaps
+    from mmdet.structures.bbox import bbox_overlaps
 
     both = [
-        (photo, item, bbox_overlaps(np.array([item.box]), np.array([bounds(item.segmentation)])) < 0.5)
+        (photo, item)
         for photo in photos
         for item in photo.objects
         if isinstance(item.segmentation, list) and not item.flags & {'rotated', 'lines'}
     ]
-    apart = [(photo, item) for photo, item, is_apart in both if is_apart]
+    boxes = torch.tensor([item.box for _, item in both]).reshape(-1, 4)
+    others = torch.tensor([bounds(item.segmentation) for _, item in both]).reshape(-1, 4)
+    apart = [both[i] for i in (bbox_overlaps(boxes, others, is_aligned=True) < 0.5).nonzero()]
     return [
         f'the boxes of {len(apart)} of {len(both)} objects lie elsewhere than their polygons, as '
         f'{item.box} of {photo.path.name}: boxes are learnt as they are; correct one'
