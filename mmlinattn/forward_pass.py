@@ -165,8 +165,11 @@ def recompute(block: nn.Module, x: Tensor, stage: Any) -> Tensor:
 
 
 class Repetition(UseCasts):
-    """Context of the repeated call: it uses the casts of the first call, and restores the running statistics of batch
-    norms afterwards. It is a class, since several backward passes of one graph enter it again."""
+    """Context of the call that recomputes a block in the backward pass.
+
+    It uses the casts of the first call, and restores the running statistics of batch norms afterwards. It is a class,
+    since several backward passes of one graph enter it again.
+    """
 
     def __init__(self, found: dict[int, Tensor], module: nn.Module) -> None:
         super().__init__(found)

@@ -110,7 +110,10 @@ class LocalMixer(TokenMixer):
         raise NotImplementedError
 
     def convolve(self, v: Tensor, key_grid: Grid, context: Optional[Tensor] = None) -> Optional[Tensor]:
-        """Convolve the values, (B, M, widths[2]); return None if the mixer is configured without a convolution."""
+        """Convolve the values, (B, M, widths[2]); return None if the mixer is configured without a convolution.
+
+        Some mixers predict the kernels from ``context``, the mean input token (B, C).
+        """
         raise NotImplementedError
 
     def forward(self, q, k, v, grid, key_grid, mask=None, context=None, **_) -> Tensor:

@@ -91,7 +91,11 @@ def is_plain(layer: Any) -> bool:
 
 
 def plan(steps: Sequence[Step]) -> list[Kernel]:
-    """Group the steps of a chain to fused operations."""
+    """Group the layers and functions of a chain to fused operations, in order.
+
+    A GELU joins the linear layer or convolution before it, a batch norm the convolution before it. Each other step is
+    an operation of its own.
+    """
     flat: list[Kernel] = []
     for step in steps:
         plain = is_plain(step)

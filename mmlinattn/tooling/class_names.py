@@ -38,8 +38,8 @@ def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional
     """Return the class name of each label, or None.
 
     They come from ``meta`` of the checkpoint, as MMEngine or MMCV 1.x (``CLASSES``) saves it. Else they come from the
-    config of the test data set, or its class. They are None if unknown, or if their number differs from that of the
-    head, as for own data in a ``CocoDataset`` without ``metainfo``.
+    config of the test data set, or its class. A source whose number of names differs from that of the head is skipped,
+    as for own data in a ``CocoDataset`` without ``metainfo``. The result is None if no source is left.
     """
     expected, data = num_classes(cfg), first_test_data(cfg)
     meta = checkpoint_meta if isinstance(checkpoint_meta, dict) else {}

@@ -237,9 +237,10 @@ def focused(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def hallucinated(mixer, spec, q, k, v, grid, size, bias, context):
-    """Compute twice the heads of half the channels; queries and keys are those of the computed heads.
+    """Compute hMHSA, (B, N, heads * d), from ``HEADS`` maps of logits and as many hallucinated ones (hMHSA Eq. 2).
 
-    IHH convolves the other logits (hMHSA Eq. 2) over the keys' grid. Keys of class tokens have no neighbours.
+    ``spec['steps']`` names the steps: CHH mixes the maps of all heads, IHH convolves each over the keys' grid. Keys of
+    class tokens have no neighbours. ``size`` and ``context`` are not used.
     """
     q, k = (by_head(side_by_side(t), HEADS) for t in (q, k))
     maps = real = similarity(q, k) / math.sqrt(HEAD_DIM // 2)

@@ -86,7 +86,9 @@ def in_this_process(tool, *args):
 
 
 def in_one_process(jobs, folder):
-    """Run jobs in one process, each a list of command lines of tools. Return their outputs and errors by name.
+    """Run ``jobs``, a dict from name to a list of command lines of tools, in one new process.
+
+    Return two dicts by name: the outputs and the errors.
 
     A job ends at its first error, and the others still run. Without an error, its text is ''.
     """

@@ -60,7 +60,10 @@ class Masks:
         return Samples(done, dict(sorted(found.items())))
 
     def _labels(self, info: dict, path: str) -> tuple[Any, str]:
-        """Return the labels of a mask, and the reason why it cannot be used ('' if it can)."""
+        """Return the label of each pixel of a mask, (H, W), and the reason why it cannot be used ('' if it can).
+
+        The labels are None if the mask cannot be loaded.
+        """
         picture, size = info.get('img_path'), None
         with suppress(Exception):  # Pillow does not know all images
             size = oriented_size(picture)

@@ -99,7 +99,16 @@ def _tables(kinds: dict[str, list[Source]]) -> list[Table]:
 
 
 def _joined(items: list[Photo], folders: list[Photo], table: str) -> tuple[str, list[Photo]]:
-    """Return the images of a table, and those of class folders if both are of different splits."""
+    """Return the name of the format and the images: those of a CSV file, and of class folders of another split.
+
+    Args:
+        items: Images of the CSV file.
+        folders: Images of class folders.
+        table: Name of the CSV file, for messages.
+
+    Raises:
+        RunError: An image has two classes, or images of the same split are in class folders alone.
+    """
     classes = {item.path: item.label for item in items}
     splits = [{item.split for item in found} for found in (items, folders)]
     rest = {item.path for item in folders} - classes.keys()

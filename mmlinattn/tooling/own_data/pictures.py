@@ -204,7 +204,7 @@ def _parts(name: str) -> list[str]:
 
 
 def beginnings(stem: str) -> list[str]:
-    """Return the beginnings of a name that end at a separator, the longest first."""
+    """Return a name and its beginnings before ``_``, ``.`` or ``-``, the longest first: ``a_b-c``, ``a_b``, ``a``."""
     return [stem, *(stem[: match.start()] for match in reversed(list(re.finditer('[_.-]', stem))))]
 
 

@@ -67,7 +67,7 @@ def backbone_names() -> list[str]:
 
 
 def find_backbone(name: str, task: str) -> ZooBackbone:
-    """Return a backbone by the beginning of its config names, as the task builds it: detectors synchronise batch norms.
+    """Return a backbone such as ``ravlt_t``, as the task builds it: detectors synchronise batch norms.
 
     Raises:
         RunError: There is no such backbone; the message lists the names.
