@@ -186,33 +186,35 @@ def set_data_root(cfg: Config, root: str) -> None:
     for dataset in rooted or datasets:
         dataset['data_root'] = root
 
-    def moved(node, key=''):
-        if isinstance(node, dict):
-            # dict.items: MMEngine's would turn types of pure Python configs into classes, and a dump fails on these
-            return type(node)({key: moved(value, key) for key, value in dict.items(node)})
-        if isinstance(node, (list, tuple)):
-            return type(node)(moved(child, key) for child in node)
-        path = osp.normpath(node) if isinstance(node, str) else ''
-        # the longest first: roots may be nested; whole names: data/coco is no part of data/coco_2
-        for old in sorted(old_roots, key=len, reverse=True):
-            if old != '.' and osp.join(path, '').startswith(osp.join(old, '')):
-                return osp.join(root, path[len(old) :].lstrip('/'))
-        beside = osp.join(root, osp.basename(path))
-        if key == 'ann_file' and osp.isabs(path) and not osp.exists(path) and osp.exists(beside):
-            return beside
-        # without a root, files were relative to the current folder; join leaves absolute paths alone
-        if '.' in old_roots and key == 'ann_file' and path not in ('', '.') and '://' not in node:
-            return osp.join(root, path)
-        return node
-
     for key in EVALUATORS:
         if cfg.get(key):
-            cfg[key] = moved(cfg[key])
+            cfg[key] = _moved(cfg[key], root, old_roots)
     for dataset in rooted or datasets:
         prefixes = dataset['data_prefix'] if isinstance(dataset.get('data_prefix'), dict) else {}
         for node, key in [(dataset, 'ann_file'), (dataset, 'data_prefix'), *((prefixes, key) for key in prefixes)]:
             if isinstance(node.get(key), str) and osp.isabs(node[key]):
-                node[key] = osp.abspath(moved(node[key], key))  # as data_root is put before others
+                node[key] = osp.abspath(_moved(node[key], root, old_roots, key))  # as data_root is put before others
+
+
+def _moved(node: Any, root: str, old_roots: set[str], key: str = '') -> Any:
+    """Replace the old root folders at the beginning of paths below a setting by ``root``; ``key`` is its name."""
+    if isinstance(node, dict):
+        # dict.items: MMEngine's would turn types of pure Python configs into classes, and a dump fails on these
+        return type(node)({key: _moved(value, root, old_roots, key) for key, value in dict.items(node)})
+    if isinstance(node, (list, tuple)):
+        return type(node)(_moved(child, root, old_roots, key) for child in node)
+    path = osp.normpath(node) if isinstance(node, str) else ''
+    # the longest first: roots may be nested; whole names: data/coco is no part of data/coco_2
+    for old in sorted(old_roots, key=len, reverse=True):
+        if old != '.' and osp.join(path, '').startswith(osp.join(old, '')):
+            return osp.join(root, path[len(old) :].lstrip('/'))
+    beside = osp.join(root, osp.basename(path))
+    if key == 'ann_file' and osp.isabs(path) and not osp.exists(path) and osp.exists(beside):
+        return beside
+    # without a root, files were relative to the current folder; join leaves absolute paths alone
+    if '.' in old_roots and key == 'ann_file' and path not in ('', '.') and '://' not in node:
+        return osp.join(root, path)
+    return node
 
 
 def check_checkpoint(path: str, name: str) -> str:

@@ -64,12 +64,7 @@ def read_boxes(data: Data) -> OwnData:
             f'{photo.file}: all {small} boxes are narrower than a pixel or outside of their image, as '
             f'{photo.objects[0].box} of {photo.path.name}.'
         )
-    twice = [name for name, count in Counter(classes).items() if count > 1]
-    if twice:
-        raise data.error(f': two classes have the name {twice[0]!r}.')
-    if all(item.is_ignored for item in objects):
-        kinds = {flag for item in objects for flag in item.flags & IGNORED}
-        raise data.error(f': all objects are ignored ({", ".join(sorted(kinds))}).')
+    _check_classes(data, objects, classes)
     splits, notes = divide(data, photos, classes)
     notes[1:1] = [note for reader in readers for note in reader.notes]
     masks = _have_polygons(objects, notes)
@@ -90,6 +85,16 @@ def read_boxes(data: Data) -> OwnData:
         max(most for count in counts for most in count.values()),
         any(item.is_ignored for item in objects),
     )
+
+
+def _check_classes(data: Data, objects: list[Object], classes: list[str]) -> None:
+    """Raise a RunError if two classes have one name, or no object is learnt."""
+    twice = [name for name, count in Counter(classes).items() if count > 1]
+    if twice:
+        raise data.error(f': two classes have the name {twice[0]!r}.')
+    if all(item.is_ignored for item in objects):
+        kinds = {flag for item in objects for flag in item.flags & IGNORED}
+        raise data.error(f': all objects are ignored ({", ".join(sorted(kinds))}).')
 
 
 def _readers(data: Data) -> list[Reader]:
@@ -132,18 +137,9 @@ def _settle(reader: Reader, is_alone: bool) -> bool:
             raise RunError(f'--boxes and --units: the numbers of {reader.kind} have one meaning; leave the option out.')
         return False
     units, unit_note = (options.units, '; --units') if options.units else _units(reader, raw)
-    sizes = np.array([photo.size for photo, _ in raw], float)
-    scale = np.tile(sizes, 2) if units == 'shares' else np.ones((len(raw), 4))
     numbers = np.array([item.box for _, item in raw], float)
-    boxes = {
-        reading: box_convert(torch.from_numpy(numbers), format_, 'xyxy').numpy() * scale
-        for reading, format_ in _FORMATS.items()
-    }
-    slack = np.maximum(2.0, _SLACK * sizes) if units == 'shares' else 2.0
-    bad = {
-        reading: ((box[:, :2] < -slack) | (box[:, 2:] > sizes + slack) | (box[:, 2:] < box[:, :2])).any(1)
-        for reading, box in boxes.items()
-    }
+    sizes = np.array([photo.size for photo, _ in raw], float)
+    boxes, bad = _readings(numbers, sizes, units)
     counts = {reading: int(outside.sum()) for reading, outside in bad.items()}
     fitting = [reading for reading, count in counts.items() if not count]
     # another reading fits better, or many boxes do not fit
@@ -154,19 +150,10 @@ def _settle(reader: Reader, is_alone: bool) -> bool:
         flat = {r: (box[:, 2:] == box[:, :2]).any(1) & numbers[:, 2:].all(1) for r, box in boxes.items()}
         said, source = _most_likely(raw, bad, flat), 'the only reading in which boxes stay in their images'
     elif is_wrong and not given:
-        photo, item = raw[int(np.argmax(bad[said]))]
-        others = f'; as {_READINGS[fitting[0]]} all of them fit' if fitting else ''
-        raise RunError(
-            f'{photo.file}: {counts[said]} of {len(raw)} boxes pass the edge of their image, as {_numbers(item)} in '
-            f'{photo.size[0]}x{photo.size[1]}, read as {_READINGS[said]}{others}: {_REMEDY}'
-        )
-    found = boxes[said]
-    negative = (found[:, 2:] < found[:, :2]).any(1)
-    if said == 'corners' and negative.any():
-        (photo, item), box = raw[int(negative.argmax())], found[int(negative.argmax())]
-        axis, low, high = ('x', box[0], box[2]) if box[2] < box[0] else ('y', box[1], box[3])
-        raise RunError(f'{photo.file}: {axis}min {low:g} is above {axis}max {high:g}, {_numbers(item)}.')
-    rows = iter(zip(found.tolist(), scale[:, :2]))
+        raise _wrong_reading(raw, bad[said], said, fitting)
+    if said == 'corners':
+        _check_corners(raw, boxes[said])
+    rows = iter(zip(boxes[said].tolist(), sizes if units == 'shares' else np.ones_like(sizes)))
     reader.photos = [
         photo._replace(objects=[_placed(item, *next(rows)) if item.is_raw else item for item in photo.objects])
         for photo in reader.photos
@@ -174,6 +161,50 @@ def _settle(reader: Reader, is_alone: bool) -> bool:
     note = f'the four numbers of a box are {_READINGS[said]} in {units}: {source}{unit_note}'
     reader.notes.insert(0, note)
     return bool(given)
+
+
+def _readings(
+    numbers: np.ndarray, sizes: np.ndarray, units: str
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Read the numbers of boxes in each way.
+
+    Args:
+        numbers: Four numbers of each box, (N, 4).
+        sizes: Width and height of the image of each box, (N, 2).
+        units: ``'pixels'`` or ``'shares'``.
+
+    Returns:
+        tuple: By reading, the boxes (left, top, right, bottom) in pixels, (N, 4), and True for those that have negative
+        sides or pass the edge of their image, (N,).
+    """
+    slack: Any = 2.0
+    scale = np.ones_like(numbers)
+    if units == 'shares':
+        slack, scale = np.maximum(2.0, _SLACK * sizes), np.tile(sizes, 2)
+    boxes, bad = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for reading, format_ in _FORMATS.items():
+        box = boxes[reading] = box_convert(torch.from_numpy(numbers), format_, 'xyxy').numpy() * scale
+        bad[reading] = ((box[:, :2] < -slack) | (box[:, 2:] > sizes + slack) | (box[:, 2:] < box[:, :2])).any(1)
+    return boxes, bad
+
+
+def _wrong_reading(raw: _Raw, bad: np.ndarray, said: str, fitting: list[str]) -> RunError:
+    """Return the error for boxes that do not fit as the format has them; ``fitting`` are the readings that fit."""
+    photo, item = raw[int(np.argmax(bad))]
+    others = f'; as {_READINGS[fitting[0]]} all of them fit' if fitting else ''
+    return RunError(
+        f'{photo.file}: {bad.sum()} of {len(raw)} boxes pass the edge of their image, as {_numbers(item)} in '
+        f'{photo.size[0]}x{photo.size[1]}, read as {_READINGS[said]}{others}: {_REMEDY}'
+    )
+
+
+def _check_corners(raw: _Raw, boxes: np.ndarray) -> None:
+    """Raise a RunError for a box whose left or top is above its right or bottom."""
+    negative = (boxes[:, 2:] < boxes[:, :2]).any(1)
+    if negative.any():
+        (photo, item), box = raw[int(negative.argmax())], boxes[int(negative.argmax())]
+        axis, low, high = ('x', box[0], box[2]) if box[2] < box[0] else ('y', box[1], box[3])
+        raise RunError(f'{photo.file}: {axis}min {low:g} is above {axis}max {high:g}, {_numbers(item)}.')
 
 
 def _most_likely(raw: _Raw, bad: dict[str, np.ndarray], flat: dict[str, np.ndarray]) -> str:

@@ -73,15 +73,19 @@ def divide(
         if split != 'test':
             raise RunError(f'none of the {len(splits[split])} images of {split} has a label of {some(classes)}.')
         notes.append(f'the {len(splits.pop(split))} images of test have no labels: val is tested on')
-    labelled = {path for item in items for path in (item.path, item.file)}
+    notes += _notes_on_unused(data, items) + _notes_on_copies(splits, copies) + _class_table(classes, splits)
+    return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
+
+
+def _notes_on_unused(data: Data, items: list[Photo]) -> list[str]:
+    """Return notes on images without labels, and on masks that belong to none of ``items``."""
+    labelled, notes = {path for item in items for path in (item.path, item.file)}, list[str]()
     left = [path for path in data.images if path not in labelled]
     if data.options.task == 'segmentation':
         masks = data.pictures.divided(data.images)[1].keys() & {*left}
         left = [path for path in left if path not in masks]
         notes += [f'{len(masks)} masks are not used: {data.folders_of(sorted(masks))}'] if masks else []
-    notes += [f'{len(left)} images without labels are left out: {data.folders_of(left)}'] if left else []
-    notes += _notes_on_copies(splits, copies) + _class_table(classes, splits)
-    return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
+    return notes + ([f'{len(left)} images without labels are left out: {data.folders_of(left)}'] if left else [])
 
 
 def _splits_of(data: Data, items: list[Photo], by_folder: bool) -> tuple[list[Optional[str]], str]:
