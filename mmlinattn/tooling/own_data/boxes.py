@@ -202,7 +202,8 @@ def _check_corners(raw: _Raw, boxes: np.ndarray) -> None:
     """Raise a RunError for a box whose left or top is above its right or bottom."""
     negative = (boxes[:, 2:] < boxes[:, :2]).any(1)
     if negative.any():
-        (photo, item), box = raw[int(negative.argmax())], boxes[int(negative.argmax())]
+        first = int(np.argmax(negative))
+        (photo, item), box = raw[first], boxes[first]
         axis, low, high = ('x', box[0], box[2]) if box[2] < box[0] else ('y', box[1], box[3])
         raise RunError(f'{photo.file}: {axis}min {low:g} is above {axis}max {high:g}, {_numbers(item)}.')
 
