@@ -5,9 +5,6 @@ import copy
 import io
 import itertools
 import math
-import re
-import textwrap
-import zlib
 from contextlib import redirect_stdout
 from typing import Optional
 
@@ -21,7 +18,7 @@ from ..command_line import quiet
 from ..configs import read_config
 from ..swapping.smoke import SmokeResult, smoke_test
 from ..swapping.upstream import Upstream
-from ..swapping.writing import statement
+from ..swapping.writing import is_own, signed, statement
 from ..swapping.zoo import recipes
 from .boxes import read_boxes
 from .data import ConfigArgs, Data, OwnData
@@ -31,6 +28,7 @@ from .images import file_notes, image_format
 from .masks import read_masks
 from .settings import TASKS, annotation_file, config_values
 
+_TOOL = 'make_config.py'
 # the import makes the scope known to upstream's tools; MMEngine evaluates this line before all others
 _BASE = "_base_ = __import__('mmlinattn').__name__ + '::%s.py'\n"
 
@@ -52,7 +50,7 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
         raise RunError(f'--out {str(args.out)!r} is inside of DATA: write it beside, as annotation files go with it.')
     if args.data in (annotation_file(args, split) for split in ('train', 'val', 'test')):
         raise RunError(f'--out {str(args.out)!r}: an annotation file beside it would be written over DATA; rename it.')
-    if args.out.exists() and not args.overwrite and _is_edited(args.out.read_text(encoding='utf-8', errors='replace')):
+    if args.out.exists() and not args.overwrite and not is_own(args.out, _TOOL):
         raise RunError(f'--out {str(args.out)!r} was edited or written by hand. Set --overwrite, or name another file.')
     picture = args.out.with_name('labels.png')
     if picture.exists() and not is_drawn(picture):
@@ -79,26 +77,11 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
     counts = ', '.join(f'{len(paths)} of {split}' for split, paths in data.images.items())
     found = f'{data.kind}: {counts}; {len(data.classes)} classes: {", ".join(data.classes)}'
     body = f'{_BASE % base}\n' + ''.join(statement(key, value) for key, value in values.items())
-    args.out.write_text(_header(found, body) + body, encoding='utf-8')
+    args.out.write_text(signed(body, _TOOL, found), encoding='utf-8')
     trial = _try(args)
     draw_examples(data, picture)
     notes.append(f'{picture} shows {min(6, len(data.items["train"]))} training images with their labels: look at it')
     return [found, *data.notes, *pixels.notes, *notes, *_durations(args, values, data, trial)], trial
-
-
-_SIGNATURE = '# by tools/make_config.py of mmlinattn, checksum '
-
-
-def _header(found: str, body: str) -> str:
-    """Return the comment above a config: the data, and a checksum that shows later edits."""
-    lines = textwrap.wrap(printable(found), 118, break_on_hyphens=False)
-    return ''.join(f'# {line}\n' for line in lines) + f'{_SIGNATURE}{zlib.crc32(body.encode()):08x}\n'
-
-
-def _is_edited(text: str) -> bool:
-    """Return True if the text of a config is not as this module wrote it."""
-    found = re.search(f'^{re.escape(_SIGNATURE)}([0-9a-f]{{8}})\n', text, re.MULTILINE)
-    return found is None or int(found[1], 16) != zlib.crc32(text[found.end() :].encode())
 
 
 def _base(args: ConfigArgs, data: OwnData) -> str:

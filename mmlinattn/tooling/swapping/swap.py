@@ -16,10 +16,10 @@ from .measuring import measure
 from .settings import check_pipelines, normalise, settings_for
 from .smoke import SmokeResult, smoke_test
 from .upstream import Unsupported, Upstream, join_encoder, listed, read_upstream
-from .writing import changes, difference, statement
+from .writing import changes, difference, is_own, signed, statement
 from .zoo import ZooBackbone, find_backbone
 
-MARK = ', by tools/swap_backbone.py of mmlinattn'  # end of the first line of written files
+_TOOL = 'swap_backbone.py'
 
 
 class Swapped(NamedTuple):
@@ -42,11 +42,11 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
 
     Raises:
         Unsupported: The network cannot use the backbone.
-        RunError: An argument is unknown, ``out`` is a file by somebody else, the upstream model does not train here
+        RunError: An argument is unknown, ``out`` was edited or written by hand, the upstream model does not train here
             either, or its pipelines normalise images.
     """
-    if Path(out).exists() and not Path(out).read_bytes().partition(b'\n')[0].endswith(MARK.encode()):
-        raise RunError(f'--out {str(out)!r} exists and is not by tools/swap_backbone.py. Name another file.')
+    if Path(out).exists() and not is_own(Path(out), _TOOL):
+        raise RunError(f'--out {str(out)!r} exists and is not by tools/{_TOOL}, or was edited. Name another file.')
     source = read_upstream(upstream)
     new = find_backbone(backbone, source.task)
     new = new._replace(cfg={**new.cfg, **_kept(source.network['backbone'], len(new.stages))})
@@ -138,7 +138,7 @@ def _without_weights(model: dict) -> dict:
 
 def _text(source: Upstream, backbone: str, model: dict, settings: dict) -> str:
     """Return the text of the written config: settings, then the differences of the model."""
-    text, values = f'# {source.base} with {backbone}{MARK}\n', dict(settings)
+    text, values = '', dict(settings)
     if source.is_whole:
         values, model = {**source.cfg.to_dict(), **settings}, dict(model)
     else:
@@ -149,4 +149,5 @@ def _text(source: Upstream, backbone: str, model: dict, settings: dict) -> str:
     if 'data_preprocessor' in model and not source.cfg.model.get('data_preprocessor'):  # MMPretrain's, beside the model
         values['data_preprocessor'] = model.pop('data_preprocessor')
     values['model'] = model
-    return text + ''.join(statement(key, value) for key, value in values.items())
+    text += ''.join(statement(key, value) for key, value in values.items())
+    return signed(text, _TOOL, f'{source.base} with {backbone}')

@@ -1,15 +1,34 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Format configs as text, without the settings of the inherited config."""
 
+import re
+import textwrap
+import zlib
+from pathlib import Path
 from typing import Any
 
 from yapf.yapflib.yapf_api import FormatCode
 
+from ...utils.errors import printable
 from ...utils.registering import bare_name
 
 _STYLE = dict(
     based_on_style='pep8', column_limit=110, dedent_closing_brackets=True, each_dict_entry_on_separate_line=True
 )
+_SIGNATURE = '# by tools/{} of mmlinattn, checksum '
+
+
+def signed(body: str, tool: str, title: str) -> str:
+    """Return the text of a config with a comment above it: a title, the tool, and a checksum that shows later edits."""
+    comment = ''.join(f'# {line}\n' for line in textwrap.wrap(printable(title), 118, break_on_hyphens=False))
+    return f'{comment}{_SIGNATURE.format(tool)}{zlib.crc32(body.encode()):08x}\n{body}'
+
+
+def is_own(file: Path, tool: str) -> bool:
+    """Return True if a config is as ``tool`` wrote it by :func:`signed`, and False if it was edited since."""
+    text = file.read_text(encoding='utf-8', errors='replace')
+    found = re.search(f'^{re.escape(_SIGNATURE.format(tool))}([0-9a-f]{{8}})\n', text, re.MULTILINE)
+    return found is not None and int(found[1], 16) == zlib.crc32(text[found.end() :].encode())
 
 
 def difference(old: dict, new: dict) -> dict:

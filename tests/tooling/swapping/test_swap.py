@@ -79,6 +79,10 @@ def test_a_config_of_ones_own(tmp_path, swap, name, keep, optimizer):
     assert cfg.optim_wrapper.optimizer.type == optimizer
     assert "load_from: 'whole.pth' -> None" in swapped.changes
     swap(str(path), 'flatten_pvt_v2_b0')  # its own file is written again
+    with (tmp_path / 'made' / 'swapped.py').open('a') as file:
+        file.write('work_dir = "mine"\n')
+    with pytest.raises(RunError, match='swapped.py. exists and is not by tools/swap_backbone.py, or was edited'):
+        swap(str(path), 'flatten_pvt_v2_b0')
 
 
 def test_upstreams_own_errors_are_reported(tmp_path):
