@@ -20,11 +20,10 @@ _LONGER_SIDE = 640
 
 
 def _chosen(examples: list) -> list:
-    """Return six images: those with most objects, else images spread over the data set and its classes."""
-    spread = sorted(examples, key=lambda example: example.label)
-    spread = [spread[i] for i in np.unique(np.linspace(0, len(spread) - 1, _COUNT).round().astype(int))]
-    fullest = sorted(examples, key=lambda example: -len(example.objects))
-    return fullest[:_COUNT] if fullest[0].objects else spread
+    """Return six images, spread over the classes and from few objects to many; without objects only if none has any."""
+    labelled = [example for example in examples if example.objects] or examples
+    ordered = sorted(labelled, key=lambda example: (example.label, len(example.objects)))
+    return [ordered[i] for i in np.unique(np.linspace(0, len(ordered) - 1, _COUNT).round().astype(int))]
 
 
 def draw_examples(data: OwnData, file: Path) -> None:
