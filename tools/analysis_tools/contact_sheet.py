@@ -83,11 +83,12 @@ def make_sheet(results: Path, annotations: Path, images: Path, number: int) -> t
         content = json.loads(results.read_text(encoding='utf-8'))
     except ValueError as error:
         raise RunError(f'results {str(results)!r} cannot be read as JSON: {error}.') from error
-    _, problem = load_coco(str(annotations))
+    truth = COCO()
+    truth.dataset, problem = load_coco(str(annotations))
     if problem:
         raise RunError(f'annotations {str(annotations)!r} {problem}.')
     with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO(str(annotations))
+        truth.createIndex()
         ids = sorted(truth.getImgIds())
         if not isinstance(content, list) or not all(isinstance(each, dict) and KEYS <= {*each} for each in content):
             raise RunError(f'results {str(results)!r}: expected a list of COCO results, as of --save-json.')
