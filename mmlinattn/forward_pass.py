@@ -66,9 +66,6 @@ def dtype_of(module: nn.Module) -> Optional[torch.dtype]:
 
 # --- weights cast together --------------------------------------------------------------------------------------------
 
-
-# Autocast casts each weight and each gradient by its own kernel. With two images, a GPU waits for these launches.
-
 _weights: WeakKeyDictionary = WeakKeyDictionary()
 
 
@@ -93,7 +90,10 @@ def forget_weights(backbone: Any) -> None:
 
 
 class CastTogether(torch.autograd.Function):
-    """Cast a list of tensors by one operation, and their gradients by one operation in the backward pass."""
+    """Cast a list of tensors by one operation, and their gradients by one operation in the backward pass.
+
+    Autocast launches a kernel for each, and with two images a GPU waits for these launches.
+    """
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -145,9 +145,8 @@ def interpret(
         )
     masks = _Masks(image, mask, seen, values, listed, named, data.options.classes)
     readings = (read(masks) for read in (_of_colours, _of_cityscapes, _of_two_blurred, _of_list))  # the first decides
-    names, labels, note = next((reading for reading in readings if reading), None) or read_indices(
-        values, named, seen.is_indexed
-    )
+    found = next((reading for reading in readings if reading), None)
+    names, labels, note = found or read_indices(values, named, seen.is_indexed)
     table = {IGNORED: IGNORED, **labels}
     notes += [note] if note else []
     ignored = [format_value(value) for value in values if table.get(value) == IGNORED]
