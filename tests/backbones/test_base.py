@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from helpers import small_backbones
-from helpers.small_backbones import ARCHS, build, image, loss, mixes
+from helpers.small_backbones import ARCHS, blocks_of, build, image, loss, mixes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmcv.cnn.bricks import DropPath
@@ -21,10 +21,6 @@ from mmlinattn.utils import private_apis
 
 DEIT, NEXT = 'LinearDeiT', 'LinearNextViT'
 every_backbone = pytest.mark.parametrize('backbone', ARCHS)
-
-
-def blocks_of(model):
-    return list(model.blocks) if hasattr(model, 'blocks') else [block for stage in model.stages for block in stage]
 
 
 @every_backbone

@@ -95,3 +95,14 @@ def image(batch=2, height=64, width=96, channels=3):
 
 def loss(outs):
     return sum(out.float().square().mean() for out in outs)
+
+
+def blocks_of(model):
+    return list(model.blocks) if hasattr(model, 'blocks') else [block for stage in model.stages for block in stage]
+
+
+def relative_error(found, expected):
+    """Return the largest norm of a difference of two tensors, relative to the norm of the expected one."""
+    assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
+    pairs = [(one.double(), other.double()) for one, other in zip(found, expected)]
+    return max(((one - other).norm() / other.norm().clamp(min=1e-6)).item() for one, other in pairs)

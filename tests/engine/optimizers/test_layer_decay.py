@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from helpers.config_helpers import build
+from helpers.small_backbones import blocks_of
 from mmengine.config import ConfigDict
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, init_default_scope
@@ -36,10 +37,6 @@ def smallest(backbone, **options):
     """Build the first size of a backbone's zoo, without weights."""
     with torch.device('meta'):
         return MODELS.build(dict(type=backbone, arch=next(iter(MODELS.get(backbone).arch_zoo)), **options))
-
-
-def blocks_of(model) -> list:
-    return list(model.blocks) if hasattr(model, 'blocks') else [block for stage in model.stages for block in stage]
 
 
 def depths_of(model) -> dict:
