@@ -96,6 +96,27 @@ class HoldHook(Hook):
             time.sleep(0.02)
 
 
+class At(Hook):
+    """Call ``function(runner)`` before an iteration of training, or of the validation there.
+
+    ``skip`` counts the batches of that validation before the call.
+    """
+
+    def __init__(self, iteration, function, mode='train', skip=0):
+        self.at, self.function, self.skip = (iteration, mode), function, skip
+
+    def _before_iter(self, runner, batch_idx, data_batch=None, mode='train'):
+        if (runner.iter, mode) == self.at:
+            self.skip -= 1
+            if self.skip == -1:
+                self.function(runner)
+
+
+def interrupt(runner):
+    """Break off a run like a kill."""
+    raise KeyboardInterrupt
+
+
 class Count(BaseMetric):
     """Metric ``acc`` that grows by 1 with each evaluation."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.engine_toys import ToyDataset, make_runner, warnings_of
+from helpers.engine_toys import At, ToyDataset, interrupt, make_runner, warnings_of
 from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
 from mmengine.registry import DATA_SAMPLERS
@@ -39,17 +39,14 @@ class Buckets(BatchSampler):
 
 
 class Note(Hook):
-    """Note data, random numbers and losses of training iterations; interrupt before one of them, like a kill."""
+    """Note data, random numbers and losses of training iterations."""
 
     priority = 'LOWEST'
 
-    def __init__(self, until):
-        self.until = until
+    def __init__(self):
         self.places, self.paths, self.data, self.drawn, self.losses = [], [], [], [], {}
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
-        if runner.iter == self.until:
-            raise KeyboardInterrupt
         self.places.append(batch_idx)
         self.paths.append([sample.img_path for sample in data_batch['data_samples']])
         self.data.append(float(data_batch['inputs'][0][0]))
@@ -70,8 +67,9 @@ def train(work_dir, train_cfg=EPOCHS, hooks=HOOKS, seed=1, until=None, **kwargs)
         kwargs.update(default_hooks=saved_every(3))
     kwargs.setdefault('kind', SafeRunner)
     runner = make_runner(work_dir, hooks, train_cfg=dict(train_cfg), randomness=dict(seed=seed), **kwargs)
-    note = Note(until)
-    runner.register_hook(note)
+    note = Note()
+    for hook in (note, At(until, interrupt)):
+        runner.register_hook(hook)
     with nullcontext() if until is None else pytest.raises(KeyboardInterrupt):
         runner.train()
     for worker in multiprocessing.active_children():  # PyTorch would wait 5 s for each

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import engine_toys
-from helpers.engine_toys import Count, validation
+from helpers.engine_toys import At, Count, interrupt, validation
 from mmengine.hooks import EarlyStoppingHook, Hook
 
 from mmlinattn.engine import SafeRunner
@@ -19,17 +19,6 @@ class Constant(Count):
     def compute_metrics(self, results):
         Count.calls += 1
         return dict(acc=1.0)
-
-
-class Break(Hook):
-    """An error before an iteration of training or validation."""
-
-    def __init__(self, iteration, mode):
-        self.at = iteration, mode
-
-    def _before_iter(self, runner, batch_idx, data_batch=None, mode='train'):
-        if (runner.iter, mode) == self.at:
-            raise KeyboardInterrupt
 
 
 def run(folder, *hooks, breaks=None, epochs=4, **more):
@@ -45,7 +34,7 @@ def run(folder, *hooks, breaks=None, epochs=4, **more):
     if breaks is None:
         made.train()
         return made
-    made.register_hook(Break(*breaks), 'VERY_HIGH')
+    made.register_hook(At(breaks[0], interrupt, breaks[1]), 'VERY_HIGH')
     with pytest.raises(KeyboardInterrupt):
         made.train()
     return made
@@ -91,20 +80,15 @@ def test_a_run_that_is_stopped_twice(tmp_path, monkeypatch, stops, by_epoch):
     def weights(made):
         return torch.cat([value.flatten() for value in made.model.state_dict().values()])
 
-    class Stop(Hook):
-        def __init__(self, at):
-            self.at = at
-
-        def before_train_iter(self, runner, batch_idx, data_batch=None):
-            if runner.iter == self.at:
-                next(hook for hook in runner.hooks if type(hook).__name__ == 'StopHook').is_signalled = True
+    def stop(runner):
+        next(hook for hook in runner.hooks if type(hook).__name__ == 'StopHook').is_signalled = True
 
     loop = dict(by_epoch=True, max_epochs=3) if by_epoch else dict(by_epoch=False, max_iters=9)
     whole = make_runner(tmp_path / 'whole', HOOKS, loop)
     whole.train()
     start = {}
     for at in stops:
-        made = make_runner(tmp_path / 'work', [*HOOKS, Stop(at)], loop, **start)
+        made = make_runner(tmp_path / 'work', [*HOOKS, At(at, stop)], loop, **start)
         with pytest.raises(SystemExit):
             made.train()
         start = dict(load_from=(tmp_path / 'work/last_checkpoint').read_text(), resume=True)

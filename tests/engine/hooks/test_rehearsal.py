@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers.engine_toys import Count, ToyDataset, make_runner, refused, validation, warnings_of
+from helpers.engine_toys import At, Count, ToyDataset, make_runner, refused, validation, warnings_of
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
 from mmengine.registry import DATASETS
@@ -101,19 +101,13 @@ class Silent(ValLoop):
 
 @pytest.mark.parametrize('loop', [{}, dict(type=Silent)], ids=['', 'silent'])
 def test_two_images_and_no_other_hook(tmp_path, loop):
-    watch, metric = Watch(), Named(acc=1.0)
+    watch, metric, found = Watch(), Named(acc=1.0), []
     settings = dict(validation(metric), val_cfg=loop)
     made = make_runner(tmp_path, [watch], dict(by_epoch=True, max_epochs=1), **settings)
-    sizes = []
-    made.register_hook(SimpleHook(lambda runner: sizes.append(rehearsal.rehearse(runner))))
+    made.register_hook(At(0, lambda runner: found.append(rehearsal.rehearse(runner))))
     made.train()
-    assert sizes == [dict(acc=1.0)]
+    assert found == [dict(acc=1.0)]
     assert watch.calls == 3 and len(metric.seen) == 12  # the metric of the run has seen the run alone
-
-
-class SimpleHook(Hook):
-    def __init__(self, function):
-        self.before_train = function
 
 
 def test_an_error_of_the_validation_comes_first(tmp_path):
@@ -186,27 +180,24 @@ def sample(size=0, **fields):
     return BaseDataElement(pred_instances=InstanceData(**found), metainfo=dict(ori_shape=(6, 8)))
 
 
-def test_an_image_without_predictions_gets_a_box_of_the_last_class():
-    """Metrics of no predictions have no names, and one class too many for the annotations shows in its index."""
-    for fields in ({}, dict(masks=torch.zeros(0, 6, 8, dtype=torch.bool))):
-        made = sample(**fields)
-        rehearsal._add_boxes(made, 11, counts := [])
-        assert counts == [1]
-        assert made.pred_instances.bboxes.tolist() == [[0, 0, 8, 6]] and made.pred_instances.labels.tolist() == [11]
-        assert not fields or made.pred_instances.masks.all()
-    made = sample(kernels=torch.zeros(0, 3))
-    rehearsal._add_boxes(made, 0, [])
-    assert len(made.pred_instances) == 0
-
-
+@pytest.mark.parametrize('has_masks', [False, True])
 @pytest.mark.parametrize(('sizes', 'counts'), [((0, 0), [1, 2]), ((100, 100), [101, 102]), ((3, 2), [4, 3])])
-def test_predictions_differ_in_number_and_have_the_last_label(sizes, counts):
-    """``CocoMetric`` fails for a label without category, and its ``proposal_fast`` for arrays of several lengths."""
+def test_predictions_differ_in_number_and_have_the_last_label(sizes, counts, has_masks):
+    """Metrics of no predictions have no names, and one class too many for the annotations shows in its index.
+
+    ``CocoMetric`` fails for a label without category, and its ``proposal_fast`` for arrays of several lengths.
+    """
     seen = []
     for size in sizes:
-        rehearsal._add_boxes(made := sample(size), 3, seen)
-        assert len(made.pred_instances) == seen[-1] and made.pred_instances.labels[-1] == 3
+        made = sample(size, **dict(masks=torch.zeros(size, 6, 8, dtype=torch.bool)) if has_masks else {})
+        rehearsal._add_boxes(made, 3, seen)
+        found = made.pred_instances
+        assert len(found) == seen[-1] and found.labels[-1] == 3 and found.bboxes[-1].tolist() == [0, 0, 8, 6]
+        assert not has_masks or found.masks[-1].all()
     assert seen == counts
+    made = sample(kernels=torch.zeros(0, 3))  # of other heads
+    rehearsal._add_boxes(made, 0, [])
+    assert len(made.pred_instances) == 0
 
 
 def test_images_of_each_data_set_that_is_judged_apart():

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.engine_toys import make_runner, validation, warnings_of
-from mmengine.hooks import Hook
+from helpers.engine_toys import At, make_runner, validation, warnings_of
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 
 from mmlinattn.engine.hooks import stop
@@ -26,26 +25,16 @@ def hangups_end_a_process():
     signal.signal(signal.SIGHUP, before)
 
 
-class Kill(Hook):
-    """Run the handler of a signal before an iteration of training, or of the validation there.
+def stopped(folder, iteration, mode='train', skip=0, number=signal.SIGTERM, hooks=HOOKS, **options):
+    """Run the handler of a signal in an iteration; return the checkpoint, or None.
 
     The signal itself, which ends a process without a handler, is sent in ``tests/tools/test_stopping.py``.
     """
-
-    def __init__(self, iteration, mode='train', number=signal.SIGTERM):
-        self.iteration, self.mode, self.number = iteration, mode, number
-
-    def _before_iter(self, runner, batch_idx, data_batch=None, mode='train'):
-        if (runner.iter, mode) == (self.iteration, self.mode):
-            signal.getsignal(self.number)(self.number, None)
-
-
-def stopped(folder, kill, hooks=HOOKS, **options):
     runner = make_runner(folder, hooks, **options)
-    runner.register_hook(kill, 'VERY_HIGH')
+    runner.register_hook(At(iteration, lambda _: signal.getsignal(number)(number, None), mode, skip), 'VERY_HIGH')
     with pytest.raises(SystemExit) as end:
         runner.train()
-    assert end.value.code == 128 + kill.number
+    assert end.value.code == 128 + number
     assert [signal.getsignal(number) for number in stop.SIGNALS] == [signal.SIG_DFL] * len(stop.SIGNALS)
     found = list(folder.parent.glob('**/stopped.pth'))
     return torch.load(found[0], weights_only=False) if found else None
@@ -55,18 +44,8 @@ def stopped(folder, kill, hooks=HOOKS, **options):
 @pytest.mark.parametrize('loop', [dict(by_epoch=True, max_epochs=3), dict(by_epoch=False, max_iters=9)])
 def test_a_stopped_run_is_saved(tmp_path, loop, number):
     """Resumed in ``test_exact_resume_of_hooks.py``."""
-    assert stopped(tmp_path / 'work', Kill(4, number=number), train_cfg=loop)['meta']['iter'] == 5
+    assert stopped(tmp_path / 'work', 4, number=number, train_cfg=loop)['meta']['iter'] == 5
     assert (tmp_path / 'work/last_checkpoint').read_text() == str(tmp_path / 'work/stopped.pth')
-
-
-class Look(Hook):
-    """Note the handlers of a signal in training."""
-
-    def __init__(self, number):
-        self.number, self.seen = number, set()
-
-    def before_train_iter(self, *args, **kwargs):
-        self.seen.add(signal.getsignal(self.number))
 
 
 @pytest.mark.parametrize(
@@ -80,35 +59,34 @@ class Look(Hook):
 )
 def test_handlers_of_other_programs_stay(tmp_path, number, handler, hooks):
     """A warning says so where no checkpoint is saved at the end of a job."""
-    before, look, made = signal.signal(number, handler), Look(number), make_runner(tmp_path, hooks)
-    made.register_hook(look)
+    before, seen, made = signal.signal(number, handler), [], make_runner(tmp_path, hooks)
+    made.register_hook(At(4, lambda _: seen.append(signal.getsignal(number))))
     try:
         warns = warnings_of(made, 'SIGTERM has a handler already, which stays: no checkpoint')
     finally:
         assert signal.signal(number, before) is handler
-    assert (look.seen == {handler}) == (hooks is HOOKS) and made.iter == 6
+    assert (seen == [handler]) == (hooks is HOOKS) and made.iter == 6
     assert len(warns) == (number == signal.SIGTERM and hooks is HOOKS)
 
 
-class Fork(Hook):
+def fork(runner):
     """Fork processes, like pools of metrics, and end them."""
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        for _ in range(8):
-            pid = os.fork()
-            if pid == 0:
-                time.sleep(30)
-                os._exit(0)
-            os.kill(pid, signal.SIGTERM)
-            assert os.waitpid(pid, 0)[1] == signal.SIGTERM  # 0 after its sleep
-        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    for _ in range(24):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(30)
+            os._exit(0)
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitpid(pid, 0)[1] == signal.SIGTERM  # 0 after its sleep
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 
 
 def test_forked_processes_end_at_a_sigterm(tmp_path):
     runner = make_runner(tmp_path, HOOKS, train_cfg=dict(by_epoch=True, max_epochs=1))
-    runner.register_hook(Fork())
+    runner.register_hook(At(2, fork))
     runner.train()
+    assert runner.iter == 3
 
 
 def test_a_training_after_one_that_failed(tmp_path):
@@ -116,15 +94,16 @@ def test_a_training_after_one_that_failed(tmp_path):
     failing.model.train_step = None
     with pytest.raises(TypeError):
         failing.train()
-    assert stopped(tmp_path / 'second', Kill(4))['meta']['iter'] == 5
+    assert stopped(tmp_path / 'second', 4)['meta']['iter'] == 5
 
 
 def test_in_a_validation_it_is_saved_at_once(tmp_path):
     """Save the weights, not their averages, beside the other checkpoints."""
     saved = stopped(
         tmp_path / 'work',
-        Kill(6, 'val'),
-        [*HOOKS, dict(type='EMAHook')],
+        6,
+        'val',
+        hooks=[*HOOKS, dict(type='EMAHook')],
         default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=1, out_dir=str(tmp_path / 'out'))),
         param_scheduler=dict(type='ConstantLR', factor=0.5),
         **validation(),
@@ -137,21 +116,21 @@ def test_in_a_validation_it_is_saved_at_once(tmp_path):
 
 
 def test_accumulated_gradients_are_applied_first(tmp_path):
-    assert stopped(tmp_path / 'work', Kill(3), optim=dict(accumulative_counts=3))['meta']['iter'] == 6
+    assert stopped(tmp_path / 'work', 3, optim=dict(accumulative_counts=3))['meta']['iter'] == 6
 
 
 def test_a_process_stops_with_another(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(stop, 'get_world_size', lambda: 2)
     monkeypatch.setattr(stop, 'all_reduce', lambda own, op: asked.append((own.item(), op)) or own.fill_(len(asked) > 1))
-    saved = stopped(tmp_path / 'work', Kill(99), [HOOKS[0], dict(type='StopHook', interval=2)])
+    saved = stopped(tmp_path / 'work', 99, hooks=[HOOKS[0], dict(type='StopHook', interval=2)])
     assert saved['meta']['iter'] == 4 and asked == [(0, 'max')] * 2
     with pytest.raises(ValueError, match='StopHook: interval=0: expected a positive integer'):
         stop.StopHook(interval=0)
 
 
 def test_epochs_without_exact_resume_are_not_saved(tmp_path):
-    assert stopped(tmp_path / 'work', Kill(1), HOOKS[1:]) is None
+    assert stopped(tmp_path / 'work', 1, hooks=HOOKS[1:]) is None
 
 
 class Slow(list):
@@ -178,26 +157,13 @@ def test_workers_end_with_the_run():
     subprocess.run([sys.executable, '-c', code], check=True, timeout=200)
 
 
-class KillLater(Kill):
-    """SIGTERM in one of the last iterations: the second pass over the data."""
-
-    seen = 0
-
-    def _before_iter(self, runner, batch_idx, data_batch=None, mode='train'):
-        self.seen += mode == 'val'
-        if self.seen == 4:
-            super()._before_iter(runner, batch_idx, data_batch, mode)
-
-
-@pytest.mark.parametrize(
-    ('on_averages', 'on_origin', 'kind'), [(True, False, Kill), (False, True, Kill), (True, True, KillLater)]
-)
-def test_averaged_weights_are_swapped_back_only_if_they_were_swapped(tmp_path, on_averages, on_origin, kind):
-    """MMPretrain's hook validates the averages, the weights, or one after the other."""
+@pytest.mark.parametrize(('on_averages', 'on_origin', 'skip'), [(True, False, 0), (False, True, 0), (True, True, 3)])
+def test_averaged_weights_are_swapped_back_only_if_they_were_swapped(tmp_path, on_averages, on_origin, skip):
+    """MMPretrain's hook validates the averages, the weights, or one after the other, each on three batches."""
     hooks = pytest.importorskip('mmpretrain.engine.hooks')
     averages = [*HOOKS, hooks.EMAHook(evaluate_on_ema=on_averages, evaluate_on_origin=on_origin)]
     cfg = dict(by_epoch=True, max_epochs=2, val_interval=2)
-    saved = stopped(tmp_path / 'work', kind(6, 'val'), averages, train_cfg=cfg, **validation())
+    saved = stopped(tmp_path / 'work', 6, 'val', skip, hooks=averages, train_cfg=cfg, **validation())
     epoch = torch.load(tmp_path / 'work/epoch_2.pth', weights_only=False)
     assert all(torch.equal(value, epoch['state_dict'][key]) for key, value in saved['state_dict'].items())
 
