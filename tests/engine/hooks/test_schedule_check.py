@@ -94,6 +94,7 @@ def test_custom_keys_without_a_parameter(settings, fails):
 
 
 HOOKS = [dict(type='ScheduleCheckHook')]
+SAVE = dict(type='CheckpointHook', save_last=False)
 
 
 @registry.HOOKS.register_module()
@@ -113,26 +114,19 @@ def test_errors_are_named_before_the_first_step(tmp_path, max_iters):
 
 def test_complete_trainings_and_missing_checkpoints_are_named(tmp_path):
     assert warnings_of(make_runner(tmp_path, HOOKS, default_hooks=dict(checkpoint=None)), 'no checkpoint will be writ')
-    saves_last = dict(type='CheckpointHook', interval=1, save_begin=2, save_last=False)
-    assert not warnings_of(make_runner(tmp_path, HOOKS, default_hooks=dict(checkpoint=saves_last)), 'no checkpoint')
+    saves_last = dict(checkpoint=dict(SAVE, interval=1, save_begin=2))
+    assert not warnings_of(make_runner(tmp_path, HOOKS, default_hooks=saves_last), 'no checkpoint')
     make_runner(tmp_path, []).train()
     more = dict(load_from=str(tmp_path / 'epoch_2.pth'), resume=True)
     runner = make_runner(tmp_path, HOOKS, **more)
     assert warnings_of(runner, 'nothing is left to train: the checkpoint is at epoch 2 of 2')
 
 
-SAVE = dict(type='CheckpointHook', save_last=False)
-
-
 @pytest.mark.parametrize(
     ('loop', 'settings', 'word'),
     [
-        (
-            dict(max_epochs=2),
-            dict(checkpoint=dict(type='CheckpointHook', interval=3, save_last=False)),
-            'no checkpoint',
-        ),
-        (dict(max_epochs=2), dict(checkpoint=dict(type='CheckpointHook', interval=2, save_last=False)), ''),
+        (dict(max_epochs=2), dict(checkpoint=dict(SAVE, interval=3)), 'no checkpoint'),
+        (dict(max_epochs=2), dict(checkpoint=dict(SAVE, interval=2)), ''),
         (dict(max_epochs=2, val_begin=3), {}, 'train_cfg.val_begin=3 is after the last epoch, 2'),
         (dict(by_epoch=False, max_iters=2, val_begin=3), {}, 'val_begin=3 is after the last iteration, 2'),
         (dict(max_epochs=2), dict(late=dict(type='EMAHook', begin_epoch=2)), ''),

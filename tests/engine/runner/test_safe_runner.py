@@ -61,33 +61,29 @@ def files(tmp_path):
     return run, kept
 
 
+PATHS = ['{home}/best_thesis.pth', '{run}/notes.txt', '{run}/best_link/best_thesis.pth']
+PATHS += ['{run}/best_/../../home/best_thesis.pth', ['{home}/best_thesis.pth']]
+
+
 @pytest.mark.parametrize(
-    'target',
+    ('key', 'value', 'score', 'hook'),
     [
-        '{home}/best_thesis.pth',
-        '{run}/notes.txt',
-        '{run}/best_link/best_thesis.pth',
-        '{run}/best_/../../home/best_thesis.pth',
-        ['{home}/best_thesis.pth'],
+        *(('best_ckpt', path, dict(best_score=-1.0), {}) for path in PATHS),
+        *(
+            ('keep_ckpt_ids', ids, {}, dict(filename_tmpl='../home/{}.pth'))
+            for ids in (['/../../home/best_thesis', 1], [-1], {1: 2})
+        ),
     ],
     ids=str,
 )
-def test_best_ckpt_of_a_checkpoint_removes_no_foreign_files(resume, files, target):
+def test_foreign_files_that_a_checkpoint_names_stay(resume, files, key, value, score, hook):
     run, kept = files
-    if isinstance(target, str):
-        target = target.format(home=run.parent / 'home', run=run)
-    _, lines = resume(dict(best_ckpt=target, best_score=-1.0))
+    if isinstance(value, str):
+        value = value.format(home=run.parent / 'home', run=run)
+    _, lines = resume({key: value, **score}, **hook)
     assert all(file.read_text() == 'precious' for file in kept)
     assert (run / 'best_link').is_symlink() and len(list(run.glob('best_acc_*'))) == 1
-    assert len(lines) == 1 and '(best_ckpt)' in lines[0]
-
-
-@pytest.mark.parametrize('ids', [['/../../home/best_thesis', 1], [-1], {1: 2}], ids=str)
-def test_kept_checkpoints_are_numbers(resume, files, ids):
-    _, kept = files
-    _, lines = resume(dict(keep_ckpt_ids=ids), filename_tmpl='../home/{}.pth')
-    assert all(file.read_text() == 'precious' for file in kept)
-    assert len(lines) == 1 and '(keep_ckpt_ids)' in lines[0]
+    assert len(lines) == 1 and f'({key})' in lines[0]
 
 
 @pytest.mark.parametrize('out_dir', [None, 'out'])
