@@ -32,15 +32,20 @@ def test_a_trained_model_needs_all_weights(tmp_path, monkeypatch):
         assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
     lacking = {key: value for key, value in state.items() if key != 'decode_head.bias'}
     more = {**state, 'decode_head.x': torch.ones(1)}
-    for said, wrong in (
-        (r'weights.pth\' does not fit the model of c\.py; unexpected: decode_head.x', more),
-        ('mismatched: decode_head.weight', {**state, 'decode_head.weight': torch.ones(1)}),
-        ('missing: decode_head.bias', lacking),
-        ('NaN or infinite: backbone.bias', {**state, 'backbone.bias': torch.tensor([1.0, float('nan')])}),
-    ):
+    misfits = {
+        'mismatched: decode_head.weight': {**state, 'decode_head.weight': torch.ones(1)},
+        'missing: decode_head.bias': lacking,
+        'NaN or infinite: backbone.bias': {**state, 'backbone.bias': torch.tensor([1.0, float('nan')])},
+    }
+    unexpected = {r'weights.pth\' does not fit the model of c\.py; unexpected: decode_head.x': more}
+    for said, wrong in {**unexpected, **misfits}.items():
         torch.save(wrong, checkpoint)
         with pytest.raises(RunError, match=said):
             trained_model(cfg, str(checkpoint), name='c.py')
+    check_trained(Parts(), state)
+    for said, wrong in misfits.items():
+        with pytest.raises(RunError, match=said.split()[-1]):
+            check_trained(Parts(), wrong)
 
 
 ARCH = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4))
