@@ -2,6 +2,7 @@
 """The Runner of our tools removes no file that a checkpoint names."""
 
 import copy
+import os
 from functools import partial
 from pathlib import Path
 
@@ -132,7 +133,10 @@ def test_the_last_checkpoint(tmp_path, monkeypatch):
     elsewhere.touch()
     (work / 'epoch_2.pth').touch()
     (work / 'last_checkpoint').write_text(str(elsewhere))
-    assert find_latest_checkpoint(str(work)) == str(work / 'epoch_2.pth')  # of another run in a copied folder
+    # the newer of two of a name: one in a copied folder, or in out_dir after a stop of an earlier run
+    for time, newer in ((100, work / 'epoch_2.pth'), (2**32, elsewhere)):
+        os.utime(elsewhere, (time, time))
+        assert find_latest_checkpoint(str(work)) == str(newer)
     (work / 'epoch_2.pth').unlink()
     assert find_latest_checkpoint(str(work)) == str(elsewhere)
     (work / 'last_checkpoint').write_text('s3://out/work/epoch_2.pth')

@@ -82,16 +82,3 @@ def test_position_and_weights_are_compared(processes, one_process):
         processes(other)
         with pytest.raises(RunError, match=re.escape(f'is {(3, 36, changed)} here and {other} in process 1.')):
             start.check_same_start(runner)
-
-
-def test_the_newer_of_two_checkpoints_of_a_name(tmp_path):
-    """A stop of an earlier run in the work dir does not hide a newer one in out_dir."""
-    work, out = tmp_path / 'work', tmp_path / 'out/work'
-    for folder, time in ((work, 100), (out, 200)):
-        folder.mkdir(parents=True)
-        (folder / 'stopped.pth').touch()
-        os.utime(folder / 'stopped.pth', (time, time))
-    (work / 'last_checkpoint').write_text(str(out / 'stopped.pth'))
-    assert start.find_latest_checkpoint(str(work)) == str(out / 'stopped.pth')
-    os.utime(work / 'stopped.pth', (300, 300))  # a copy of the work dir
-    assert start.find_latest_checkpoint(str(work)) == str(work / 'stopped.pth')
