@@ -15,14 +15,10 @@ def with_rotary(q, k, v, num_heads, mask=None, op=ops.rala):
     return op(q, k, v, num_heads, rotary=rotary_table(1, q.shape[1], q.shape[2] // num_heads, dtype=wide), mask=mask)
 
 
-def focused(q, k, v, num_heads, mask=None, power=3):
+def focused(q, k, v, num_heads, mask=None, power=3, offset=None):
     scale = 0.5 + torch.arange(q.shape[-1]).to(q.dtype) % 3 / 2  # numbers of every type
-    return ops.focused_attention(q, k, v, num_heads, scale, power, mask=mask)
-
-
-def focused_with_positions(q, k, v, num_heads, mask=None):
-    scale = torch.ones(q.shape[-1], dtype=q.dtype)
-    return ops.focused_attention(q, k, v, num_heads, scale, 3, offset=scale * 0.1, mask=mask)
+    offset = offset and scale * offset
+    return ops.focused_attention(q, k, v, num_heads, scale, power, offset=offset, mask=mask)
 
 
 def hydra(q, k, v, num_heads, mask=None):
@@ -36,7 +32,7 @@ LINEAR = {
     **{f'inline, {k}': partial(ops.inline_attention, scale=0.25, kernel=k) for k in ('identity', 'relu', 'exp')},
     **{f'linear, {kernel}': partial(ops.linear_attention, kernel=kernel) for kernel in ('elu', 'relu')},
     **{f'focused, {power}': partial(focused, power=power) for power in (1, 3, 4.5)},
-    'focused, positions': focused_with_positions,
+    'focused, positions': partial(focused, offset=0.1),
     'angular': ops.angular_attention,
     'angular, released=False': partial(ops.angular_attention, released=False),
     'angular, unit_output=False': partial(ops.angular_attention, unit_output=False),
