@@ -212,14 +212,3 @@ def test_bias_tables_of_another_window_are_resized_bicubically(source, window, d
     assert fitted.dtype == dtype
     error = 1e-5 if dtype == torch.float64 else 0.01  # in float32
     torch.testing.assert_close(fitted.double(), expected, rtol=error, atol=error)
-
-
-@pytest.mark.parametrize('shift', [False, True])
-@pytest.mark.parametrize('size, window', [((20, 30), (7, 7)), ((5, 30), (7, 8)), ((21, 16), (7, 8)), ((7, 7), (7, 7))])
-def test_windows_without_a_padded_map_are_the_same(size, window, shift):
-    windows, x = Windows.fit(*size, window, shift), torch.randn(2, *size, 12)
-    padded, parts = windows.partition(x), windows.partition_qkv(x, (3, 4, 5))
-    with torch.no_grad():
-        assert torch.equal(windows.partition(x), padded) and torch.equal(windows.merge(padded, 2), x)
-        assert all(torch.equal(*pair) for pair in zip(windows.partition_qkv(x, (3, 4, 5)), parts))
-    assert torch.equal(windows.merge(padded, 2), x)
