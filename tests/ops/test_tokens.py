@@ -25,15 +25,6 @@ def test_numbers_are_known_and_tensors_are_not(old, monkeypatch):
         assert not tokens.is_known(*unknown)
 
 
-def test_known_sizes_copy_no_map():
-    x = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
-    assert tokens.clone_if_dynamic(x) is x
-    image = tokens.to_image(x)
-    assert image.shape == (2, 5, 3, 4) and image.data_ptr() == x.data_ptr()
-    assert image.is_contiguous(memory_format=torch.channels_last)
-    assert image[1, 2, 0, 3] == x[1, 0, 3, 2]
-
-
 @pytest.mark.parametrize(('least', 'copied'), [(1, True), (2, False)])
 def test_dynamic_shapes_that_may_be_one_are_copied(least, copied):
     """Expect a contiguous copy, or the strides of the tensor."""
