@@ -23,11 +23,11 @@ from .leaves import (
     Linear,
     ResidualDWConv,
     Step,
+    cast_for_matmul,
     linear,
-    product_type,
+    matmul_dtype,
     residual_conv,
     takes_onednn,
-    to_products,
 )
 from .tokens import from_image, to_image
 
@@ -40,7 +40,7 @@ _BY_ROW = F.gelu, F.relu, to_image, from_image
 
 def may_fuse(x: Tensor) -> bool:
     """Return True on a CPU with gradients disabled, except in float16 or if module calls are recorded or replaced."""
-    if not dispatch.writes_in_place(x) or product_type(x) == torch.float16 or private_apis.has_function_modes():
+    if not dispatch.writes_in_place(x) or matmul_dtype(x) == torch.float16 or private_apis.has_function_modes():
         return False
     if (nn.Linear.forward, nn.Conv2d.forward, nn.Conv2d._conv_forward) != _TORCH_FORWARDS:
         return False  # replaced by a tool that counts or quantises
@@ -73,7 +73,7 @@ class Kernel(NamedTuple):
             return from_image(residual_conv(to_image(x), layer.weight, layer.bias, *settings))
         weight, bias = (layer.weight, layer.bias) if self.norm is None else fold_batch_norm(layer, self.norm)
         if self.gelu and takes_onednn(x, weight, bias):
-            x, weight, bias = to_products(x, weight, bias)
+            x, weight, bias = cast_for_matmul(x, weight, bias)
             stride, padding, dilation, groups = settings
             return private_apis.CONV(x, weight, bias, padding, stride, dilation, groups, 'gelu', [], 'none')
         out = F.conv2d(x, weight, bias, *settings)

@@ -66,15 +66,15 @@ def halves(weight: Any, bias: Any, x: Tensor) -> tuple[Any, Any]:
     return weight, bias
 
 
-def product_type(x: Tensor) -> torch.dtype:
-    """Return the type of matmuls and convolutions of ``x``: that of autocast if it is on, except for float64."""
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of matmuls and convolutions of ``x``: autocast's if it is on, except for float64."""
     casts_x = x.dtype != torch.float64 and dispatch.autocasts(x)
     return torch.get_autocast_dtype(x.device.type) if casts_x else x.dtype
 
 
-def to_products(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-    """Cast input, weight and bias as autocast does for a matmul."""
-    dtype = product_type(x)
+def cast_for_matmul(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    """Cast input, weight and bias to :func:`matmul_dtype`."""
+    dtype = matmul_dtype(x)
     weight, bias = halves(weight, bias, x)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
@@ -88,7 +88,7 @@ def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, gelu: bool 
     On CPUs without gradients it is one oneDNN kernel, in the type of autocast if that is on.
     """
     if not torch.is_grad_enabled() and takes_onednn(x, weight, bias) and weight.is_contiguous():
-        x, weight, bias = to_products(x, weight, bias)
+        x, weight, bias = cast_for_matmul(x, weight, bias)
         return private_apis.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
     out = F.linear(x, *halves(weight, bias, x))
     return F.gelu(out) if gelu else out
@@ -97,7 +97,7 @@ def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, gelu: bool 
 def takes_onednn(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> bool:
     """Return True if a linear layer or convolution may run as oneDNN's fused operator: on a CPU, outside of graphs and
     transforms, with a type and bias that oneDNN supports."""
-    if dispatch.is_traced() or not dispatch.on_cpu(x) or not dispatch.onednn_takes(product_type(x)) or not x.numel():
+    if dispatch.is_traced() or not dispatch.on_cpu(x) or not dispatch.onednn_takes(matmul_dtype(x)) or not x.numel():
         return False
     # oneDNN assumes that the bias is a contiguous row of the right size
     if bias is not None and not (bias.is_contiguous() and bias.shape == weight.shape[:1]):
@@ -231,7 +231,7 @@ def _adds_by_tap(x: Tensor, weight: Tensor, bias: Optional[Tensor], settings: tu
     dim, inputs, rows, columns = weight.shape
     if settings != ((1, 1), (rows // 2, columns // 2), (1, 1), dim) or inputs != 1:
         return False
-    return dispatch.writes_in_place(x, weight, bias) and product_type(x).itemsize >= 4
+    return dispatch.writes_in_place(x, weight, bias) and matmul_dtype(x).itemsize >= 4
 
 
 def conv_of_gelu(
