@@ -114,7 +114,7 @@ def _wide_heads(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[T
 
 
 def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: int) -> Tensor:
-    """Apply IHH to the keys: a depth-wise 3x3 convolution over their grid, with one kernel a head.
+    """Apply intra-head hallucination (IHH): a depth-wise 3x3 convolution of the keys, with one kernel per head.
 
     Args:
         k (Tensor): (B, M, C/2).

@@ -70,7 +70,7 @@ def relative_index(height, width, largest: tuple[int, int], like: Tensor) -> Ten
     """Return the row of a table of relative positions for each pair of tokens of a window.
 
     Args:
-        height, width: Size of the window.
+        height, width: Size of the window, at most ``largest``.
         largest (tuple[int, int]): Window (h, w) that the table was made for; it has ``(2 h - 1) (2 w - 1)`` rows.
         like (Tensor): A tensor on the device of the result.
 

@@ -94,7 +94,7 @@ class Windows(NamedTuple):
     def merge(self, x: Tensor, batch: int = -1) -> Tensor:
         """Invert :meth:`partition`: (B * windows, h * w, C) -> (B, H, W, C).
 
-        A graph of dynamic sizes needs ``batch`` = B, since its exporter cannot divide by a symbolic size.
+        ``batch`` = B is used by :class:`DynamicWindows` alone: exporters cannot divide by a symbolic size.
         """
         if self.is_whole:
             return unflatten(x, 1, self.window)
