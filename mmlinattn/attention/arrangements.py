@@ -43,11 +43,11 @@ class ReducedAttention(ReducedKeysAttention):
         return self.norm(self.sr(to_image(pad_to_multiple(x, self.ratio))).permute(0, 2, 3, 1))
 
 
-def check_order(mixer, spec) -> None:
-    """Check that a mixer does not depend on the order of all tokens, which windows and stripes change.
+def check_not_sequential(mixer, spec) -> None:
+    """Check that a mixer does not read all tokens as one sequence, which windows and stripes would cut.
 
     Raises:
-        ValueError: It does.
+        ValueError: It does. The message names the attention by ``spec``.
     """
     if mixer.sequential:
         raise ValueError(f'attention {spec!r} reads the sequence of all tokens; windows and stripes cut it')
@@ -81,7 +81,7 @@ class WindowAttention(Attention):
     ) -> None:
         super().__init__(dim, num_heads, mixer, **kwargs)
         if window is not None:
-            check_order(self.mixer, mixer)
+            check_not_sequential(self.mixer, mixer)
             window = (window[0], window[1])
         if shift and not self.mixer.bias:
             raise ValueError(
@@ -154,7 +154,7 @@ class StripeAttention(BaseModule):
         self.stripe = stripe
         self.branches = ModuleList(LePEMixer(dim // 2, num_heads // 2, mixer, None, local_kernel) for _ in range(2))
         mixer_module = self.branches[0].mixer
-        check_order(mixer_module, mixer)
+        check_not_sequential(mixer_module, mixer)
         if mixer_module.gate not in (None, 'projection', *LEFT_TO_BACKBONE):
             raise ValueError(f'gate={mixer_module.gate!r} of {mixer!r} is not available in stripes')
         widths = mixer_module.widths
