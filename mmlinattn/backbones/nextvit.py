@@ -156,7 +156,8 @@ class LinearNextViT(PyramidBackbone):
 
     @property
     def attn_dims(self) -> tuple[int, ...]:
-        """Channels of attentions and convolution blocks: three quarters, in whole groups, in stages with attentions."""
+        """Channels of attentions and convolution blocks: ``embed_dims``, but 3/4 in stages with attentions, rounded to
+        whole groups."""
         group = self.arch['group_dim']
         return tuple(
             int(SHARE * dim / group + 0.5) * group if any(blocks) else dim

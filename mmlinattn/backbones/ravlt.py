@@ -221,7 +221,7 @@ def fold_scale(layer: Any, gamma: Tensor) -> None:
 
 
 def fold_batch_norms(layers: nn.Sequential) -> Chain:
-    """Return the layers with each ``conv, norm`` pair folded into one convolution; other layers keep their names."""
+    """Fold batch norms into the convolutions before them, in place, and return the other layers under their names."""
     folded: OrderedDict = OrderedDict()
     for name, layer in layers.named_children():
         if isinstance(layer, _BatchNorm):
