@@ -61,8 +61,10 @@ def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> 
 
 
 def _dataset_meta(meta: dict) -> dict:
-    """Return class names and colours as ``dataset_meta`` for inferencers, also from ``CLASSES`` of OpenMMLab 1.x
-    files."""
+    """Return ``dict(dataset_meta=...)`` with class names and colours for inferencers, or {} if ``meta`` has none.
+
+    ``CLASSES`` and ``PALETTE`` of OpenMMLab 1.x files get their new names.
+    """
     old_names = dict(CLASSES='classes', PALETTE='palette')
     names = {new: meta[old] for old, new in old_names.items() if meta.get(old) is not None}
     known = meta.get('dataset_meta') or names
