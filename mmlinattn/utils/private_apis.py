@@ -97,7 +97,10 @@ def default_scopes() -> list[str]:
 
 
 def default_store() -> Any:
-    """Return the key-value store of the default process group, which works without the other processes' help."""
+    """Return the key-value store of the default process group; raise a ValueError without a group.
+
+    Unlike collectives, its methods work while other processes are busy. There is no public function for it.
+    """
     return torch.distributed.distributed_c10d._get_default_store()
 
 
