@@ -163,14 +163,16 @@ def _rehearsed(evaluator: Any, label: int) -> Any:
     return made
 
 
-class _Stage:
+class _RehearsalRunner:
     """Stand-in for the runner in :func:`rehearse`: it calls visualization hooks only, and keeps the metrics."""
 
     def __init__(self, runner: Any):
         self._runner, self.metrics = runner, None
-        self._painters = [copy.copy(hook) for hook in runner.hooks if hasattr(hook, '_visualizer')]
-        self._painters = [hook for hook in self._painters if getattr(hook, 'draw', getattr(hook, 'enable', False))]
-        for hook in self._painters:
+        self._drawing_hooks = [copy.copy(hook) for hook in runner.hooks if hasattr(hook, '_visualizer')]
+        self._drawing_hooks = [
+            hook for hook in self._drawing_hooks if getattr(hook, 'draw', getattr(hook, 'enable', False))
+        ]
+        for hook in self._drawing_hooks:
             vars(hook).update(interval=1, show=False, out_dir=None)
             if isinstance(getattr(hook, 'draw_args', None), dict):
                 hook.draw_args = dict(hook.draw_args, show=False)
@@ -180,7 +182,7 @@ class _Stage:
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         if fn_name == 'after_val_iter':
-            for hook in self._painters:
+            for hook in self._drawing_hooks:
                 hook.after_val_iter(self, **kwargs)
         elif fn_name == 'after_val_epoch':
             self.metrics = kwargs.get('metrics')
@@ -202,7 +204,7 @@ def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
     if hasattr(unwrapped(runner.model), 'prototype'):  # embeds a whole gallery
         return None
     made: Any = copy.copy(loop)
-    made._runner = stand_in = _Stage(runner)
+    made._runner = stand_in = _RehearsalRunner(runner)
     label = max(min(counts_of_stages(unwrapped(runner.model)).get('bbox_head', [1])) - 1, 0)
     name = dict(val='validation').get(stage, stage)
 
