@@ -33,8 +33,8 @@ def _of_other_kinds(own: dict, saved: dict) -> bool:
     return bool(names - others and others - names)
 
 
-def _replaced(own: dict, saved: dict) -> dict[str, str]:
-    """Describe the settings of the config that those of the checkpoint replace."""
+def _describe_changes(own: dict, saved: dict) -> dict[str, str]:
+    """Return ``'SAVED (the config has OWN)'`` by name of each setting that the checkpoint replaces."""
     both = own.keys() & saved.keys()
     # with a schedule, lr and momentum change by iteration; initial_lr and initial_momentum are the settings
     both -= {key.removeprefix('initial_') for key in both if key.startswith('initial_')}
@@ -53,7 +53,7 @@ def _settings_of_checkpoint(runner, optimizer: Optimizer, checkpoint: dict) -> d
                 f'{some(sorted(old.keys() - own.keys()))} and lacks {some(sorted(own.keys() - old.keys()))}. Set '
                 f'optim_wrapper.optimizer as it was, or {_ANEW}'
             )
-        found = {**_replaced(own, old), **found}
+        found = {**_describe_changes(own, old), **found}
     schedulers, saved, meta = runner.param_schedulers, checkpoint.get('param_schedulers'), checkpoint['meta']
     if not isinstance(schedulers, list) or not isinstance(saved, list):
         return found
@@ -68,7 +68,7 @@ def _settings_of_checkpoint(runner, optimizer: Optimizer, checkpoint: dict) -> d
     is_fitted = is_fitted and meta['iter'] != meta['epoch'] * len(runner.train_dataloader)
     for each, pair in zip(schedulers, pairs):
         if each.by_epoch or not is_fitted:
-            found.update({f'{type(each).__name__}.{key}': values for key, values in _replaced(*pair).items()})
+            found.update({f'{type(each).__name__}.{key}': values for key, values in _describe_changes(*pair).items()})
     return found
 
 
