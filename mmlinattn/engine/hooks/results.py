@@ -35,8 +35,12 @@ def read_rows(path: str, last: float = math.inf, key: str = 'iteration') -> list
     return []
 
 
-class _Predictions:
-    """Predictions of a validation or test of a detector, segmentor or classifier, and the annotations."""
+class _PredictionPlots:
+    """Plots of the predictions of a validation or test: ``add`` the predicted samples, then ``write``.
+
+    All tasks get a confusion matrix; detectors also get curves of precision over recall. Annotated boxes come from the
+    data set of ``loader``, other labels from the samples.
+    """
 
     def __init__(self, loader):
         self.dataset, self.size, self.seen = loader.dataset, len(loader.dataset), 0
@@ -128,7 +132,7 @@ class ResultsHook(Hook):
     def __init__(self) -> None:
         self.rows: list[dict] = []
         self.unit = ''  # of the positions of a training: epoch or iteration
-        self._predictions: Optional[_Predictions] = None
+        self._predictions: Optional[_PredictionPlots] = None
         self._began = 0.0
         self._since = 0  # iteration of the last row
 
@@ -150,7 +154,7 @@ class ResultsHook(Hook):
 
     def _before_epoch(self, runner, mode: str = 'train') -> None:
         if mode != 'train':
-            self._predictions = _Predictions(getattr(runner, f'{mode}_dataloader'))
+            self._predictions = _PredictionPlots(getattr(runner, f'{mode}_dataloader'))
 
     def _after_iter(self, runner, batch_idx: int, data_batch=None, outputs=None, mode: str = 'train') -> None:
         if mode != 'train':

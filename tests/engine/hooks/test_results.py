@@ -83,7 +83,7 @@ def labels(truth, predicted):
     ],
 )
 def test_confusion_of_labels(tmp_path, samples, expected):
-    predictions = results._Predictions(loader_of())
+    predictions = results._PredictionPlots(loader_of())
     predictions.add(samples)
     np.testing.assert_array_equal(predictions.matrix, expected)
     assert predictions.write(str(tmp_path), '') == [str(tmp_path / 'confusion_matrix.png')]
@@ -101,7 +101,7 @@ def test_images_that_samplers_repeat_count_once(monkeypatch):
     """The second of two processes has images 1 and, as there is no 3, 0 once more."""
     monkeypatch.setattr(results, 'get_world_size', lambda: 2)
     monkeypatch.setattr(results, 'get_rank', lambda: 1)
-    predictions = results._Predictions(loader_of())
+    predictions = results._PredictionPlots(loader_of())
     predictions.add([labels(0, 0), labels(1, 1)])
     assert predictions.matrix.sum() == 1
 
@@ -109,7 +109,7 @@ def test_images_that_samplers_repeat_count_once(monkeypatch):
 @pytest.mark.parametrize('instances', [[dict(bbox=[0, 0, 10, 10], bbox_label=1)], []])
 def test_plots_of_a_detector(tmp_path, instances):
     """Without annotations nothing is counted as false, and nothing plotted."""
-    predictions = results._Predictions(loader_of(instances))
+    predictions = results._PredictionPlots(loader_of(instances))
     boxes = InstanceData(bboxes=torch.tensor([[0.0, 0, 9, 10]]), labels=torch.tensor([1]), scores=torch.tensor([0.5]))
     predictions.add([BaseDataElement(metainfo=dict(img_path=f'{i}.jpg'), pred_instances=boxes) for i in range(3)])
     names = ['test_confusion_matrix.png', 'test_precision_recall.png'] * len(instances)
@@ -118,7 +118,7 @@ def test_plots_of_a_detector(tmp_path, instances):
 
 
 def test_other_predictions_have_no_plots(tmp_path):
-    predictions = results._Predictions(loader_of())
+    predictions = results._PredictionPlots(loader_of())
     predictions.add(
         [BaseDataElement(pred_depth_map=torch.zeros(1)), label_map([[0]], [[0, 1]]), LabelData(), torch.ones(2)]
     )
