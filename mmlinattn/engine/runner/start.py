@@ -50,9 +50,12 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
     )
 
 
-def _restarted_from(work_dir: str, launches: list[Optional[str]]) -> Optional[str]:
-    """Return the last checkpoint if it is newer than the first start of ``tools/launch.py`` on any machine."""
-    times, pointer = [float(time) for time in launches if time], osp.join(work_dir, 'last_checkpoint')
+def _checkpoint_of_restart(work_dir: str, launch_times: list[Optional[str]]) -> Optional[str]:
+    """Return the last checkpoint if it is newer than the first launch, as after a restart by torchrun; else None.
+
+    ``launch_times`` has the start of ``tools/launch.py`` in seconds for each process, or None without that tool.
+    """
+    times, pointer = [float(time) for time in launch_times if time], osp.join(work_dir, 'last_checkpoint')
     # file systems round down
     if not times or not osp.isfile(pointer) or osp.getmtime(pointer) < min(times) - 1:
         return None
@@ -68,10 +71,10 @@ def agree_on_start(work_dir: str, load_from: Optional[str], resume: bool) -> tup
         CheckpointError: As for :func:`find_latest_checkpoint`.
         RunError: In some processes, the checkpoint is missing or has another size.
     """
-    launches = all_gather_object(os.environ.get('MMLINATTN_LAUNCHED'))
+    launch_times = all_gather_object(os.environ.get('MMLINATTN_LAUNCHED'))
     start: list[Any] = [None]
     if is_main_process():
-        last = _restarted_from(work_dir, launches)
+        last = _checkpoint_of_restart(work_dir, launch_times)
         start = [(last, True) if last else (load_from, resume)]
     broadcast_object_list(start)
     load_from, resume = start[0]
