@@ -20,7 +20,8 @@ _OF_PIXELS = ('decode_head', 'auxiliary_head')  # their labels are in segmentati
 def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
     """Return the first label for which two lists have different class names, or None if there is none.
 
-    Only the common length is compared. Case, blanks and hyphens are ignored. Two lists of one name each never differ.
+    Only the common length is compared, and only letters and digits, without case. Two lists of one name each never
+    differ.
     """
 
     def normalised(name: Any) -> str:
@@ -48,7 +49,7 @@ def check_names(key: str, meta: dict) -> Iterator[Finding]:
 
 
 def read_samples(dataset: Any) -> Samples:
-    """Read the labels of about 20000 samples, evenly spaced in a data set, and look for some of their images."""
+    """Read the labels of about 20000 samples, evenly spaced in a data set, and check that some images exist."""
     labels: dict[int, str] = {}
     folders: dict[str, set[int]] = {}
     error = ''

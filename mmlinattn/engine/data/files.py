@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Read sizes of images, and choose samples of files."""
+"""Open images, read their sizes, and choose evenly spaced samples."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

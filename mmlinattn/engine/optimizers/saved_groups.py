@@ -28,7 +28,7 @@ def all_schedulers(schedulers: Any) -> list:
 
 
 def by_settings(items: Iterable, settings: Callable[[Any], Any]) -> list[tuple[Any, list]]:
-    """Collect items of equal settings, in the order of the first of each. Settings need no hash."""
+    """Collect items of equal settings, in the order of the first of each. Settings need not be hashable."""
     found: list[tuple[Any, list]] = []
     for item in items:
         own = settings(item)

@@ -31,8 +31,8 @@ _SYNC_BN = ('SyncBatchNorm', 'NaiveSyncBatchNorm')
 class CPUDistributedDataParallel(MMDistributedDataParallel):
     """MMEngine's data-parallel wrapper for processes without an accelerator.
 
-    ``device_ids`` is ignored: MMEngine always passes it, and DDP refuses it for a model on the CPU. SyncBatchNorm
-    layers become BatchNorm, because PyTorch cannot synchronise their statistics on the CPU.
+    ``device_ids`` is ignored: MMEngine always passes it, and DDP raises an error for it on a CPU. SyncBatchNorm layers
+    become BatchNorm, because PyTorch cannot synchronise their statistics on the CPU.
     """
 
     def __init__(self, module: nn.Module, **kwargs):
