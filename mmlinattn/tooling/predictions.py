@@ -115,8 +115,10 @@ def _instances(sample, threshold: float = 0.0) -> Iterator[tuple[int, float, lis
 
 
 def coco_results(sample, image_id, ids: Optional[dict[int, int]] = None, file_name: str = '') -> list[dict[str, Any]]:
-    """Return the detections of an image in COCO's result format, with category ``ids`` of labels (label + 1 by
-    default). The file name is for images in several annotation files."""
+    """Return the detections of an image in COCO's result format.
+
+    ``ids`` maps labels to category ids, by default label + 1. Each entry also has the ``file_name``.
+    """
     from pycocotools import mask as coco_mask
 
     entries = []
