@@ -95,7 +95,7 @@ def _all_pairs(data: Data) -> list[Photo]:
     The folders of both are equal except for generic words (images, masks, labels). The name of the mask begins with
     that of the image.
     """
-    images, masks = _keys(data)
+    images, masks = _folder_keys(data)
     named: dict[tuple, list[Path]] = {}
     for path, key in images.items():
         for stem in stems_of_image(path):
@@ -124,8 +124,11 @@ def _all_pairs(data: Data) -> list[Photo]:
     return pairs
 
 
-def _keys(data: Data) -> tuple[dict[Path, tuple], dict[Path, tuple]]:
-    """Return the images and the masks with their folders: those of ``--images`` and ``--labels``, or by name."""
+def _folder_keys(data: Data) -> tuple[dict[Path, tuple], dict[Path, tuple]]:
+    """Return the images and the masks, each with the parts of its folder that are equal for a pair.
+
+    ``--images`` and ``--labels`` tell images from masks, or names of folders and files do.
+    """
     top, labels = data.options.images, data.options.labels
     if top and labels and labels.is_dir():
         data.images = Data(data.root).images  # those of --labels too
