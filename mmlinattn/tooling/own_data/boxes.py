@@ -188,13 +188,16 @@ def _readings(
     return boxes, bad
 
 
-def _wrong_reading(raw: _Raw, bad: np.ndarray, said: str, fitting: list[str]) -> RunError:
-    """Return the error for boxes that do not fit as the format has them; ``fitting`` are the readings that fit."""
+def _wrong_reading(raw: _Raw, bad: np.ndarray, reading: str, fitting: list[str]) -> RunError:
+    """Return the error for the ``bad`` boxes, (N,) bool, that pass the edge of their image in a reading.
+
+    ``fitting`` are the readings in which all boxes fit.
+    """
     photo, item = raw[int(np.argmax(bad))]
     others = f'; as {_READINGS[fitting[0]]} all of them fit' if fitting else ''
     return RunError(
         f'{photo.file}: {bad.sum()} of {len(raw)} boxes pass the edge of their image, as {_numbers(item)} in '
-        f'{photo.size[0]}x{photo.size[1]}, read as {_READINGS[said]}{others}: {_REMEDY}'
+        f'{photo.size[0]}x{photo.size[1]}, read as {_READINGS[reading]}{others}: {_REMEDY}'
     )
 
 

@@ -26,7 +26,10 @@ class Coco(Reader):
     boxes, units, lists = 'sides', 'pixels', ()
 
     def images(self, sources: list[Source]) -> list[Photo]:
-        """Leave out key points and stuff beside COCO's ``instances_*.json``, and supercategories without objects."""
+        """Read the images, except from files of key points and stuff beside COCO's ``instances_*.json``.
+
+        Supercategories without objects are removed from ``classes``.
+        """
         with_boxes = {source.path.parent for source in sources if source.path.name.startswith('instances')}
         others = ('person_keypoints', 'stuff')
         chosen = [s for s in sources if not (s.path.name.startswith(others) and s.path.parent in with_boxes)]

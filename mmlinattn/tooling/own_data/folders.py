@@ -52,7 +52,7 @@ def read_classes(data: Data) -> OwnData:
 
 
 def _refuse_numbers(data: Data, labels: list[str]) -> None:
-    """Raise an error if the labels are measured numbers, or another one for each image."""
+    """Raise an error if the labels are measured numbers, or if each image has its own label."""
     classes = set(labels)
     given = f': the {len(classes)} labels ({some(sorted(classes), 3)})'
     has_fractions = any(re.fullmatch(r'-?\d*\.\d*[1-9]\d*', name) for name in classes)

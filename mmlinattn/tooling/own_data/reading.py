@@ -30,11 +30,11 @@ class Object(NamedTuple):
     """Annotated object in an image."""
 
     name: Optional[str]  # class; None for a region that is ignored for every class
-    box: tuple  # left, top, right, bottom in pixels; of a raw box: four numbers as the file has them
+    box: tuple  # left, top, right, bottom in pixels; if is_raw, the four numbers of the file
     segmentation: Any = None  # polygons [[x, y, ...], ...] in pixels, or run lengths
     flags: frozenset = frozenset()  # of the annotation, e.g. 'crowd', 'rotated'
     area: float = 0.0  # square pixels; 0 if the format has none
-    is_raw: bool = False  # the meaning of the four numbers is that of the reader
+    is_raw: bool = False  # the box is not converted yet: Reader.boxes and Reader.units have its meaning
 
     @property
     def is_ignored(self) -> bool:
