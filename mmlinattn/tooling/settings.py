@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Refuse settings of a config that nothing reads."""
+"""Raise errors for settings of a config that nothing reads."""
 
 import ast
 import inspect
