@@ -102,11 +102,11 @@ def _wired(network: dict, old: list[FeatureMap], size: tuple[int, int], new: Zoo
     if necks and wiring:
         made = [wiring(necks[0]), *necks[1:]]
         result['neck'] = made if isinstance(network['neck'], (list, tuple)) else made[0]
-        wiring = _behind(necks, old, made, [maps[i] for i in keep], size)
+        wiring = _head_wiring(necks, old, made, [maps[i] for i in keep], size)
     return wiring.heads(result) if wiring else result
 
 
-def _behind(
+def _head_wiring(
     necks: list, old: list[FeatureMap], made: list, new: list[FeatureMap], size: tuple[int, int]
 ) -> Optional[Wiring]:
     """Return the wiring of the heads behind the rewritten necks ``made``; None if the necks fail on noise."""
@@ -151,7 +151,7 @@ def _for_classifiers(network: dict, measured: Measured, backbone: ZooBackbone) -
         made = [{**first, 'with_avg_pool': True}, *necks[1:]]
         remark = f'{first["type"]} averages the last feature map in place of tokens'
     made = [Wiring(old, new)(neck) for neck in made]
-    wiring = _behind(necks, old, made, new, measured.size)
+    wiring = _head_wiring(necks, old, made, new, measured.size)
     if wiring and wiring.old_strides[-1] is None and wiring.new_strides[-1]:
         made, remark = [*made, _POOL], 'the head reads vectors: GlobalAveragePooling makes them'
     neck: Any = made

@@ -89,7 +89,7 @@ class Wiring:
         self.old_strides, self.new_strides = [out.stride for out in old], [new[i].stride for i in self.keep]
 
     def heads(self, network: dict) -> dict:
-        """Rewrite channels, strides and indices in all heads of a network."""
+        """Return a copy of a network with new channels, strides and indices in all heads."""
         return {key: value if key in _NO_READERS else self(value, 0, key) for key, value in network.items()}
 
     def __call__(self, node: Any, depth: int = 0, parent: str = '') -> Any:
