@@ -51,11 +51,13 @@ class Format:
 
 
 def _dynamic_shapes(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:
-    """Return the example and its ``dynamic_shapes``, None for a fixed size (``smallest`` None)."""
+    """Return the example and its ``dynamic_shapes``, None for a fixed size (``smallest`` None).
+
+    For dynamic sizes, the example gets a batch of at least two, because exporters specialise a batch of one.
+    """
     if smallest is None:
         return example, None
     Dim = torch.export.Dim
-    # exporters specialise a batch of one
     example = example if len(example) > 1 else example.expand(2, -1, -1, -1).contiguous()
     return example, ({0: Dim('batch', min=1), 2: Dim('height', min=smallest), 3: Dim('width', min=smallest)},)
 

@@ -41,7 +41,10 @@ class Sizes(NamedTuple):
         return self.batch, self.channels, self.height, self.width
 
     def others(self) -> list[tuple[int, int, int, int]]:
-        """Return two more shapes for checking a dynamic graph: a larger image in batch 1, and a smaller one."""
+        """Return two more shapes to check a dynamic graph with; [] for a fixed size.
+
+        One is of a larger image in batch 1, the other of a smaller image (if allowed) in a larger batch.
+        """
         if not self.dynamic:
             return []
         height, width = (max(self.smallest + 1, side * 5 // 8 + 1) for side in (self.height, self.width))
