@@ -67,16 +67,16 @@ def mixer_state(mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, *args, **ter
     if mixer.quadratic:
         return None
     key_dim, number, value_dim = k.shape[-1] // mixer.num_heads, k.shape[1], v.shape[-1] // mixer.num_heads
-    products = _Products((key_dim, number), (number, value_dim))
-    with torch.no_grad(), products:
+    matmul = _MatmulResult((key_dim, number), (number, value_dim))
+    with torch.no_grad(), matmul:
         out = _of_values(mixer, q, k, *args, **terms)(v.to(accumulation_dtype(v)))
-    if products.found is None and key_dim == value_dim == 1:  # Hydra attention multiplies its queries by a number
-        products.found = out[:, :1]
-    return None if products.found is None else products.found.reshape(len(q), mixer.num_heads, key_dim, value_dim)
+    if matmul.found is None and key_dim == value_dim == 1:  # Hydra attention multiplies its queries by a number
+        matmul.found = out[:, :1]
+    return None if matmul.found is None else matmul.found.reshape(len(q), mixer.num_heads, key_dim, value_dim)
 
 
-class _Products(TorchFunctionMode):
-    """Function mode that keeps the first matmul of matrices with two given shapes."""
+class _MatmulResult(TorchFunctionMode):
+    """Function mode that keeps the result of the first matmul of matrices with two given shapes, as ``found``."""
 
     def __init__(self, *shapes: tuple[int, int]) -> None:
         super().__init__()
