@@ -63,6 +63,8 @@ class AttentionViewer:
     def maps(self, forward: ForwardPass, x: float, y: float, local: bool = False) -> np.ndarray:
         """Draw the attention maps of the token at column ``x`` and row ``y`` in pixels of the upload.
 
+        If ``local``, they include the convolutions of the values.
+
         Returns:
             ndarray: (h, w, 3) uint8 RGB, with one row per block: the mean over heads, then up to ``MAX_HEADS`` heads.
 

@@ -32,7 +32,10 @@ def one_per_stage(stages=4):
 
 
 def build(backbone, attns):
-    """Build a small backbone with one attention for all stages, or one for each of the first stages."""
+    """Build a small backbone in eval mode, with one attention for all stages or one for each of the first stages.
+
+    Stages without an attention are not built.
+    """
     stages = len(ARCHS[backbone]['depths'])
     attns = (attns,) * stages if isinstance(attns, str) else tuple(attns)[:stages]
     options = {} if backbone == 'LinearDeiT' else dict(out_indices=tuple(range(len(attns))))
