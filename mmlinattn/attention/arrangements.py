@@ -19,7 +19,8 @@ from .mixer import LEFT_TO_BACKBONE, LocalMixer
 
 
 class ReducedAttention(ReducedKeysAttention):
-    """Spatial-reduction attention: keys and values of a map after a strided convolution and a norm (PVT Eq. 2-3).
+    """Spatial-reduction attention: keys and values of a feature map after a strided convolution and a norm (PVT
+    Eq. 2-3).
 
     Args:
         dim, num_heads, mixer, kwargs: See :class:`Attention`.

@@ -163,7 +163,7 @@ class ReducedKeysAttention(Attention):
         raise NotImplementedError
 
     def forward(self, x: Tensor, stage: StageContext) -> Tensor:
-        """Attend from all tokens of a map to the tokens of its reduced map: (B, H, W, C) -> (B, H, W, C)."""
+        """Attend from all tokens of a feature map to those of its reduced one: (B, H, W, C) -> (B, H, W, C)."""
         reduced, tokens = self.reduce(x), x.flatten(1, 2)
         q, *gate = self.q(tokens).split((self.widths[0], *self.widths[3:]), dim=-1)
         k, v = self.kv(reduced.flatten(1, 2)).split(self.widths[1:3], dim=-1)

@@ -14,8 +14,8 @@ STRIDES = (4, 8, 16, 32)
 
 
 def resample(dim: int, stride: int) -> tuple[nn.Module, int]:
-    """Return the layers from a map of stride 16 with ``dim`` channels to one of ``stride``, and the channels of their
-    result. Each doubling of the size halves the channels."""
+    """Return the layers from a feature map of stride 16 with ``dim`` channels to one of ``stride``, and the channels
+    of their result. Each doubling of the size halves the channels."""
     if stride == 4:
         layers = dict(
             up1=nn.ConvTranspose2d(dim, dim // 2, 2, 2),
@@ -32,8 +32,8 @@ def resample(dim: int, stride: int) -> tuple[nn.Module, int]:
 
 @MODELS.register_module()
 class SimpleFeaturePyramid(BaseModule):
-    """The simple feature pyramid of ViTDet (Li et al. 2022, Fig. 2): parallel branches from the last map of a plain
-    backbone to strides 4, 8, 16 and 32.
+    """The simple feature pyramid of ViTDet (Li et al. 2022, Fig. 2): parallel branches from the last feature map of
+    a plain backbone to strides 4, 8, 16 and 32.
 
     Args:
         in_channels (int): Channels of the feature map of stride 16, a multiple of 4.
@@ -86,10 +86,10 @@ class SimpleFeaturePyramid(BaseModule):
         Images that are no multiple of 16 leave padding in the levels; MMDetection's configs pad to multiples of 32.
 
         Args:
-            feats (Tensor | Sequence[Tensor]): The map of stride 16, or a sequence of maps that ends in it.
+            feats (Tensor | Sequence[Tensor]): The feature map of stride 16, or a sequence that ends in it.
 
         Raises:
-            ValueError: For a map with other channels than ``in_channels``.
+            ValueError: For a feature map with other channels than ``in_channels``.
         """
         x = feats if isinstance(feats, Tensor) else feats[-1]
         if x.dim() != 4 or x.shape[1] != self.in_channels:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 class ConvProjectionNeck(BaseModule):
     """RAVLT's classifier without its last linear layer: 1x1 convolution, batch norm, SiLU, global average.
 
-    In MMPretrain it stands between a backbone with ``out_norm=False`` and ``LinearClsHead``.
+    It connects a backbone with ``out_norm=False`` to MMPretrain's ``LinearClsHead``.
 
     Args:
         in_channels (int): Channels of the feature map of the backbone's last stage.
         out_channels (int): Channels of the vector (RAVLT: 1024).
         norm_cfg (dict, optional): Norm after the convolution. None takes ``dict(type='BN')``.
         init_cfg (dict, optional): MMEngine's initialisation. None takes a truncated normal of deviation 0.02 for the
-            convolution (release).
+            convolution, as in the release.
 
     Raises:
         ValueError: For a feature map with another number of channels.

@@ -62,7 +62,7 @@ def closest(name: str, names: Iterable[str]) -> Optional[str]:
 
 
 def meant(name: str, names: Iterable[str]) -> str:
-    """Return a sentence that names the most similar of ``names``, after a blank; '' if none is similar."""
+    """Return ``" Did you mean 'x'?"``, of the most similar of ``names``; '' if none is similar."""
     near = closest(name, names)
     return f' Did you mean {near!r}?' if near else ''
 

@@ -69,7 +69,7 @@ class SafeRunner(Runner):
     - From a loaded checkpoint it removes names of files outside this run. Otherwise MMEngine's CheckpointHook would
       delete the files named by ``best_ckpt`` and ``keep_ckpt_ids``.
     - All processes start from the checkpoint of the first one.
-    - A run resumed with another batch size goes on at the same epoch.
+    - A run resumed with another batch size continues at the same epoch.
 
     The tools use this class for all configs without ``runner_type``.
 
