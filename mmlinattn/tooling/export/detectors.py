@@ -274,7 +274,10 @@ def best(scores: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 
 def decode(coder: Any, priors: Tensor, deltas: Tensor, size) -> Tensor:
-    """Decode deltas (B, N, 4 or 4 classes) at points (B, N, 2) or anchors (B, N, 4) to (B, N, 1 or classes, 4)."""
+    """Decode deltas (B, N, 4 or 4 classes) at points (B, N, 2) or anchors (B, N, 4) to (B, N, 1 or classes, 4).
+
+    Boxes are clipped to ``size``, (height, width) of the image, if the coder clips.
+    """
     from mmdet.models.task_modules.coders.delta_xywh_bbox_coder import delta2bbox
     from mmdet.structures.bbox import distance2bbox
 
