@@ -5,20 +5,21 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
 from ...utils.errors import RunError
 from .data import Data, Source, read_text
 from .images import SUFFIXES
-from .names import GROUPS, composed, of_split, plain, split_in
+from .names import GROUPS, composed, of_split, plain, some, split_in
 from .reading import Entry, Object, Photo, Reader, flags_of
 
 # columns by their meaning, in small letters without other signs
 _IMAGE = 'filename fname file imagename imagepath image imageid path filepath img imgname id photo picture'.split()
 _IMAGE += ['imgpath', 'name']
 _CLASS = 'class classname label labelname category categoryname target species labels classid diagnosis dx name'.split()
+_GENERIC = _CLASS[:7]  # of these, one column alone tells the class
 _SPLIT, _BOX = ['split', 'set', 'subset', 'partition', 'phase'], ['bbox', 'box', 'boundingbox']
 _SPLIT += ['isvalid', 'isval', 'isvalidation', 'istest']  # the others are of train
 _SEVERAL = frozenset('tags labels classes categories attributes'.split())
@@ -79,11 +80,27 @@ class Table:
         first, *others = [name for name in _CLASS if name in self.columns and name != self.image] or ['']
         if others and all(re.fullmatch(r'\d*', row[first]) for row in self.rows):
             for name in others:
-                pairs = {(row[first], row[name]) for row in self.rows}
                 is_name = not any(re.fullmatch(r'[\d.]*', row[name]) for row in self.rows)
-                if is_name and len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs}):
+                if is_name and self._pairs_up(first, name):
                     return name
         return first
+
+    def _pairs_up(self, first: str, other: str) -> bool:
+        pairs = {(row[first], row[other]) for row in self.rows}
+        return len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
+
+    def label_of(self, classes: Optional[Sequence[str]]) -> str:
+        """Return the column of classes, if several differ the one whose values are all among ``classes``."""
+        rivals = [name for name in _GENERIC if name in self.columns and name not in (self.image, self.label)]
+        rivals = [name for name in rivals if self.label and not self._pairs_up(self.label, name)]
+        if not rivals or self.label not in _GENERIC:
+            return self.label
+        values = {name: {row[name] for row in self.rows} - {''} for name in (self.label, *rivals)}
+        chosen = [name for name, found in values.items() if classes and found <= {*classes}]
+        if len(chosen) != 1:
+            listed = ' and '.join(f'{name} ({some(sorted(found), 3)})' for name, found in values.items())
+            raise RunError(f'{self.path} has {len(values)} columns of classes, {listed}: give --classes of one.')
+        return chosen[0]
 
     def key(self, names: Iterable[str]) -> str:
         return next((name for name in names if name in self.columns), '')
@@ -154,12 +171,12 @@ class BoxTable(Reader):
         return self.classes or super().listed(found)
 
     def entries(self, source: Source) -> Iterator[Entry]:
-        table = source.content
-        unused = table.unused(table.label, *table.box, *table.size)
+        table, label = source.content, source.content.label_of(self.data.options.classes)
+        unused = table.unused(label, *table.box, *table.size)
         unused = [name for name in unused if table.column(name) not in _FLAGS]
         self.notes += [f'not used of {source.path.name}: {", ".join(unused)}'] if unused else []
         name = (self.data.options.classes or ['object'])[0]
-        if not table.label:
+        if not label:
             text = next((each for each in unused if _has_several_words(table, each)), None)
             if text and not self.data.options.classes:
                 raise RunError(
@@ -176,7 +193,7 @@ class BoxTable(Reader):
             if numbers:  # none for an image without objects
                 certain = {key for key in ('confidence', 'score') if re.fullmatch(r'1(\.0*)?', row.get(key, ''))}
                 flags = {key: row[key] for key in _FLAGS if key in row and key not in certain}
-                entry.content.append((row.get(table.label, name), numbers, flags, list(row.values())))
+                entry.content.append((row.get(label, name), numbers, flags, list(row.values())))
         return iter(images.values())
 
     def objects(self, content: Any, size: tuple[int, int]) -> Iterator[Object]:
@@ -201,10 +218,11 @@ def read_class_tables(tables: list[Table], data: Data) -> tuple[list[Photo], lis
     """
     notes, items, columns = list[str](), dict[Path, Photo](), set[str]()
     for table in tables:
-        path, others = table.path, table.unused(table.label)
-        label = table.label or (table.column(others[0]) if len(others) == 1 else '')
+        label = table.label_of(data.options.classes)
+        path, others, has_label = table.path, table.unused(label), bool(label)
+        label = label or (table.column(others[0]) if len(others) == 1 else '')
         columns.add(label)
-        notes += [f'not used of {path.name}: columns {", ".join(others)}'] if table.label and others else []
+        notes += [f'not used of {path.name}: columns {", ".join(others)}'] if has_label and others else []
         of_file = data.splits.of(data.rel(path), is_file=True)
         pictures = data.pictures.find(path, [row[table.image] for row in table.rows])
         for row, picture in zip(table.rows, pictures):

@@ -353,6 +353,16 @@ def test_class_folders_with_more_than_classes(tmp_path, folders, count, said):
     assert sum(map(len, data.images.values())) == count
 
 
+def test_two_columns_of_classes(tmp_path):
+    rows = [f'{name}.jpg,{"cat" if name < "d" else "dog"},{"old" if name in "adf" else "young"}' for name in NAMES]
+    text(tmp_path / 'labels.csv', '\n'.join(['filename,class,category', *rows]))
+    images(tmp_path, NAMES)
+    assert_refused('2 columns of classes, class (cat, dog) and category (old, young)', read, tmp_path, 'classification')
+    assert read(tmp_path, 'classification', classes=['young', 'old']).classes == ['young', 'old']
+    text(tmp_path / 'labels.csv', '\n'.join(['filename,class,species', *rows]))
+    assert read(tmp_path, 'classification').classes == ['cat', 'dog']
+
+
 def test_two_data_sets_in_one_folder(tmp_path):
     for folder in ('v1', 'v2'):
         yolo(tmp_path / folder / 'train', names=[f'{name}{folder}' for name in NAMES])
