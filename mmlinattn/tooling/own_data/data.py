@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Optional, TypeVar
 import numpy as np
 import yaml
 
-from ...utils.errors import RunError, described
+from ...utils.errors import RunError, described, printable
 from .images import SUFFIXES
 from .names import Splits, composed, some
 from .pictures import Pictures
@@ -207,10 +207,13 @@ class Data:
         """YAML file with ``names``, else darknet's ``.data`` file, and its content; (None, {}) without both."""
         found: dict[Path, dict] = {}
         for path in [path for path in self.files if path.suffix.lower() in ('.yaml', '.yml')]:
+            text = read_text(path)
             try:  # names are texts: YAML would read yes, no, on and 1.0 otherwise
-                content = yaml.load(read_text(path), Loader=yaml.BaseLoader)  # noqa: S506
+                content = yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506
             except yaml.YAMLError as error:
-                raise RunError(f'{path} cannot be read: {described(error)}') from error
+                if not re.search(r'^names\s*:', text, re.MULTILINE):  # of another program
+                    continue
+                raise RunError(f'{path} cannot be read: {printable(described(error))}') from error
             if isinstance(content, dict) and content.get('names'):
                 found[path] = content
         # the same lists are others in another folder

@@ -409,6 +409,7 @@ def test_names_of_classes_are_texts(tmp_path):
     for name in OBJECTS:
         text(tmp_path / 'labels' / f'{name}.txt', '\n'.join(f'{i} 0.5 0.5 0.2 0.2' for i in range(4)))
     text(tmp_path / 'data.yaml', 'names: [yes, off, 1.0, null]')
+    text(tmp_path / 'chart.yaml', '{{ if .Values.name }}')  # a template, no YAML
     assert read(tmp_path).classes == ['yes', 'off', '1.0', 'null']
 
 

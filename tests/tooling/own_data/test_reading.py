@@ -334,6 +334,7 @@ def labelled(line, **names):
         (labelled('0 0.1 0.2 0.3 0.4 0.5 0.6 0.7'), 'is no class and x y width height'),
         (labelled('1 0.5 0.5 0.2 0.2', yaml='{1: a, 2: b}'), 'names have the numbers [1, 2]: expected 0 to 1'),
         (labelled('1 0.5 0.5 0.2 0.2', yaml='coco.names'), "names='coco.names': expected a list"),
+        (labelled('0 0.5 0.5 0.2 0.2', yaml='[a, b'), 'data.yaml cannot be read'),
         (labelled('0 0.5 0.5 0.2 0.2', yaml='[a, a]'), "two classes have the name 'a'"),
         (labelled('0 0.5 0.5 0.2 0.2', yaml='[a, b]\nnc: 3'), 'data.yaml: nc=3, and names has 2'),
         ({**labelled('0 0.5 0.5 0.2 0.2'), 'classes.txt': 'a\n\nb\n'}, "classes.txt: line 2 is ''"),
