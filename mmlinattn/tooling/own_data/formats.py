@@ -233,4 +233,7 @@ def refusal(data: Data, kinds: dict[str, list[Source]]) -> RunError:
         return data.error(f': {described_kind(data, tables[0])}. It takes {takes}.')
     unknown = some((data.name(source.path) for source in kinds.get(UNKNOWN, [])), 4)
     there = f' ({unknown}: {UNKNOWN})' if unknown else ''
+    masks = data.pictures.masks_among(data.images) if task != 'segmentation' else ()
+    if masks:
+        remedy = f'for the masks of its images, as {data.name(min(masks))}, set --task segmentation; else {remedy}'
     return data.error(f': no annotations in it that are read{there}{unread}: {remedy}. It takes {takes}.')

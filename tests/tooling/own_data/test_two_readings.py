@@ -403,6 +403,8 @@ def test_masks_are_no_background(tmp_path):
     for name in NAMES:
         picture(tmp_path / f'images/train/{name}.jpg')
         picture(tmp_path / f'masks/train/{name}.png', np.zeros((HEIGHT, WIDTH), np.uint8))
+    assert_refused('masks/train/a.png, set --task segmentation', read, tmp_path)
+    for name in NAMES:
         text(tmp_path / f'labels/train/{name}.txt', '0 0.5 0.5 0.2 0.2')
     data = read(tmp_path, classes=['car'])
     assert 'masks/train/ (6)' in ' '.join(data.notes) and sum(map(len, data.images.values())) == 6
