@@ -99,7 +99,8 @@ class Data:
         }
         self.options = options._replace(**given | ({'labels': path} if path.is_file() else {}))
         every = self._walk()
-        self.splits = Splits({part for path in every for part in path.relative_to(self.root).parts[:-1]})
+        folders = {part for path in every for part in path.relative_to(self.root).parts[:-1]}
+        self.splits = Splits(folders, {path.stem for path in every if path.suffix.lower() in _LABELS})
         chosen = self.options.images
         self.images = [path for path in every if path.suffix.lower() in SUFFIXES and _is_in(path, chosen)]
         # that may hold labels, lists or names

@@ -21,6 +21,7 @@ from .pictures import MASK_SUFFIXES, beginnings, stems_of_image
 from .reading import Photo
 from .splits import divide
 
+_Keys = dict[Path, tuple[str, ...]]  # parts of the folder of each image or mask
 _KINDS = ('labelTrainIds', 'labelIds')  # of masks, in the order of preference
 # masks of objects, parts and previews beside those of classes
 _OTHERS = re.compile(r'instance|object|panoptic|_parts|polygon|_color|_colour|confidence', re.IGNORECASE)
@@ -54,7 +55,7 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
         RunError: There are no masks, they do not match their images, or the meaning of their values is unclear.
     """
     notes: list[str] = []
-    pairs = _all_pairs(data)
+    pairs = _all_pairs(data, notes)
     seen = scan([pair.file for pair in pairs])
     classes, table = interpret(data, pairs[0].path, pairs[0].file, seen, notes)
     items = []
@@ -89,28 +90,21 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
     return OwnData('segmentation masks', classes, splits, lists, settings, more + notes, labels_of=labels_of)
 
 
-def _all_pairs(data: Data) -> list[Photo]:
+def _all_pairs(data: Data, notes: list[str]) -> list[Photo]:
     """Pair each image with its segmentation mask.
 
     The folders of both are equal except for generic words (images, masks, labels). The name of the mask begins with
-    that of the image.
+    that of the image. If no mask has an image by these names, words that only one side has are ignored, and then
+    masks are told from images by their content. ``notes`` get a line about it, in place.
     """
-    images, masks = _folder_keys(data)
-    named: dict[tuple, list[Path]] = {}
-    for path, key in images.items():
-        for stem in stems_of_image(path):
-            named.setdefault((key, stem), []).append(path)
-    found: dict[Path, list[Photo]] = {}
-    for mask, key in masks.items():
-        stem = next((stem for stem in beginnings(mask.stem) if (key, stem) in named), '')
-        owners = named.get((key, stem), [])
-        owners = [path for path in owners if not _OTHERS.search(data.name(path))] or owners
-        if len(owners) > 1:
-            raise RunError(f'{owners[0]} and {owners[1]} have one name: of which is the mask {mask}?')
-        for image in owners:
-            found.setdefault(image, []).append(Photo(image, mask))
+    images, masks = named = _folder_keys(data)
+    found = _paired(data, images, masks) or _paired(data, *_with_common_words(images, masks))
+    if not found and not data.options.labels:
+        images, masks = _with_common_words(*_keys_by_content(data))
+        found = _paired(data, images, masks)
+        notes += [f'masks by their content: {data.folders_of(masks)}'] if found else []
     if not found:
-        raise _no_pairs(data, images, masks)
+        raise _no_pairs(data, *named)
     pairs = [_of_classes(data, several) for several in found.values()]
     if not data.options.labels:
         _refuse_others(data, pairs, masks)
@@ -124,7 +118,25 @@ def _all_pairs(data: Data) -> list[Photo]:
     return pairs
 
 
-def _folder_keys(data: Data) -> tuple[dict[Path, tuple], dict[Path, tuple]]:
+def _paired(data: Data, images: _Keys, masks: _Keys) -> dict[Path, list[Photo]]:
+    """Return the masks with the key and the name of each image."""
+    named: dict[tuple, list[Path]] = {}
+    for path, key in images.items():
+        for stem in stems_of_image(path):
+            named.setdefault((key, stem), []).append(path)
+    found: dict[Path, list[Photo]] = {}
+    for mask, key in masks.items():
+        stem = next((stem for stem in beginnings(mask.stem) if (key, stem) in named), '')
+        owners = named.get((key, stem), [])
+        owners = [path for path in owners if not _OTHERS.search(data.name(path))] or owners
+        if len(owners) > 1:
+            raise RunError(f'{owners[0]} and {owners[1]} have one name: of which is the mask {mask}?')
+        for image in owners:
+            found.setdefault(image, []).append(Photo(image, mask))
+    return found
+
+
+def _folder_keys(data: Data) -> tuple[_Keys, _Keys]:
     """Return the images and the masks, each with the parts of its folder that are equal for a pair.
 
     ``--images`` and ``--labels`` tell images from masks, or names of folders and files do.
@@ -138,6 +150,27 @@ def _folder_keys(data: Data) -> tuple[dict[Path, tuple], dict[Path, tuple]]:
     data.need_images()
     images, masks = data.pictures.divided(data.images)
     return images, {path: key for path, key in masks.items() if labels is None or labels in path.parents}
+
+
+def _keys_by_content(data: Data) -> tuple[_Keys, _Keys]:
+    """Return the images and the masks as :func:`_folder_keys` does; folders of images with few values have masks."""
+    found: tuple[_Keys, _Keys] = {}, {}
+    holds_masks = {folder: _has_masks(data, folder) for folder in {path.parent for path in data.images}}
+    for path in data.images:
+        found[holds_masks[path.parent]][path] = data.pictures.key(path)
+    return found
+
+
+def _with_common_words(images: _Keys, masks: _Keys) -> tuple[_Keys, _Keys]:
+    """Leave only the words in the keys of images and masks that both sides have."""
+    words = [{word for key in keys.values() for part in key for word in part.split()} for keys in (images, masks)]
+    common = words[0] & words[1]
+
+    def shortened(keys: _Keys) -> _Keys:
+        split = {path: tuple(word for part in key for word in part.split()) for path, key in keys.items()}
+        return {path: tuple(word for word in key if word in common) for path, key in split.items()}
+
+    return shortened(images), shortened(masks)
 
 
 def _of_classes(data: Data, several: list[Photo]) -> Photo:

@@ -66,34 +66,40 @@ def _template(name: str) -> tuple[str, Optional[str]]:
     return ' '.join('*' if word in _SPLITS else word for word in words), _SPLITS[found[0]]
 
 
+def _splits_by_template(names: Iterable[str]) -> dict[str, set]:
+    found: dict[str, set] = {}
+    for template, split in map(_template, names):
+        if split:
+            found.setdefault(template, set()).add(split)
+    return found
+
+
 class Splits:
     """Splits by names of folders and files.
 
-    A folder names a split by its words alone (:func:`split_in`), or if another folder differs by that word only
+    A folder or file names a split by its words alone (:func:`split_in`), or if another one differs by that word only
     (``seg_train`` and ``seg_test``). A file names one by its first or last word too.
 
     Args:
         folders: Names of all folders of the data set.
+        files: Names of files with labels or lists, without suffix.
     """
 
-    def __init__(self, folders: Iterable[str]):
-        self._templates: dict[str, set] = {}
-        for name in folders:
-            template, split = _template(name)
-            if split:
-                self._templates.setdefault(template, set()).add(split)
+    def __init__(self, folders: Iterable[str], files: Iterable[str] = ()):
+        self._folders, self._files = _splits_by_template(folders), _splits_by_template(files)
 
     def of_folder(self, name: str) -> Optional[str]:
         template, split = _template(name)
-        return split_in(name) or (split if len(self._templates.get(template, ())) > 1 else None)
+        return split_in(name) or (split if len(self._folders.get(template, ())) > 1 else None)
 
     def of_file(self, stem: str) -> Optional[str]:
         template, split = _template(stem)
-        return self.of_folder(stem) or (split if '*' in (template.split()[:1] + template.split()[-1:]) else None)
+        is_named = '*' in (template.split()[:1] + template.split()[-1:]) or len(self._files.get(template, ())) > 1
+        return self.of_folder(stem) or (split if is_named else None)
 
     def of(self, path: PurePath, is_file: bool = False) -> Optional[str]:
         """Return the split by the last part of a relative path that names one; the last part may be a file."""
-        own = self.of_file(path.name.partition('.')[0]) if is_file else self.of_folder(path.name)
+        own = self.of_file(path.stem) if is_file else self.of_folder(path.name)
         others = map(self.of_folder, path.parts[-2::-1])
         return own or next((split for split in others if split), None)
 

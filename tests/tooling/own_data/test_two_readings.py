@@ -240,9 +240,10 @@ def test_names_of_splits(name, split):
 
 
 def test_names_that_differ_by_the_split_alone():
-    splits = Splits(['seg_train', 'seg_test', 'train_station'])
+    splits = Splits(['seg_train', 'seg_test', 'train_station'], ['v1.0_train_clean', 'v1.0_val_clean', 'a_train_b'])
     assert [splits.of_folder(name) for name in ('seg_train', 'seg_pred', 'train_station')] == ['train', None, None]
-    assert splits.of_file('lvis_v1_val') == 'val'
+    assert splits.of_file('lvis_v1_val') == splits.of(Path('x/v1.0_val_clean.json'), True) == 'val'
+    assert splits.of_file('a_train_b') is None
     assert shared_key(Path('labels/train2017')) == shared_key(Path('train2017/images')) != shared_key(Path('val2017'))
 
 
@@ -275,7 +276,10 @@ def test_frames_of_a_video_stay_together(tmp_path, videos):
         ('classification', ['x/x/train/a', 'x/x/train/b', 'x/x/val/a', 'test/test'], {}, ['a', 'b']),
         ('classification', ['a_train/a_train/a', 'a_train/a_train/b', 'a_test/a_test'], {}, ['a', 'b']),
         ('classification', ['train/a', 'train/b', 'val'], {}, '2 images of val are in no folder of a class'),
-        ('segmentation', ['photos', 'overlays'], {}, 'give --images DIR and --labels DIR'),
+        ('segmentation', ['photos', 'overlays'], {}, ['class_0', 'class_1']),  # by their content
+        ('segmentation', ['photos_train', 'x_train', 'photos_val', 'x_val'], {}, ['class_0', 'class_1']),
+        ('segmentation', ['rgb', 'labels'], {}, ['class_0', 'class_1']),
+        ('segmentation', ['photos', 'overlays', 'others'], {}, 'both have masks of photos: give --labels DIR'),
         ('segmentation', ['photos', 'overlays'], dict(images='photos', labels='overlays'), ['class_0', 'class_1']),
         ('segmentation', ['images', 'masks', 'labels'], {}, 'both have masks of images: give --labels DIR'),
         ('segmentation', ['images', 'masks', 'labels'], dict(labels='labels'), ['class_0', 'class_1']),
@@ -284,7 +288,7 @@ def test_frames_of_a_video_stay_together(tmp_path, videos):
 def test_folders_with_two_readings(tmp_path, task, folders, options, expected):
     for folder in folders:
         for i in range(2 if task == 'classification' else 4):
-            is_mask = task == 'segmentation' and folder != folders[0]
+            is_mask = task == 'segmentation' and folder != folders[0] and 'photos' not in folder
             picture(
                 tmp_path / 'data' / folder / f'{i}.png',
                 np.resize([0, 1], (HEIGHT, WIDTH)).astype(np.uint8) if is_mask else None,
