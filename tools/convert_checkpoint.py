@@ -57,8 +57,8 @@ def explain(fit: Fit, source: str, config: str) -> str:
 
 def main(args: argparse.Namespace) -> int:
     with clean_end(), one_line_errors():
-        read_config(args.config)  # raises one line for an invalid one
-        fit = convert_checkpoint(args.src, args.dst, args.config)
+        config = read_config(args.config).filename  # raises one line for an invalid one
+        fit = convert_checkpoint(args.src, args.dst, config)
         for key in fit.ignored:
             print(f'dropped (derived, or a part that the model lacks): {key}')
         if not fit.is_complete:

@@ -88,10 +88,10 @@ MANY_SIZES = 8  # more sizes in a folder limit the caches of oneDNN
 CODECS = {'.mp4': 'mp4v', '.avi': 'MJPG', '.mkv': 'mp4v', '.mov': 'mp4v'}  # of the videos that are written
 
 
-def is_video(source: str) -> bool:
-    """Return True for a video file, the URL of anything but an image, and the number of a webcam."""
+def is_video(source: str, out: Optional[str] = None) -> bool:
+    """Return True for a video file, the number of a webcam, and a URL unless it or ``--out`` ends as images do."""
     if '://' in source:
-        return not urlsplit(source).path.lower().endswith(SUFFIXES)
+        return not any(name.lower().endswith(SUFFIXES) for name in (urlsplit(source).path, out or ''))
     return source.lower().endswith(VIDEOS) or (source.isdecimal() and not osp.exists(source))
 
 
@@ -134,7 +134,7 @@ def read_sizes(pictures: list, cfg) -> tuple[dict, list[str]]:
 
 
 def download(url: str, folder: str) -> str:
-    path = Path(folder, osp.basename(urlsplit(url).path))
+    path = Path(folder, osp.basename(urlsplit(url).path) or 'image')
     try:
         path.write_bytes(fileio.get(url))
     except Exception as error:  # each backend has its own
@@ -197,7 +197,7 @@ def check_out(args: argparse.Namespace, pictures: list) -> None:
             if osp.realpath(path) in read or path.is_dir():
                 check_out_file(path, *read.values())
         return
-    suffixes = tuple(CODECS) if is_video(args.image) else SUFFIXES
+    suffixes = tuple(CODECS) if is_video(args.image, args.out) else SUFFIXES
     if out.suffix.lower() not in suffixes:
         raise RunError(f'--out={str(out)!r}: expected a name that ends with {" or ".join(suffixes)}.')
     check_out_file(out, *pictures, args.image)
@@ -264,10 +264,10 @@ class Predictor:
             data = pseudo_collate([self.pipeline(dict(img_path=path, img_id=0))])
             with torch.no_grad():
                 (sample,) = self.model.test_step(data)
-        except (AssertionError, RuntimeError, ValueError) as error:
+        except (AssertionError, RuntimeError, ValueError, cv2.error) as error:  # cv2's of a side that shrinks to 0
             if os.environ.get('MMLINATTN_TRACEBACK') == '1' or isinstance(error, RunError):
                 raise
-            reason = f'the model refuses it: {described(error)} (MMLINATTN_TRACEBACK=1 shows where)'
+            reason = f'it cannot be predicted: {described(error)} (MMLINATTN_TRACEBACK=1 shows where)'
             raise Failed(reason) from error
         if self.scope == 'mmdet' and 'pred_instances' in sample:
             self.scores.append(max(sample.pred_instances.scores.tolist(), default=0.0))
@@ -324,7 +324,7 @@ def run_images(predictor: Predictor, pictures: list, errors: list[str]) -> None:
             continue
         count += 1
         if predictor.scope == 'mmpretrain':
-            print(f'{picture}: {predictor.describe(sample)}')
+            print(f'{picture if osp.exists(args.image) else args.image}: {predictor.describe(sample)}')
         if args.out or args.show:
             drawn = predictor.draw(picture, sample)
             if args.out:
@@ -335,6 +335,8 @@ def run_images(predictor: Predictor, pictures: list, errors: list[str]) -> None:
                 break
     predictor.finish()
     print_outputs(args, f'{count} image(s)')
+    for error in errors[1:]:
+        notice(error)
     if errors:
         more = f' {len(errors) - 1} more image(s) failed.' if len(errors) > 1 else ''
         raise RunError(errors[0] + more)
@@ -397,7 +399,7 @@ def main(args: argparse.Namespace) -> None:
         args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
         require(cfg, args.config, 'model', 'test_dataloader')
         pictures: list = []
-        if not is_video(args.image):
+        if not is_video(args.image, args.out):
             image = args.image
             if '://' in image:
                 image = download(image, stack.enter_context(tempfile.TemporaryDirectory()))

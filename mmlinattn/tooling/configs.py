@@ -14,6 +14,7 @@ from typing import Any
 
 from mmengine.config import Config
 from mmengine.device import get_device
+from mmengine.utils import get_installed_path
 
 from ..checkpoints.released import find_released
 from ..checkpoints.schemes import PREFIX
@@ -21,8 +22,8 @@ from ..engine import hooks as engine_hooks
 from ..engine.data.checks import check_names
 from ..engine.runner import find_latest_checkpoint
 from ..utils.building import scope_of
-from ..utils.errors import RunError, described
-from ..utils.files import link_checkout
+from ..utils.errors import RunError, closest, described
+from ..utils.files import link_checkout, project_files
 from ..utils.private_apis import checkpoint_loaders
 from ..utils.registering import bare_name
 from .class_names import dataset_configs, num_classes
@@ -109,18 +110,46 @@ def merge_options(cfg: Config, given: dict[str, Any]) -> tuple[dict, dict[str, A
     return content, options
 
 
+def find_config(spec: str, argument: str = 'config') -> Path:
+    """Return the file of a config, given as a path or as ``SCOPE::FOLDER/CONFIG.py`` of an installed project.
+
+    Raises:
+        RunError: There is no such file, project or config. The message begins with ``argument``.
+    """
+    scope, is_address, name = spec.partition('::')
+    if not is_address:
+        path = Path(spec).expanduser()
+        if not path.is_file():
+            raise RunError(f'{argument} {spec!r}: no such file (of an installed project: mmdet::FOLDER/CONFIG.py).')
+        return path
+    if scope not in ('mmlinattn', *PIP_NAMES):
+        raise RunError(f'{argument} {spec!r}: expected one of {("mmlinattn", *PIP_NAMES)} before ::')
+    try:
+        own = scope == 'mmlinattn'
+        root = project_files('configs') if own else Path(get_installed_path(scope), '.mim', 'configs')
+    except Exception as error:
+        raise RunError(f'{spec} needs {scope}, which is not installed: pip install {PIP_NAMES[scope]}') from error
+    if not (root / name).is_file():
+        near = closest(name, (path.relative_to(root).as_posix() for path in root.glob('*/*.py')))
+        meant = f' Did you mean {f"{scope}::{near}"!r}?' if near else ''
+        raise RunError(f'{argument} {spec!r}: {scope} has no such config.{meant}')
+    return root / name
+
+
 def read_config(path: str) -> Config:
     """Read a config and check that its task can run in this environment.
+
+    Args:
+        path: Path or address, see :func:`find_config`.
 
     Raises:
         RunError: The config is missing or not readable, or the package of its ``default_scope`` is not installed or
             fails. The message has the command to repair it.
     """
-    if not osp.isfile(path):
-        raise RunError(f'config {path!r}: no such file.')
+    file = find_config(path)
     link_checkout()
     try:
-        cfg = Config.fromfile(path)
+        cfg = Config.fromfile(file)
     except Exception as error:  # a config is a program and may raise anything
         message = f'config {path!r} cannot be read: {described(error)}'
         if isinstance(error, FileNotFoundError) and str(error.filename).endswith('.mim/model-index.yml'):

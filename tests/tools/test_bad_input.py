@@ -78,6 +78,9 @@ def bad(command, *words, slow=False):
 ROWS = [
     # configs and their settings, before or while a model is built
     bad('train.py no_such.py', "config 'no_such.py': no such file"),
+    bad(
+        'train.py mmlinattn::mmdet/ravlt_t_1x.py', "mmlinattn has no such config. Did you mean 'mmlinattn::mmdet/ravlt_"
+    ),
     bad('train.py unclosed.py', "config 'unclosed.py' cannot be read", 'SyntaxError'),
     bad('train.py comment.py', 'comment.py has no model, no train_dataloader, no train_cfg, no optim_wrapper.'),
     bad('demo.py photo.png no_task.py empty.pth --out o.jpg', "default_scope='mmaction': expected one of"),
@@ -102,7 +105,7 @@ ROWS = [
     bad('export.py {mmdet} empty.pth --format torchscript --out empty.pth', "--out 'empty.pth' is 'empty.pth'"),
     bad('demo.py photo.png {mmdet} empty.pth --out photo.png', "--out 'photo.png' is 'photo.png', which is read"),
     bad('demo.py pictures {mmdet} empty.pth --out pictures', "--out 'pictures/a.png' is 'pictures/a.png'"),
-    bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM='nowhere.py': no such file"),
+    bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM 'nowhere.py': no such file"),
     bad(SHAPES.replace('out', 'file', 1), "OUT 'file' cannot be written: "),
     # checkpoints
     bad('test.py {mmdet} no.pth', "checkpoint 'no.pth': no such file."),

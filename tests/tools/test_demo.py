@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """tools/demo.py: drawings of small models of the three tasks."""
 
+import itertools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 import torch
 from helpers.config_helpers import load
 from helpers.tool_runs import QUICK, in_this_process
+from mmengine import fileio
 from mmengine.registry import MODELS, VISUALIZERS, DefaultScope, init_default_scope
 
 TASKS = ('mmdet', 'mmseg', 'mmpretrain')
@@ -112,12 +114,13 @@ def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, ca
         assert len(visualizer.dataset_meta['palette']) >= len(NAMES[task])
 
 
-@pytest.mark.parametrize('task', ['mmseg', 'mmpretrain'])
-@pytest.mark.parametrize('error', ['small', 'broken'])
+@pytest.mark.parametrize(
+    ('task', 'error'), [*itertools.product(['mmseg', 'mmpretrain'], ['small', 'broken']), ('mmdet', 'thin')]
+)
 def test_one_image_that_fails_keeps_no_other_from_being_drawn(run, tmp_path, capsys, task, error):
     folder, out = tmp_path / 'pictures', tmp_path / 'out'
-    for name, size in dict(a=60, b=20, c=60).items():
-        mmcv.imwrite(np.zeros((size, size, 3), np.uint8), str(folder / f'{name}.png'))
+    for name, size in dict(a=(60, 60), b=(2, 2000) if error == 'thin' else (20, 20), c=(60, 60)).items():
+        mmcv.imwrite(np.zeros((*size, 3), np.uint8), str(folder / f'{name}.png'))
     if error == 'broken':
         (folder / 'b.png').write_text('no image')
     path = tmp_path / 'config.py'
@@ -125,11 +128,12 @@ def test_one_image_that_fails_keeps_no_other_from_being_drawn(run, tmp_path, cap
     loader = dict(dataset=dict(pipeline=steps))
     path.write_text(f'_base_ = {QUICK[task]!r}\ntest_pipeline = {steps!r}\ntest_dataloader = {loader!r}\n')
     with pytest.raises(SystemExit, match='1'):
-        run(task, folder, out, of_config=path)
+        run(task, folder, out, **{} if error == 'thin' else dict(of_config=path))
     assert sorted(drawn.name for drawn in out.iterdir()) == ['a.png', 'c.png']
     last = capsys.readouterr().err.splitlines()[-1]
-    if error == 'small':
-        assert last.startswith(f"error: image '{folder}/b.png': the model refuses it: ValueError: ") and '32' in last
+    if error != 'broken':
+        kind, word = ('ValueError', '32') if error == 'small' else ('error', 'resize')
+        assert last.startswith(f"error: image '{folder}/b.png': it cannot be predicted: {kind}: ") and word in last
     else:
         assert last == f"error: image '{folder}/b.png' cannot be read as an image."
 
@@ -241,7 +245,7 @@ def test_ctrl_c_keeps_the_predictions(run, video, tmp_path, monkeypatch):
     [
         (1, 110, None),
         (3, 110, None),
-        (4, 110, 'video .*, frame 0: the model refuses it: '),
+        (4, 110, 'video .*, frame 0: it cannot be predicted: '),
         (1, 3000, 'the model takes pixels beyond 8 bits .data_preprocessor has mean or std 3000'),
     ],
 )
@@ -289,6 +293,15 @@ def test_a_webcam_or_stream(run, video, tmp_path, monkeypatch, source):
     monkeypatch.undo()
     assert opened == [int(source) if source.isdecimal() else source]
     assert len(mmcv.VideoReader(str(tmp_path / 'out.avi'))) == 3
+
+
+@pytest.mark.parametrize('url', ['http://host/a/photo.jpg', 'http://host/image?id=3'])
+def test_an_image_of_a_url(run, tmp_path, monkeypatch, capsys, url):
+    content = cv2.imencode('.png', np.zeros((64, 64, 3), np.uint8))[1].tobytes()
+    get = fileio.get
+    monkeypatch.setattr(fileio, 'get', lambda name, **options: content if name == url else get(name, **options))
+    run('mmpretrain', url, tmp_path / 'out.jpg')
+    assert f'\n{url}: ' in f'\n{capsys.readouterr().out}' and (tmp_path / 'out.jpg').is_file()
 
 
 @pytest.mark.parametrize('source', ['text.mp4', '99'])

@@ -3,16 +3,14 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
-from mmengine.utils import get_installed_path
 
-from ...utils.errors import RunError, meant
+from ...utils.errors import RunError
 from ...utils.registering import bare_name
-from ..configs import PIP_NAMES, read_config
+from ..configs import PIP_NAMES, find_config, read_config
 from ..images import image_channels, test_size
 from ..settings import leaves
 
@@ -122,9 +120,12 @@ def read_upstream(spec: str) -> Upstream:
         NoModel: The config has no model; others inherit it.
         Unsupported: The model has no backbone of a known kind.
     """
-    base, file = _find_config(spec)
+    file = find_config(spec, 'UPSTREAM')
+    scope, is_address, name = spec.partition('::')
+    # MMEngine accepts folders of letters only; gn+ws and legacy_1.x are reached through `_base_`
+    base = spec if re.match(r'\w+::\w+/', spec) else f'{scope}::_base_/../{name}' if is_address else str(file.resolve())
     cfg, is_whole = read_config(str(file)), Config._is_lazy_import(str(file))
-    task = cfg.get('default_scope') or spec.partition('::')[0]
+    task = cfg.get('default_scope') or scope
     if task not in PIP_NAMES:
         raise RunError(f'{spec}: default_scope={cfg.get("default_scope")!r}: expected one of {tuple(PIP_NAMES)}')
     cfg = Config(cfg.to_dict()) if is_whole else cfg  # classes by their paths
@@ -141,24 +142,3 @@ def read_upstream(spec: str) -> Upstream:
             init_default_scope(task)
             return Upstream(base, cfg, task, inner, is_whole)
     raise Unsupported(spec, f'{bare_name(model.get("type"))} has no backbone of its own to build')
-
-
-def _find_config(spec: str) -> tuple[str, Path]:
-    """Return the name of a config for ``_base_``, and its file."""
-    if '::' not in spec:
-        path = Path(spec).expanduser()
-        if not path.is_file():
-            raise RunError(f'UPSTREAM={spec!r}: no such file (of an installed project: mmdet::FOLDER/CONFIG.py)')
-        return str(path.resolve()), path
-    scope, _, name = spec.partition('::')
-    if scope not in PIP_NAMES:
-        raise RunError(f'UPSTREAM={spec!r}: expected one of {tuple(PIP_NAMES)} before ::')
-    try:
-        root = Path(get_installed_path(scope), '.mim', 'configs')
-    except Exception as error:
-        raise RunError(f'{spec} needs {scope}, which is not installed: pip install {PIP_NAMES[scope]}') from error
-    if not (root / name).is_file():
-        names = (f'{scope}::{path.relative_to(root).as_posix()}' for path in root.glob('*/*.py'))
-        raise RunError(f'UPSTREAM={spec!r}: {scope} has no such config.{meant(spec, names)}')
-    # MMEngine accepts folders of letters only; gn+ws and legacy_1.x are reached through `_base_`
-    return spec if re.match(r'\w+::\w+/', spec) else f'{scope}::_base_/../{name}', root / name

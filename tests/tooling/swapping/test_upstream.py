@@ -49,7 +49,7 @@ def test_configs_without_a_backbone(tmp_path, text, kind, message):
             RunError,
             "no such config. Did you mean 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'?",
         ),
-        ('mmpose::dino/x.py', RunError, "UPSTREAM='mmpose::dino/x.py': expected one of ('mmdet', 'mmseg', 'mmpretra"),
+        ('mmpose::dino/x.py', RunError, "UPSTREAM 'mmpose::dino/x.py': expected one of ('mmlinattn', 'mmdet', 'mmse"),
         ('mmdet::cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco.py', Unsupported, 'equal maps of one stride'),
         ('mmpretrain::mae/mae_vit-base-p16_8xb512-amp-coslr-300e_in1k.py', Unsupported, 'masked image modelling'),
         ('mmpretrain::dinov2/vit-small-p14_dinov2-pre_headless.py', Unsupported, 'it has no head'),
