@@ -139,9 +139,6 @@ def clean_end():
 # remedies by the type of an error of upstream, the prefix of a module near the end of its traceback, and words of it;
 # {name} is a local variable, or an attribute of self, in the traceback
 ADVICE = {
-    (ValueError, 'torch.utils.data.dataloader', 'persistent_workers option needs num_workers'): (
-        'Set persistent_workers=False of that dataloader; --no-persistent-workers does so in a training'
-    ),
     (ValueError, 'torch.nn.modules.batchnorm', 'Expected more than 1 value per channel'): (
         'BatchNorm cannot train on one image whose map is one pixel. Set train_dataloader.drop_last=True if the last '
         'batch of an epoch has one image, else a larger train_dataloader.batch_size, or a norm_cfg of another type, '

@@ -47,12 +47,6 @@ def load_config(args: argparse.Namespace) -> Config:
     cfg = read_config(args.config)
     scope = cfg.get('default_scope')
     cfg.launcher = args.launcher
-    for loader in filter(None, map(cfg.get, LOADERS) if scope == 'mmpretrain' else ()):
-        # MMPretrain's own tools fill these in, and its configs rely on them
-        loader.setdefault('collate_fn', dict(type='default_collate'))
-        loader.setdefault('pin_memory', get_device() != 'cpu')
-        if loader.get('num_workers', 0) > 0:
-            loader.setdefault('persistent_workers', True)
     check_variables(cfg)
     add_checks(cfg)
     if args.data_root:
@@ -69,8 +63,14 @@ def load_config(args: argparse.Namespace) -> Config:
             check_display(f'default_hooks.{name}.show=True')
     if scope == 'mmpretrain':
         adapt_inherited_classes(cfg)
-    if args.no_pin_memory:
-        for loader in filter(None, map(cfg.get, LOADERS)):
+    for loader in filter(None, map(cfg.get, LOADERS)):
+        if scope == 'mmpretrain':  # its own tools fill these in, and its configs rely on them
+            loader.setdefault('collate_fn', dict(type='default_collate'))
+            loader.setdefault('pin_memory', get_device() != 'cpu')
+            loader.setdefault('persistent_workers', True)
+        if not loader.get('num_workers'):
+            loader.persistent_workers = False  # PyTorch raises for True without workers
+        if args.no_pin_memory:
             loader.pin_memory = False
     stem = osp.splitext(osp.basename(args.config))[0]
     cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('work_dirs', stem)

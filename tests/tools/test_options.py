@@ -86,9 +86,16 @@ def test_loaders_of_classifiers_have_the_settings_their_configs_rely_on(configur
     )
     cfg = configured('train.py', 'own.py')
     assert {key: cfg.train_dataloader[key] for key in own} == own
-    assert not cfg.test_dataloader.get('persistent_workers')  # PyTorch raises for it without workers
     for config in (DETECTOR, SEGMENTOR):  # upstream's other two leave it to PyTorch
         assert not {'collate_fn', 'pin_memory'} & set(configured('train.py', config).train_dataloader)
+
+
+@pytest.mark.parametrize('config', [DETECTOR, SEGMENTOR, CLASSIFIER])
+def test_loaders_without_workers_keep_none(configured, config):
+    """PyTorch raises for ``persistent_workers`` without workers."""
+    options = [f'{key}.{setting}' for key in LOADERS for setting in ('num_workers=0', 'pin_memory=True')]
+    cfg = configured('train.py', config, '--cfg-options', *options, 'train_dataloader.persistent_workers=True')
+    assert [(cfg[key].persistent_workers, cfg[key].pin_memory) for key in LOADERS] == [(False, True)] * 3
 
 
 def test_augmentation_of_the_test_wraps_the_model_and_takes_its_pipeline(configured, tmp_path):
