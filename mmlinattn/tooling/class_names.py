@@ -11,7 +11,8 @@ from mmengine.registry import DATASETS
 def dataset_configs(cfg: Config, loader: str) -> Iterator[tuple[str, dict]]:
     """Yield (config key, data set config) of a loader, including data sets inside wrappers such as
     ``ConcatDataset``."""
-    nodes = [(f'{loader}.dataset', (cfg.get(loader) or {}).get('dataset'))]
+    top = cfg.get(loader)
+    nodes = [(f'{loader}.dataset', top.get('dataset'))] if isinstance(top, dict) else []
     while nodes:
         key, node = nodes.pop(0)
         if not isinstance(node, dict):

@@ -277,12 +277,14 @@ def check_numbers(cfg: Config) -> None:
 
 
 def check_single(cfg: Config) -> None:
-    """Raise a RunError for a list of data sets in a loader, or of root folders or annotation files in a data set."""
+    """Raise a RunError for a list of loaders, of data sets in a loader, or of root folders or annotation files in a
+    data set."""
     for loader in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
         node = cfg.get(loader) or {}
-        if isinstance(node, (list, tuple)) or isinstance(node.get('dataset'), (list, tuple)):
-            remedy = "Set dataset=dict(type='ConcatDataset', datasets=[...])."
-            raise RunError(f'{loader}.dataset is a list: expected one data set. {remedy}')
+        for name, each in ((loader, node), (f'{loader}.dataset', isinstance(node, dict) and node.get('dataset'))):
+            if isinstance(each, (list, tuple)):
+                remedy = f"Set {loader}.dataset=dict(type='ConcatDataset', datasets=[...])."
+                raise RunError(f'{name} is a list: expected one. {remedy}')
         for path, value in leaves(dict(dataset=node.get('dataset') or {}), loader):
             if path.endswith(('.data_root', '.ann_file')) and isinstance(value, (list, tuple)):
                 remedy = "Set type='ConcatDataset' with a data set for each, in its datasets."

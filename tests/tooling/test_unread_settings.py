@@ -144,16 +144,20 @@ def test_dicts_of_the_command_line_are_refused(value, capsys):
 
 
 @pytest.mark.parametrize(
-    ('dataset', 'line'),
+    ('loader', 'line'),
     [
-        ([dict(type='A')], "train_dataloader.dataset is a list: expected one data set. Set dataset=dict(type='Concat"),
-        (dict(data_root=['a', 'b']), "train_dataloader.dataset.data_root=['a', 'b']: expected one path"),
-        (dict(dataset=dict(ann_file=['a', 'b'])), 'train_dataloader.dataset.dataset.ann_file'),
-        (dict(datasets=[dict(data_root='a'), dict(data_root='b')]), ''),
+        (
+            [dict(batch_size=1)],
+            'train_dataloader is a list: expected one. Set train_dataloader.dataset=dict(type=',
+        ),
+        (dict(dataset=[dict(type='A')]), 'train_dataloader.dataset is a list: expected one. Set train_dataloader.data'),
+        (dict(dataset=dict(data_root=['a', 'b'])), "train_dataloader.dataset.data_root=['a', 'b']: expected one path"),
+        (dict(dataset=dict(dataset=dict(ann_file=['a', 'b']))), 'train_dataloader.dataset.dataset.ann_file'),
+        (dict(dataset=dict(datasets=[dict(data_root='a'), dict(data_root='b')])), ''),
     ],
 )
-def test_lists_in_place_of_one_data_set(dataset, line):
-    cfg = Config(dict(train_dataloader=dict(dataset=dataset)))
+def test_lists_in_place_of_one_data_set(loader, line):
+    cfg = Config(dict(train_dataloader=loader))
     with raised(re.escape(line)):
         settings.check_single(cfg)
 

@@ -98,6 +98,12 @@ def test_loaders_without_workers_keep_none(configured, config):
     assert [(cfg[key].persistent_workers, cfg[key].pin_memory) for key in LOADERS] == [(False, True)] * 3
 
 
+def test_a_list_of_loaders_is_refused(configured, tmp_path):
+    (tmp_path / 'own.py').write_text(f'_base_ = {CLASSIFIER!r}\nval_dataloader = [dict(num_workers=0)]\n')
+    with pytest.raises(RunError, match='val_dataloader is a list: expected one. Set val_dataloader.dataset=dict'):
+        configured('train.py', 'own.py')
+
+
 def test_augmentation_of_the_test_wraps_the_model_and_takes_its_pipeline(configured, tmp_path):
     (tmp_path / 'with_tta.py').write_text(
         f"_base_ = '{DETECTOR}'\n"
