@@ -137,7 +137,7 @@ class ResultsHook(Hook):
         self._since = 0  # iteration of the last row
 
     def before_train(self, runner) -> None:
-        self._began, self._since = time.time(), runner.iter
+        self._began = time.time()
         self.unit = 'iteration' if isinstance(runner.train_loop, IterBasedTrainLoop) else 'epoch'
         path = osp.join(runner.work_dir, CSV)
         if runner.iter:
@@ -149,8 +149,12 @@ class ResultsHook(Hook):
                 f'{runner.work_dir} has results of an earlier run: its {CSV} is now {osp.basename(kept)}. Its '
                 'checkpoints are replaced by those of the same name.'
             )
+        self._since = runner.iter
         if self.rows:
             self._began -= self.rows[-1].get('seconds', 0.0)
+            self._since = int(self.rows[-1]['iteration'])
+        if self.unit == 'epoch':  # its length may be another than before
+            self._since = runner.epoch * len(runner.train_dataloader)
 
     def _before_epoch(self, runner, mode: str = 'train') -> None:
         if mode != 'train':

@@ -54,6 +54,18 @@ def test_a_resumed_run_continues_the_rows_of_its_checkpoint(tmp_path):
     assert [row['epoch'] for row in rows(tmp_path)] == [1, 2]
 
 
+@pytest.mark.parametrize('loop', [dict(by_epoch=True, max_epochs=2), dict(by_epoch=False, max_iters=300)])
+def test_mean_losses_of_a_run_resumed_between_two_rows(tmp_path, loop):
+    hooks, saves = [*HOOKS, dict(type='ExactResumeHook')], dict(type='CheckpointHook', by_epoch=False, interval=4)
+
+    def losses(**more):
+        make_runner(tmp_path, hooks, loop, default_hooks=dict(checkpoint=saves), **more).train()
+        return [row['loss'] for row in rows(tmp_path)]
+
+    whole = losses(randomness=dict(seed=1))
+    assert losses(load_from=str(tmp_path / 'iter_4.pth'), resume=True) == whole
+
+
 def loader_of(instances=(), classes=('a', 'b'), size=3):
     class Data(list):
         metainfo = dict(classes=classes)
