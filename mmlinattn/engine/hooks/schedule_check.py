@@ -185,9 +185,11 @@ def loop_errors(runner: Any, by_iteration: bool) -> Iterator[str]:
     if runner.val_loop is not None and (type(interval) is not int or interval < 1):
         raise RunError(f'train_cfg.val_interval={interval!r}: expected an integer from 1 up.')
     if not any(_saves(hook, runner) for hook in savers):
+        is_best_saved = runner.val_loop is not None and any(hook.save_best for hook in savers)
+        others = ' to resume from will be written, only the best one' if is_best_saved else ' will be written'
         yield (
-            'no checkpoint will be written: default_hooks.checkpoint is off, or its interval and save_begin are '
-            'beyond the training and save_last=False.'
+            f'no checkpoint{others}: default_hooks.checkpoint is off, or its interval and save_begin are beyond the '
+            'training and save_last=False.'
         )
     if by_iteration and any(hook.by_epoch for hook in savers):
         yield (

@@ -125,7 +125,12 @@ def test_complete_trainings_and_missing_checkpoints_are_named(tmp_path):
 @pytest.mark.parametrize(
     ('loop', 'settings', 'word'),
     [
-        (dict(max_epochs=2), dict(checkpoint=dict(SAVE, interval=3)), 'no checkpoint'),
+        (dict(max_epochs=2), dict(checkpoint=dict(SAVE, interval=3)), 'no checkpoint will be written: default_hooks'),
+        (
+            dict(max_epochs=2),
+            dict(checkpoint=dict(SAVE, interval=-1, save_best='acc', rule='greater')),
+            'no checkpoint to resume from will be written, only the best one: default_hooks',
+        ),
         (dict(max_epochs=2), dict(checkpoint=dict(SAVE, interval=2)), ''),
         (dict(max_epochs=2, val_begin=3), {}, 'train_cfg.val_begin=3 is after the last epoch, 2'),
         (dict(by_epoch=False, max_iters=2, val_begin=3), {}, 'val_begin=3 is after the last iteration, 2'),
