@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from mmengine.dist import is_main_process
-from mmengine.hooks import CheckpointHook, Hook
+from mmengine.hooks import CheckpointHook, Hook, ParamSchedulerHook
 from mmengine.optim.scheduler.param_scheduler import INF
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
@@ -169,7 +169,7 @@ def _saves(hook: CheckpointHook, runner: Any) -> bool:
 
 
 def loop_errors(runner: Any, by_iteration: bool) -> Iterator[str]:
-    """Describe settings of checkpoints, validations and hooks that have no effect in a train loop.
+    """Describe settings of schedules, checkpoints, validations and hooks that have no effect in a train loop.
 
     Raises:
         RunError: ``val_interval`` is not a positive integer.
@@ -184,6 +184,12 @@ def loop_errors(runner: Any, by_iteration: bool) -> Iterator[str]:
     interval = getattr(loop, 'val_interval', 1)
     if runner.val_loop is not None and (type(interval) is not int or interval < 1):
         raise RunError(f'train_cfg.val_interval={interval!r}: expected an integer from 1 up.')
+    is_stepped = any(isinstance(hook, ParamSchedulerHook) for hook in runner.hooks)
+    if all_schedulers(runner.param_schedulers) and not is_stepped:
+        yield (
+            'no hook steps param_scheduler, and the learning rate stays constant: default_hooks.param_scheduler is no '
+            'ParamSchedulerHook. Set param_scheduler=None for a constant rate.'
+        )
     if not any(_saves(hook, runner) for hook in savers):
         is_best_saved = runner.val_loop is not None and any(hook.save_best for hook in savers)
         others = ' to resume from will be written, only the best one' if is_best_saved else ' will be written'
@@ -213,6 +219,7 @@ class ScheduleCheckHook(Hook):
     - a key of ``custom_keys`` without ``lr_mult`` that matches no parameter;
     - an iteration-based loop with gradient accumulation, because MMEngine counts iterations rather than updates;
     - a checkpoint that is already at the end of the training;
+    - schedulers without a ``ParamSchedulerHook``;
     - a run without checkpoints, or a hook or validation that would begin after the end;
     - an iteration-based loop with hooks that count epochs.
 

@@ -125,6 +125,7 @@ def test_complete_trainings_and_missing_checkpoints_are_named(tmp_path):
 @pytest.mark.parametrize(
     ('loop', 'settings', 'word'),
     [
+        (dict(max_epochs=2), dict(param_scheduler=None), 'no hook steps param_scheduler'),
         (dict(max_epochs=2), dict(checkpoint=dict(SAVE, interval=3)), 'no checkpoint will be written: default_hooks'),
         (
             dict(max_epochs=2),
@@ -138,9 +139,9 @@ def test_complete_trainings_and_missing_checkpoints_are_named(tmp_path):
         (dict(max_epochs=2), dict(late=dict(type='LateHook', switch_epoch=3)), 'LateHook.switch_epoch=3 is after'),
     ],
 )
-def test_events_beyond_the_end(tmp_path, loop, settings, word):
-    loop = {'by_epoch': True, **loop}
-    runner = make_runner(tmp_path, HOOKS, loop, default_hooks=settings, **validation())
+def test_settings_without_effect(tmp_path, loop, settings, word):
+    loop, schedule = {'by_epoch': True, **loop}, dict(type='ConstantLR', factor=1.0)
+    runner = make_runner(tmp_path, HOOKS, loop, default_hooks=settings, param_scheduler=schedule, **validation())
     assert bool(warnings_of(runner, word)) == bool(word)
 
 
