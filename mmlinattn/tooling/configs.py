@@ -73,7 +73,7 @@ def load_config(args: argparse.Namespace) -> Config:
         if args.no_pin_memory:
             loader.pin_memory = False
     stem = osp.splitext(osp.basename(args.config))[0]
-    cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('work_dirs', stem)
+    cfg.work_dir = osp.expanduser(args.work_dir or cfg.get('work_dir') or osp.join('work_dirs', stem))
     with writing(cfg.work_dir, 'work dir'):
         os.makedirs(cfg.work_dir, exist_ok=True)
         tempfile.TemporaryFile(dir=cfg.work_dir).close()

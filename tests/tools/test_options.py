@@ -183,10 +183,18 @@ def test_a_test_loads_its_checkpoint_and_resumes_nothing(configured):
 
 @pytest.mark.parametrize(
     ('config', 'given', 'expected'),
-    [('named', 'given', 'given'), ('named', None, 'of_the_config'), ('rate_0.5', None, 'work_dirs/rate_0.5')],
+    [
+        ('named', 'given', 'given'),
+        ('named', '~/given', 'home/given'),
+        ('named', None, 'home/of_the_config'),
+        ('rate_0.5', None, 'work_dirs/rate_0.5'),
+    ],
 )
-def test_the_work_dir_is_that_of_the_command_then_of_the_config_then_of_its_name(configured, config, given, expected):
-    own = "work_dir = 'of_the_config'\n" if config == 'named' else ''
+def test_the_work_dir_is_that_of_the_command_then_of_the_config_then_of_its_name(
+    configured, monkeypatch, config, given, expected
+):
+    monkeypatch.setenv('HOME', 'home')
+    own = "work_dir = '~/of_the_config'\n" if config == 'named' else ''
     Path(f'{config}.py').write_text(f'_base_ = {DETECTOR!r}\n{own}')
     assert configured('train.py', f'{config}.py', work_dir=given).work_dir == expected and Path(expected).is_dir()
 
