@@ -128,8 +128,8 @@ def augment(cfg, config: str) -> None:
                 raise RunError(f'--tta: {only}. Set --cfg-options test_evaluator.metric=bbox.')
             if bare_name(evaluator['type']) in MASK_METRICS:
                 raise RunError(f'--tta: test_evaluator.type={evaluator["type"]!r}: expected a metric of boxes alone.')
-        model = dict(model, type=box_tta_model())
-    cfg.model = ConfigDict(dict(model, module=cfg.model))
+        model = ConfigDict(model, type=box_tta_model())
+    cfg.model = ConfigDict(model, module=cfg.model)
     for _, dataset in dataset_configs(cfg, 'test_dataloader'):
         dataset['pipeline'] = cfg.get('tta_pipeline') or with_mirror_image(dataset['pipeline'])
 
@@ -150,7 +150,8 @@ def box_tta_model() -> str:
 
 def with_mirror_image(pipeline: list) -> list:
     *steps, pack = pipeline
-    pack = {key: value for key, value in pack.items() if key != 'meta_keys'}  # by default flips are among them
+    # dict.items: MMEngine's turns types of pure Python configs into classes, and a dump fails on these
+    pack = {key: value for key, value in dict.items(pack) if key != 'meta_keys'}  # by default flips are among them
     flips = [dict(type='RandomFlip', prob=prob) for prob in (0.0, 1.0)]
     return [*steps, dict(type='TestTimeAug', transforms=[flips, [pack]])]
 

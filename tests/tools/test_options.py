@@ -133,6 +133,23 @@ def test_augmentation_of_the_test_wraps_the_model_and_takes_its_pipeline(configu
         configured('test.py', DETECTOR, 'gone.pth', '--tta')  # before the weights are read
 
 
+@pytest.mark.parametrize('more', ['', 'from mmseg.models import SegTTAModel\ntta_model = dict(type=SegTTAModel)\n'])
+def test_augmentation_of_a_pure_python_config(configured, tmp_path, more):
+    """Types stay names, so that the config of the run can be dumped."""
+    (tmp_path / 'pure.py').write_text(
+        'from mmengine.config import read_base\nwith read_base():\n    from .pure_base import *\n'
+        'from mmpretrain.datasets import CustomDataset, LoadImageFromFile, PackInputs\n'
+        'from mmpretrain.evaluation import Accuracy\nfrom mmpretrain.models import ImageClassifier\n'
+        'pipeline = [dict(type=LoadImageFromFile), dict(type=PackInputs)]\nmodel = dict(type=ImageClassifier)\n'
+        'test_dataloader = dict(dataset=dict(type=CustomDataset, pipeline=pipeline))\ntest_cfg = {}\n'
+        'test_evaluator = dict(type=Accuracy)\n' + more
+    )
+    (tmp_path / 'pure_base.py').write_text("default_scope = 'mmpretrain'\n")
+    cfg = configured('test.py', 'pure.py', 'some.pth', '--tta')
+    cfg.dump(tmp_path / 'dumped.py')
+    assert "type='mmpretrain.datasets.PackInputs'" in (tmp_path / 'dumped.py').read_text()
+
+
 RESUME = ['--cfg-options', 'resume=True']
 LAST = 'work/epoch_1.pth'
 SOME = ['--cfg-options', 'load_from=some.pth']
