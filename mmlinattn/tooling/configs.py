@@ -157,8 +157,15 @@ def read_config(path: str) -> Config:
                 f'config {path!r} inherits one by its name, and mmlinattn is not installed. Run pip install -e . in '
                 'the checkout of mmlinattn, or write the path of the config in place of its name'
             )
-        if isinstance(error, ModuleNotFoundError):  # MMEngine's message begins with the name of the distribution
-            message = _how_to_install(path, error.name or str(error).split()[0]) or message
+        cause: BaseException = error
+        # MMEngine raises two errors on top of that of the module
+        while str(cause).startswith('Failed to import ') and (inner := cause.__cause__ or cause.__context__):
+            module, cause = str(cause).rpartition(' ')[2], inner
+            message = f'config {path!r} cannot be read: custom_imports {module!r}: {described(cause)}'
+            if isinstance(cause, ModuleNotFoundError) and f'{module}.'.startswith(f'{cause.name}.'):
+                message += '. Add its folder to PYTHONPATH'
+        if isinstance(cause, ModuleNotFoundError):  # MMEngine's message begins with the name of the distribution
+            message = _how_to_install(path, cause.name or str(cause).split()[0]) or message
         raise RunError(message) from error
     scope = scope_of(cfg)
     if scope in PIP_NAMES:

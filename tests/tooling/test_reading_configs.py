@@ -151,6 +151,25 @@ def test_missing_packages_are_named_for_pip(tmp_path, monkeypatch, scope, line, 
         configs.read_config(str(config))
 
 
+@pytest.mark.parametrize(
+    ('module', 'content', 'line'),
+    [
+        ('gone_package.part', '', "No module named 'gone_package'. Add its folder to PYTHONPATH$"),
+        ('own_module', 'import gone_package', "'own_module': ModuleNotFoundError: No module named 'gone_package'$"),
+        ('own_module', 'from os import gone', "'own_module': ImportError: cannot import name 'gone' from 'os'"),
+        ('own_module', 'import mmdet', 'needs mmdet, which is not installed in .*: pip install "mmdet'),
+    ],
+)
+def test_own_modules_that_cannot_be_imported(tmp_path, monkeypatch, module, content, line):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, 'own_module', raising=False)
+    monkeypatch.setitem(sys.modules, 'mmdet', None)
+    (tmp_path / 'own_module.py').write_text(content)
+    (tmp_path / 'config.py').write_text(f'custom_imports = dict(imports=[{module!r}], allow_failed_imports=False)')
+    with pytest.raises(RunError, match=line):
+        configs.read_config(str(tmp_path / 'config.py'))
+
+
 def test_the_task_of_a_config_without_a_scope(tmp_path):
     """The scope of the model's class, as in upstream's pure Python configs."""
     pytest.importorskip('mmpretrain')
