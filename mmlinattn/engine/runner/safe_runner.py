@@ -17,7 +17,7 @@ from .start import agree_on_start, check_same_start, fit_iterations
 
 
 def _keep_own_files(runner, info: dict) -> list[str]:
-    """Remove file names outside this run from ``info``, in place, with a warning, and return their keys.
+    """Remove file names outside this run from ``info``, in place, and return their keys. A resumed run warns.
 
     ``info`` is the ``runtime_info`` of a checkpoint's message hub. Values of ``best_ckpt`` keys are kept if they are
     ``best_*`` files in the work dir or in the run's folder in a hook's ``out_dir``. ``keep_ckpt_ids`` are kept if they
@@ -38,7 +38,7 @@ def _keep_own_files(runner, info: dict) -> list[str]:
         if not is_fine and value is not None:
             dropped.append(key)
             del info[key]
-    if dropped:
+    if dropped and runner._resume:  # otherwise nothing reads them
         runner.logger.warning(
             f'the checkpoint names files that are not checkpoints of this run in {runner.work_dir} '
             f'({printable(", ".join(dropped))}). They are dropped, and the files stay.'

@@ -30,14 +30,14 @@ def saved(tmp_path_factory):
 def resume(saved, tmp_path, monkeypatch):
     """Resume in ``run`` from a changed checkpoint; return the runner and its warnings."""
 
-    def resume(info=None, parts=None, **checkpoint_hook):
+    def resume(info=None, parts=None, resumes=True, **checkpoint_hook):
         checkpoint = copy.deepcopy({**saved, **(parts or {})})
         if info:
             checkpoint['message_hub']['runtime_info'].update(info)
             checkpoint['message_hub']['resumed_keys'].update(dict.fromkeys(info, True))
         torch.save(checkpoint, tmp_path / 'given.pth')
         hook = dict(type='CheckpointHook', interval=1, save_best='acc', rule='greater', max_keep_ckpts=1)
-        options = dict(load_from=str(tmp_path / 'given.pth'), resume=True, **validation())
+        options = dict(load_from=str(tmp_path / 'given.pth'), resume=resumes, **validation())
         runner = make_runner(
             tmp_path / 'run', [], default_hooks=dict(checkpoint={**hook, **checkpoint_hook}), **options
         )
@@ -85,6 +85,11 @@ def test_foreign_files_that_a_checkpoint_names_stay(resume, files, key, value, s
     assert all(file.read_text() == 'precious' for file in kept)
     assert (run / 'best_link').is_symlink() and len(list(run.glob('best_acc_*'))) == 1
     assert len(lines) == 1 and f'({key})' in lines[0]
+
+
+def test_a_run_that_only_loads_the_weights_names_no_files(resume):
+    runner, lines = resume(dict(best_ckpt='/elsewhere/best_acc.pth'), resumes=False)
+    assert runner.iter == 6 and lines == []
 
 
 @pytest.mark.parametrize('out_dir', [None, 'out'])
