@@ -55,7 +55,7 @@ def load_config(args: argparse.Namespace) -> Config:
         before = dict(cfg.get('train_cfg') or {})
         content, options = merge_options(cfg, args.cfg_options)
         check_options(content, cfg, options)
-        fit_schedule(cfg, before, args.cfg_options)
+        fit_schedule(cfg, before, args.cfg_options, bool(getattr(args, 'resume', None) or cfg.get('resume')))
     check_single(cfg)
     check_numbers(cfg)
     for name, hook in (cfg.get('default_hooks') or {}).items():

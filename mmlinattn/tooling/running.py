@@ -169,9 +169,10 @@ def has_bfloat16(device: str) -> bool:
 LENGTHS = dict(max_epochs=True, max_iters=False)  # by_epoch of schedules by key of train_cfg
 
 
-def fit_schedule(cfg: Config, before: dict, options: dict) -> None:
+def fit_schedule(cfg: Config, before: dict, options: dict, resumes: bool = False) -> None:
     """Stretch the learning rate schedule to the length of the training given by ``options`` (``--cfg-options``), unless
-    one is for ``param_scheduler``. ``before`` is ``train_cfg`` of the file."""
+    one is for ``param_scheduler``. ``before`` is ``train_cfg`` of the file. A notice names the schedulers, and with
+    ``resumes`` that a checkpoint has its own."""
     schedules = cfg.get('param_scheduler')
     if not schedules or any(key.split('.')[0] == 'param_scheduler' for key in options):
         return
@@ -189,7 +190,8 @@ def fit_schedule(cfg: Config, before: dict, options: dict) -> None:
             changed += [bare_name(each['type']) for each in others if stretch(each, new / made_for, INF)]
         if changed:
             names = ', '.join(changed)
-            notice(f'param_scheduler is fitted to train_cfg.{key}={new} (it was made for {made_for}): {names}.')
+            line = f'param_scheduler is fitted to train_cfg.{key}={new} (it was made for {made_for}): {names}.'
+            notice(f'{line} A resumed run keeps the schedule of its checkpoint.' if resumes else line)
 
 
 def stretch(schedule: dict, ratio: float, length: int) -> bool:

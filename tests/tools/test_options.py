@@ -253,8 +253,10 @@ def test_files_of_predictions_are_for_their_task(configured, monkeypatch, config
         configured('test.py', config, 'some.pth', *words.split())
 
 
-def test_the_schedule_follows_the_command_line(configured):
-    cfg = configured('train.py', DETECTOR, '--cfg-options', 'train_cfg.max_epochs=10')
+@pytest.mark.parametrize('words', [[], ['resume=True'], ['--resume']])
+def test_the_schedule_follows_the_command_line(configured, capsys, words):
+    cfg = configured('train.py', DETECTOR, '--cfg-options', 'train_cfg.max_epochs=10', *words)
+    assert ('A resumed run keeps the schedule of its checkpoint.' in capsys.readouterr().err) == bool(words)
     assert (cfg.param_scheduler[1].T_max, cfg.param_scheduler[1].end, cfg.param_scheduler[0].end) == (10, 10, 50)
 
 
