@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
-from mmengine.registry import Registry
+from mmengine.registry import DATA_SAMPLERS, Registry
 
 from ..engine.data.coco import load_coco
 from ..engine.runner import leave_process_group
@@ -232,6 +232,9 @@ def _spelling(error: BaseException, kinds: list) -> str:
     found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     if found and found[1] == '_delete_':
         return 'It goes into a dict that replaces one of the same key in _base_; take it out elsewhere'
+    registry = next((each for each in _values(error, 'registry') if isinstance(each, Registry)), None)
+    if found and found[1] == 'seed' and registry is not None and registry.name == DATA_SAMPLERS.name:
+        return 'MMEngine passes seed to each sampler: add it to the arguments of the class'
     if found:
         name, kind = found[1], kinds[0] if kinds else None
         near, others = (closest(name, accepted(kind)[0]), takers(name, kind)) if kind else (None, [])
@@ -239,7 +242,6 @@ def _spelling(error: BaseException, kinds: list) -> str:
         of_type = 'Of a dict whose type you changed, _delete_=True leaves out the keys of the inherited type'
         return ' '.join([f'Did you mean {near!r}?', *parts] if near else [*parts, of_type])
     found = re.match(r'(\S+) is not in the \S+ registry', str(error.args[0]) if error.args else '')
-    registry = next((each for each in _values(error, 'registry') if isinstance(each, Registry)), None)
     if not found or registry is None:
         return ''
     name = found[1].rpartition('.')[2]

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mmengine.registry import DATASETS, MODELS, init_default_scope
+from mmengine.registry import DATA_SAMPLERS, DATASETS, MODELS, init_default_scope
 
 import mmlinattn_console
 from mmlinattn.ops.linear import check_kernel
@@ -70,6 +70,12 @@ class Outer:
         MODELS.build(part)
 
 
+@DATA_SAMPLERS.register_module(force=True)
+class Unseeded:
+    def __init__(self, dataset):
+        pass
+
+
 def divide():
     1 / 0  # noqa: B018
 
@@ -101,6 +107,12 @@ ERRORS = [  # what fails, arguments of setup_errors, the error and its words
     (build('Outer', prt=1), {}, RunError, "Did you mean 'part'"),
     (build('Outr'), {}, RunError, "Did you mean 'Outer'"),
     (build('mmdet.RAVLT2'), {}, RunError, "Did you mean 'RAVLT'"),
+    (
+        lambda: DATA_SAMPLERS.build(dict(type='Unseeded', dataset=[], seed=1)),
+        {},
+        RunError,
+        'MMEngine passes seed to each sampler',
+    ),
     (divide, {}, RunError, '^c.py cannot be run: ZeroDivisionError: '),
     (divide, dict(whole=False), ZeroDivisionError, ''),  # nothing is under construction
     (divide, STARTED, RunError, ''),
