@@ -156,6 +156,10 @@ ADVICE = {
         "metainfo.classes can only choose among the classes of this data set. For others set type='BaseSegDataset' of "
         'each data set (with reduce_zero_label=True if 0 is no class)'
     ),
+    (KeyError, 'mmseg.evaluation', 'gt_sem_seg'): (
+        'The images have no masks: add LoadAnnotations to the pipeline, or set test_evaluator.format_only=True and '
+        'output_dir to write predictions only, as demo.py does'
+    ),
     (RuntimeError, '', 'selected index k out of range'): (  # raised by an operator
         'The detector has fewer boxes: lower max_per_img or max_per_image in its test_cfg'
     ),

@@ -33,6 +33,12 @@ def label_without_category():
     metric.results2json([found], 'unused')
 
 
+def image_without_mask():
+    metric = resolve_name('mmseg.evaluation:IoUMetric')()
+    metric.dataset_meta = dict(classes=('a', 'b'))
+    metric.process({}, [dict(pred_sem_seg=dict(data=torch.zeros(1, 2, 2)))])
+
+
 def mixed_images_of_unknown_classes():
     sample = resolve_name('mmpretrain.structures:DataSample')().set_gt_label(1)
     preprocess = resolve_name('mmpretrain.models:ClsDataPreprocessor')
@@ -50,6 +56,7 @@ ERRORS = {
     'is not a subset of classes': lambda: resolve_name('mmseg.datasets:CityscapesDataset')(
         metainfo=dict(classes=('cat',)), lazy_init=True
     ),
+    'gt_sem_seg': image_without_mask,
     # as heads of the DETR family, by max_per_img
     'selected index k out of range': lambda: torch.ones(2).topk(3),
     'accuracy is unavailable since the number of categories': lambda: resolve_name(
