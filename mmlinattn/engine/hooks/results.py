@@ -27,6 +27,11 @@ KEYS = ('epoch', 'iteration', 'seconds', 'lr')  # the first columns
 MAX_EVALUATED = 2_000_000  # images times classes that pycocotools evaluates in about a minute
 
 
+def is_rate(key: str) -> bool:
+    """Return True for the learning rate of one optimizer (``lr``) or of one among several (``generator.lr``)."""
+    return key.rpartition('.')[2] == 'lr'
+
+
 def read_rows(path: str, last: float = math.inf, key: str = 'iteration') -> list[dict]:
     """Return the rows of a ``results.csv`` up to iteration (or epoch) ``last``; no rows if it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError), open(path, newline='') as file:
@@ -116,7 +121,7 @@ class _PredictionPlots:
 class ResultsHook(Hook):
     """Write metrics of the training, and plots of the predictions, into the work dir.
 
-    - ``results.csv``: learning rate, mean losses since the previous row, and metrics of the validation. There is a row
+    - ``results.csv``: learning rates, mean losses since the previous row, and metrics of the validation. There is a row
       per epoch, or in iteration-based training per validation and per hundredth of the training. A resumed run appends
       to the file.
     - ``results.png``: losses, learning rate and metrics, plotted after the last iteration.
@@ -195,10 +200,11 @@ class ResultsHook(Hook):
         if not self.rows or self.rows[-1]['iteration'] != iteration:
             row: dict[str, Any] = dict(epoch, iteration=iteration, seconds=round(time.time() - self._began, 1))
             for name, buffer in runner.message_hub.log_scalars.items():
-                if name == 'train/lr':
-                    row['lr'] = buffer.current()
-                elif name.startswith('train/') and 'loss' in name:
-                    row[name[len('train/') :]] = buffer.mean(max(1, iteration - self._since))
+                stage, _, key = name.partition('/')
+                if stage == 'train' and is_rate(key):
+                    row[key] = buffer.current()
+                elif stage == 'train' and 'loss' in key:
+                    row[key] = buffer.mean(max(1, iteration - self._since))
             self.rows.append(row)
             self._since = iteration
         self.rows[-1].update(metrics or {})
@@ -232,12 +238,12 @@ class ResultsHook(Hook):
             curve = np.arange(runner.iter - len(values) + 1, runner.iter + 1), values  # also before a resumption
             if stage == 'train' and 'loss' in key:
                 losses[key] = curve
-            elif name == 'train/lr':
-                rates['lr'] = curve
+            elif stage == 'train' and is_rate(key):
+                rates[key] = curve
         metrics: dict = {}
         for row in self.rows:
             for key, value in row.items():
-                if key not in (*KEYS, *losses) and value != -1:  # COCO's number for no object of that size
+                if key not in (*KEYS, *losses, *rates) and value != -1:  # COCO's number for no object of that size
                     positions, values = metrics.setdefault(key, ([], []))
                     positions.append(row[self.unit])
                     values.append(value)

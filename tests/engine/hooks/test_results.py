@@ -32,6 +32,16 @@ def test_a_row_an_epoch_with_mean_losses_and_metrics(tmp_path):
     assert (tmp_path / 'results.png').stat().st_size > 10_000
 
 
+def test_rates_of_several_optimizers(tmp_path, monkeypatch):
+    monkeypatch.setattr('mmengine.optim.OptimWrapper.get_lr', lambda self: {'g.lr': [0.1], 'd.lr': [0.2]})
+    plotted = mock.Mock()
+    monkeypatch.setattr(plots, 'plot_training', plotted)
+    make_runner(tmp_path, HOOKS).train()
+    assert [(row['g.lr'], row['d.lr']) for row in rows(tmp_path)] == [(0.1, 0.2)] * 2
+    _, losses, rates, metrics, _ = plotted.call_args.args
+    assert [*map(sorted, (losses, rates, metrics))] == [['loss'], ['d.lr', 'g.lr'], []]
+
+
 @pytest.mark.parametrize('validates', [True, False])
 def test_iteration_based_runs(tmp_path, validates):
     loop = dict(by_epoch=False, max_iters=6, val_interval=3)
