@@ -260,7 +260,7 @@ def _merged(readers: list[Reader], data: Data) -> list[Photo]:
         other = first.setdefault(photo.path, photo)
         if other is not photo and photo.file != photo.path:
             files = [f'{data.name(each.file)}{of_split(each.split)}' for each in (other, photo)]
-            remedy = 'give --labels FILE, or remove one' if other.split == photo.split else 'remove it from one'
+            remedy = 'give --labels FILE or DIR, or --train and --val, or remove one'
             raise RunError(f'{photo.path} is labelled twice: by {files[0]} and by {files[1]}: {remedy}.')
     for reader in readers[1:]:
         _check_splits(readers[0], reader, data)

@@ -45,13 +45,13 @@ class Coco(Reader):
         error = error_of_coco(coco)
         if error or not coco['images']:
             raise RunError(f'{path} {error or "has no images"}.')
-        categories = {item.get('id'): item.get('name') for item in coco['categories']}
+        categories = {item.get('id'): item.get('name') and str(item['name']).strip() for item in coco['categories']}
         names = list(map(str, categories.values()))
         if None in categories.values():
             raise RunError(f'{path} has a category without a name.')
-        if names != (self.classes or names) or len(set(names)) < len(names):
+        if {*names} != {*(self.classes or names)} or len(set(names)) < len(names):
             raise RunError(f'{path} has the categories {names}: expected different names, the same in all files.')
-        self.classes = names
+        self.classes = self.classes or names
         parents = ((item.get('supercategory'), item['name']) for item in coco['categories'])
         self.groups.update(composed(str(group)) for group, name in parents if group not in (None, name))
         annotations: dict[Any, list] = {}

@@ -5,12 +5,12 @@ import csv
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
 from ...utils.errors import RunError
-from .data import Data, Source, read_text
+from .data import Data, Source, read_lines, read_text
 from .images import SUFFIXES
 from .names import GROUPS, composed, of_split, plain, some, split_in
 from .reading import Entry, Object, Photo, Reader, flags_of
@@ -21,7 +21,7 @@ _IMAGE += ['imgpath', 'name']
 _CLASS = 'class classname label labelname category categoryname target species labels classid diagnosis dx name'.split()
 _GENERIC = _CLASS[:7]  # of these, one column alone tells the class
 _SPLIT, _BOX = ['split', 'set', 'subset', 'partition', 'phase'], ['bbox', 'box', 'boundingbox']
-_SPLIT += ['isvalid', 'isval', 'isvalidation', 'istest']  # the others are of train
+_SPLIT += ['isvalid', 'isval', 'isvalidation', 'istest', 'istrain']  # the others are of train, or of val
 _SEVERAL = frozenset('tags labels classes categories attributes'.split())
 # columns of a box by their meaning (None: the numbers have to tell)
 _HEADERS = {
@@ -35,26 +35,34 @@ csv.field_size_limit(1 << 30)  # characters of a cell; run lengths of masks are 
 _RETINANET = ['filename', 'x1', 'y1', 'x2', 'y2', 'class']  # without header
 
 
+def _read_rows(path: Path) -> tuple[str, list[list[str]]]:
+    """Return the delimiter of a CSV file, and its rows of stripped cells without empty rows."""
+    text = read_text(path)
+    given = re.match(r'\s*sep=(.)\r?\n', text)  # of Excel
+    text = text[given.end() :] if given else text
+    line = text.lstrip('\r\n').partition('\n')[0]
+    delimiter = given[1] if given else max(',;\t', key=line.count)
+    rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text), delimiter=delimiter)]
+    return delimiter, [row for row in rows if any(row)]
+
+
 class Table:
     """Rows of a CSV file (separated by ``,``, ``;`` or tabs), with the columns recognised by their names."""
 
     def __init__(self, path: Path):
-        text = read_text(path)
-        given = re.match(r'\s*sep=(.)\r?\n', text)  # of Excel
-        text = text[given.end() :] if given else text
-        line = text.lstrip('\r\n').partition('\n')[0]
-        self.delimiter = given[1] if given else max(',;\t', key=line.count)
-        rows = [row for row in csv.reader(io.StringIO(text), delimiter=self.delimiter) if any(map(str.strip, row))]
-        first = [cell.strip() for cell in rows[0]] if rows else []
+        self.delimiter, rows = _read_rows(path)
+        first = rows[0] if rows else []
         named = len(first) == 6 and first[0].lower().endswith(SUFFIXES)
         self.is_plain = named and all(re.fullmatch(r'(-?\d+(\.\d+)?)?', cell) for cell in first[1:5])
         self.path, self.names = path, _RETINANET if self.is_plain else first
         self.columns = list(map(plain, self.names))
         rows = rows if self.is_plain else rows[1:]
         padding = [''] * len(self.columns)
-        cells = (zip(self.columns, [*map(str.strip, row), *padding]) for row in rows)
+        cells = (zip(self.columns, [*row, *padding]) for row in rows)
         self.rows = [{column: cell for column, cell in row if column} for row in cells]
-        self.image, self.split, self.group = self.key(_IMAGE), self.key(_SPLIT), self.key(GROUPS)
+        self.image = self.key(_IMAGE) or self._of_cells(lambda cell: cell.lower().endswith(SUFFIXES))
+        self.split = self.key(_SPLIT) or self._of_cells(split_in)
+        self.group = self.key(GROUPS)
         self.label = self._label()
         self.box, self.boxes = [self.key(_BOX)] if self.key(_BOX) else [], None
         for meaning, header in ((meaning, header) for meaning, headers in _HEADERS.items() for header in headers):
@@ -102,6 +110,11 @@ class Table:
             raise RunError(f'{self.path} has {len(values)} columns of classes, {listed}: give --classes of one.')
         return chosen[0]
 
+    def _of_cells(self, fits: Callable[[str], object]) -> str:
+        """Return the first column all of whose cells fit, or ''."""
+        fitting = (name for name in self.columns if name and all(fits(row[name]) for row in self.rows))
+        return next(fitting, '') if self.rows else ''
+
     def key(self, names: Iterable[str]) -> str:
         return next((name for name in names if name in self.columns), '')
 
@@ -132,20 +145,26 @@ class Table:
         """Return the split by the column of splits, or ''; other values than known splits raise an error."""
         value = row.get(self.split, '')
         if value and self.split.startswith('is'):
-            value = self.split[2:] if value.lower() in ('true', '1', '1.0', 'yes') else 'train'
+            other = 'val' if self.split == 'istrain' else 'train'
+            value = self.split[2:] if value.lower() in ('true', '1', '1.0', 'yes') else other
         if value and not split_in(value):
             raise RunError(f'{self.path}: {self.split}={value!r}: expected train, val or test.')
         return split_in(value) or ''
 
 
-def _plain_names(data: Data) -> Optional[list[str]]:
-    """Return the class names of keras-retinanet's ``classes.csv`` (rows ``name,number``), or None."""
-    for path in [path for path in data.files if path.suffix.lower() == '.csv']:
-        rows = list(csv.reader(io.StringIO(read_text(path))))
-        if rows and all(len(row) == 2 and row[1].strip() == str(i) for i, row in enumerate(rows)):
-            data.used.add(path)
-            return [row[0].strip() for row in rows]
-    return None
+def names_by_number(data: Data) -> dict[str, str]:
+    """Return the class names of a CSV file with two columns, numbers and names, such as keras-retinanet's
+    ``classes.csv``; {} without such a file."""
+    for path in [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv')]:
+        rows = _read_rows(path)[1]
+        rows = rows if rows and any(map(str.isdecimal, rows[0])) else rows[1:]  # without header
+        first, second = zip(*rows) if rows and all(len(row) == 2 for row in rows) else ((), ())
+        for numbers, names in ((first, second), (second, first)):
+            is_one_each = len({*numbers}) == len({*names}) == len(rows)
+            if numbers and is_one_each and all(map(str.isdecimal, numbers)) and not any(map(str.isdecimal, names)):
+                data.used.add(path)
+                return {number: names[i] for i, number in sorted(enumerate(numbers), key=lambda each: int(each[1]))}
+    return {}
 
 
 class BoxTable(Reader):
@@ -154,7 +173,7 @@ class BoxTable(Reader):
     def images(self, sources: list[Source]) -> list[Photo]:
         """Read all tables; refuse different box columns, and tables without header, class list and ``--boxes``."""
         tables = [source.content for source in sources]
-        names = _plain_names(self.data) if any(table.is_plain for table in tables) else None
+        names = names_by_number(self.data)
         if tables[0].is_plain and not names and not self.data.options.boxes:
             raise RunError(
                 f'{tables[0].path} has no header, and no classes.csv of keras-retinanet is beside it: give --boxes '
@@ -164,11 +183,10 @@ class BoxTable(Reader):
         if len(meanings) > 1:
             raise RunError(f'{tables[0].path} and {tables[1].path} have other columns of boxes: give --labels FILE.')
         self.boxes = meanings.pop()
-        self.classes = names or []
         return super().images(sources)
 
-    def listed(self, found: set[str]) -> Optional[list[str]]:
-        return self.classes or super().listed(found)
+    def names(self, found: set[str]) -> dict[str, str]:
+        return names_by_number(self.data)
 
     def entries(self, source: Source) -> Iterator[Entry]:
         table, label = source.content, source.content.label_of(self.data.options.classes)
@@ -181,7 +199,7 @@ class BoxTable(Reader):
             if text and not self.data.options.classes:
                 raise RunError(
                     f'{source.path}: no column of classes among {", ".join(table.names)}. Is it {text}? Name it class, '
-                    'or give --classes NAME for boxes of one class.'
+                    'give --classes NAME for boxes of one class, or --labels DIR of other label files.'
                 )
             self.notes.append(f'{source.path.name} has no column of classes: all boxes are of one, {name!r}')
         images: dict[tuple[str, str], Entry] = {}
@@ -206,6 +224,20 @@ class BoxTable(Reader):
 def _has_several_words(table: Table, name: str) -> bool:
     words = {row[table.column(name)] for row in table.rows}
     return len(words) > 1 and not any(re.fullmatch(r'-?[\d.]*', word) for word in words)
+
+
+def read_class_lists(data: Data) -> list[Photo]:
+    """Return the images of text files with an image and the number of its class in each line, as of MMPretrain."""
+    items: list[Photo] = []
+    for path in [path for path in data.labels if path.suffix.lower() == '.txt']:
+        lines = [re.fullmatch(r'(.+?)[\s,;]+(\d+)', line) for line in read_lines(path)]
+        pairs = [(line[1], line[2]) for line in lines if line]
+        if pairs and len(pairs) == len(lines) and all(data.pictures.named(name) for name, _ in pairs):
+            data.used.add(path)
+            split = data.splits.of(data.rel(path), is_file=True)
+            pictures = data.pictures.find(path, (name for name, _ in pairs))
+            items += [Photo(picture, path, split, None, number) for picture, (_, number) in zip(pictures, pairs)]
+    return items
 
 
 _SEPARATORS = r'[\s,;|]+'

@@ -19,6 +19,7 @@ from .pictures import Pictures
 
 _T = TypeVar('_T')
 _LABELS = ('.json', '.xml', '.csv', '.tsv', '.txt', '.yaml', '.yml', '.names', '.labels', '.data')
+_WITH_LABELS = ('.json', '.xml', '.csv', '.tsv')  # text files are lists
 _NO_IMAGES = '.gif .heic .heif .avif .ppm .pgm .pnm .jp2 .dcm .nii .npy .npz .svg .raw .dng .psd'.split()
 _CONTAINERS = {
     'a TFRecord': ('.tfrecord', '.record'),
@@ -134,9 +135,14 @@ class Data:
 
     @property
     def labels(self) -> list[Path]:
-        """Files that may hold labels: all, or those of ``--labels``; placeholders of Kaggle do not."""
-        chosen = self.options.labels
-        return [path for path in self.files if _is_in(path, chosen) and (chosen or not _PLACEHOLDER.match(path.stem))]
+        """Files that may hold labels, without Kaggle's placeholders: those of ``--labels``, else ``--train`` and
+        ``--val`` if both are label files."""
+        splits = [path for path in (self.options.train, self.options.val) if path]
+        chosen = splits if all(path.suffix in _WITH_LABELS for path in splits) else []
+        chosen = [self.options.labels] if self.options.labels else chosen
+        if chosen:
+            return [path for path in self.files if any(_is_in(path, each) for each in chosen)]
+        return [path for path in self.files if not _PLACEHOLDER.match(path.stem)]
 
     def rel(self, path: Path) -> Path:
         return path.relative_to(self.root)
@@ -181,7 +187,7 @@ class Data:
     def names(self, *files: str) -> Optional[list[str]]:
         """Return class names: those of ``--classes``, or of the files with one of the names or suffixes, or None.
 
-        Each line has a name, perhaps after its number from 0. In CVAT's ``labelmap.txt`` a name ends at the colon.
+        Each line has a name, perhaps after its number from 0 or 1. In CVAT's ``labelmap.txt`` a name ends at the colon.
         Elsewhere empty lines and comments raise a RunError, as do files that differ.
         """
         if self.options.classes:
@@ -198,7 +204,7 @@ class Data:
                     'remove it, or give --classes NAME ...'
                 )
             numbered = [re.fullmatch(r'(\d+)[:,\s]\s*(.+)', line) for line in lines]
-            if all(match and int(match[1]) == i for i, match in enumerate(numbered)):
+            if any(all(match and int(match[1]) == i for i, match in enumerate(numbered, first)) for first in (0, 1)):
                 lines = [match[2] for match in numbered if match]
             found[path] = lines
         return self.agreed(found, 'the names of classes: keep one, or give --classes NAME ...')

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Optional
 
 from ...utils.errors import RunError
-from .csv_files import Table, read_class_tables
+from .csv_files import Table, names_by_number, read_class_lists, read_class_tables
 from .data import Data, OwnData, Source
 from .formats import UNKNOWN, described_kind, recognise_all, refusal
 from .names import composed, has_role_only, plain, some
 from .reading import Photo, name_table
 from .splits import divide
 
+_FOLDERS = 'folders of images'
 _Found = dict[Path, tuple[Optional[str], tuple[str, ...]]]  # split and folders of each image
 
 
@@ -29,13 +30,14 @@ def read_classes(data: Data) -> OwnData:
     """
     data.need_images()
     kind, items, notes = _claim(data, recognise_all(data))
-    listed = data.names(*['classes.txt'] if kind.startswith('CSV') else [])
-    order, names = name_table({item.label for item in items}, listed)
+    has_lists = kind != _FOLDERS
+    listed, numbered = (data.names('classes.txt'), names_by_number(data)) if has_lists else (data.names(), {})
+    order, names = name_table({item.label for item in items}, listed, numbered)
     items = [item._replace(label=names[item.label]) for item in items]
     _refuse_numbers(data, [item.label for item in items])
     occurring = {item.label for item in items}
     order = [name for name in order if name in occurring]
-    splits, more = divide(data, items, order, kind.startswith('CSV'))
+    splits, more = divide(data, items, order, has_lists)
     found = {item.label for item in splits['train']}
     classes = [name for name in order if name in found]
     for split, chosen in splits.items():
@@ -81,13 +83,15 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Photo]
         items, more = read_class_tables(tables, data)
         kind, items = _joined(items, folders, data.name(tables[0].path))
         return kind, items, more + notes
+    if not folders and (items := read_class_lists(data)):
+        return 'lists of images and classes', items, notes
     if error:
         others = [sources[0] for kind, sources in kinds.items() if kind not in (UNKNOWN, 'CSV of classes')]
         beside = [f' {described_kind(data, source)}.' for source in others]
         raise RunError(f'{error}{"".join(beside[-1:])}')
     if not folders:
         raise refusal(data, kinds)
-    return 'folders of images', folders, notes
+    return _FOLDERS, folders, notes
 
 
 def _tables(kinds: dict[str, list[Source]]) -> list[Table]:
@@ -150,12 +154,26 @@ def _folder_items(data: Data, notes: list[str], labelled: set[Path]) -> list[Pho
         found = _in_folders(data, top)
         if not given and any(split for split, _ in found.values()):
             found = _of_splits(data, found, notes, labelled)
-        _refuse_nested(top, {names for _, names in found.values()})
-        items += [Photo(path, path, split, None, composed(names[0])) for path, (split, names) in found.items() if names]
+        given_names = {*map(composed, data.options.classes or ())}
+        found = _of_level(given_names, found)
+        _refuse_nested(top, {names for _, names in found.values() if not {*names[:1]} & given_names})
+        for path, (split, names) in found.items():
+            group = '/'.join(names) if names[1:] and names[0] in given_names else None  # of a patient, a plant
+            items += [Photo(path, path, split, group, composed(names[0]))] if names else []
     labels = {item.label for item in items}  # _unlabeled of FiftyOne, no_label of CVAT
     unlabelled = {name for name in labels if name[0] == '_' or plain(name) in ('unlabeled', 'unlabelled', 'nolabel')}
     notes += [f'folders of images without label are left out: {some(sorted(unlabelled))}'] if unlabelled else []
     return [item for item in items if item.label not in unlabelled]
+
+
+def _of_level(classes: set[str], found: _Found) -> _Found:
+    """Let the names of images begin with a folder of the given classes, if there is one."""
+    levels: _Found = {}
+    for path, (split, names) in found.items():
+        names = tuple(map(composed, names))
+        start = next((i for i, name in enumerate(names) if name in classes), 0)
+        levels[path] = split, names[start:]
+    return levels
 
 
 def _in_folders(data: Data, top: Path) -> _Found:
@@ -228,5 +246,5 @@ def _refuse_nested(top: Path, names: set[tuple[str, ...]]) -> None:
             nested = f'{some(same, 3)} hold the same folders' if len(same) > 1 else f'{name} holds folders'
             raise RunError(
                 f'{top}: {nested} ({some(sorted(folders), 4)}), nested: which are the classes? Give --train DIR and '
-                '--val DIR if the upper ones are splits, else --images DIR of one level.'
+                '--val DIR if the upper ones are splits, else --classes NAME ..., the names of one level.'
             )

@@ -126,7 +126,9 @@ def image_format(paths: list[Path], channels: Optional[int] = None) -> ImageForm
         return ImageFormat(width, height, 3, None, None, notes)
     listed = ', '.join(f'{path.name} {count} channel(s) of {dtype}' for (count, dtype), path in kinds.items())
     if len(kinds) > 1:
-        raise RunError(f'the images are of several forms ({listed}): make them one.')
+        raise RunError(
+            f'the images are of several forms ({listed}): make them one, or read all as RGB by --channels 3.'
+        )
     count = next(iter(kinds))[0]
     if channels not in (None, count):
         raise RunError(f'--channels {channels}: the images have others ({listed}).')

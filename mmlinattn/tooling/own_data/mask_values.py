@@ -143,6 +143,11 @@ def interpret(
             f'{of_255.count(False)} masks have the values 0 and 1, {sum(of_255)} the values 0 and 255: two codings of '
             'one class. Write one of them.'
         )
+    if not (named or listed or seen.coloured) and _are_objects(seen.values):
+        raise RunError(
+            f'each mask has the values 0 to n, and n differs, up to {values[-1]}: these seem to be numbers of objects. '
+            'If they are classes, give --classes NAME ..., one name per value.'
+        )
     masks = _Masks(image, mask, seen, values, listed, named, data.options.classes)
     readings = (read(masks) for read in (_of_colours, _of_cityscapes, _of_two_blurred, _of_list))  # the first decides
     found = next((reading for reading in readings if reading), None)
@@ -163,6 +168,12 @@ def interpret(
     if len(names) > IGNORED:
         raise RunError(f'the masks have {len(names)} classes: 255 are the most.')
     return names, table
+
+
+def _are_objects(values: list[set[int]]) -> bool:
+    """Return True for values 0 to n in each mask with many different n, as instance masks have."""
+    largest = {max(each) for each in values if each == {*range(max(each) + 1)}}
+    return len(largest) >= 3 and max(largest) >= 4 and all(each == {*range(len(each))} for each in values)
 
 
 def _of_cityscapes(masks: _Masks) -> Optional[_Reading]:

@@ -55,7 +55,7 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
         RunError: There are no masks, they do not match their images, or the meaning of their values is unclear.
     """
     notes: list[str] = []
-    pairs = _all_pairs(data, notes)
+    pairs = _all_pairs(data)
     seen = scan([pair.file for pair in pairs])
     classes, table = interpret(data, pairs[0].path, pairs[0].file, seen, notes)
     items = []
@@ -65,46 +65,56 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
     splits, more = divide(data, items, classes)
     notes += file_notes(pair.file for pair in pairs)
     changed = {value: label for value, label in sorted(table.items()) if value != label and value in seen.pixels}
-    is_copied, settings, lists = bool(changed) or not seen.is_plain, {}, {}
+    places = {split: [_place(item) for item in chosen] for split, chosen in splits.items()}
+    is_mixed = any(_is_mixed(data, split, splits[split], each) for split, each in places.items())
+    is_copied, settings, lists = bool(changed) or not seen.is_plain or is_mixed, {}, {}
     for split, chosen in splits.items():
-        first, lists[split] = _place(chosen[0]), ''
-        for item in chosen:
-            place = _place(item)
-            if (place.images, place.suffixes) != (first.images, first.suffixes):
-                raise RunError(
-                    f'{item.path} and {chosen[0].path} are both of {split}: MMSegmentation wants one folder and ending.'
-                )
-            lists[split] += f'{place.stem}\n'
-            if is_copied:
-                copy = remapped / split / f'{place.stem}.png'
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                Image.fromarray(remap(item.file, table, seen.coloured)).save(copy)
-        folder = remapped / split if is_copied else data.name(first.masks)
-        prefix = dict(img_path=f'{data.name(first.images)}/', seg_map_path=f'{folder}/')
-        endings = dict(img_suffix=first.suffixes[0], seg_map_suffix='.png' if is_copied else first.suffixes[1])
-        settings[split] = dict(data_prefix=prefix, **endings)
+        first, stems = places[split][0], [place.stem for place in places[split]]
+        images, masks, endings = data.name(first.images), data.name(first.masks), first.suffixes
+        if is_mixed:
+            stems, images, endings = [data.name(item.path) for item in chosen], '.', ('', '')
+        if is_copied:
+            masks, endings = str(remapped / split), (endings[0], '.png')
+        for stem, item in zip(stems, chosen) if is_copied else ():
+            copy = remapped / split / f'{stem}.png'
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(remap(item.file, table, seen.coloured)).save(copy)
+        lists[split] = ''.join(f'{stem}\n' for stem in stems)
+        prefix = dict(img_path=f'{images}/', seg_map_path=f'{masks}/')
+        settings[split] = dict(data_prefix=prefix, img_suffix=endings[0], seg_map_suffix=endings[1])
     if is_copied:
         changes = some(f'{format_value(old)} -> {new}' for old, new in changed.items() if new != IGNORED)
-        notes.append(f'masks are copied to {remapped}: {changes or "one number per pixel"}')
+        changes = changes or ('one folder' if is_mixed else 'one number per pixel')
+        notes.append(f'masks are copied to {remapped}: {changes}')
     labels_of = partial(remap, table=table, coloured=seen.coloured)
     return OwnData('segmentation masks', classes, splits, lists, settings, more + notes, labels_of=labels_of)
 
 
-def _all_pairs(data: Data, notes: list[str]) -> list[Photo]:
+def _is_mixed(data: Data, split: str, chosen: list[Photo], places: list[_Place]) -> bool:
+    """Return True if the images or masks of a split have several folders or endings, of which MMSegmentation takes one.
+
+    Their masks are copied to one folder, if ``--labels`` is given. Without the option, a RunError is raised.
+    """
+    kinds = [place._replace(stem='') for place in places]
+    other = next((item for item, kind in zip(chosen, kinds) if kind != kinds[0]), None)
+    if other and not data.options.labels:
+        raise RunError(
+            f'{other.path} and {chosen[0].path} are both of {split}: MMSegmentation wants one folder and ending. Give '
+            f'--labels {data.root} to write copies of the masks into one folder.'
+        )
+    return bool(other)
+
+
+def _all_pairs(data: Data) -> list[Photo]:
     """Pair each image with its segmentation mask.
 
     The folders of both are equal except for generic words (images, masks, labels). The name of the mask begins with
-    that of the image. If no mask has an image by these names, words that only one side has are ignored, and then
-    masks are told from images by their content. ``notes`` get a line about it, in place.
+    that of the image. If no mask has an image by these names, words in folders of images alone are ignored.
     """
-    images, masks = named = _folder_keys(data)
-    found = _paired(data, images, masks) or _paired(data, *_with_common_words(images, masks))
-    if not found and not data.options.labels:
-        images, masks = _with_common_words(*_keys_by_content(data))
-        found = _paired(data, images, masks)
-        notes += [f'masks by their content: {data.folders_of(masks)}'] if found else []
+    images, masks = _folder_keys(data)
+    found = _paired(data, images, masks) or _paired(data, _with_words_of(masks, images), masks)
     if not found:
-        raise _no_pairs(data, *named)
+        raise _no_pairs(data, images, masks)
     pairs = [_of_classes(data, several) for several in found.values()]
     if not data.options.labels:
         _refuse_others(data, pairs, masks)
@@ -152,25 +162,13 @@ def _folder_keys(data: Data) -> tuple[_Keys, _Keys]:
     return images, {path: key for path, key in masks.items() if labels is None or labels in path.parents}
 
 
-def _keys_by_content(data: Data) -> tuple[_Keys, _Keys]:
-    """Return the images and the masks as :func:`_folder_keys` does; folders of images with few values have masks."""
-    found: tuple[_Keys, _Keys] = {}, {}
-    holds_masks = {folder: _has_masks(data, folder) for folder in {path.parent for path in data.images}}
-    for path in data.images:
-        found[holds_masks[path.parent]][path] = data.pictures.key(path)
-    return found
-
-
-def _with_common_words(images: _Keys, masks: _Keys) -> tuple[_Keys, _Keys]:
-    """Leave only the words in the keys of images and masks that both sides have."""
-    words = [{word for key in keys.values() for part in key for word in part.split()} for keys in (images, masks)]
-    common = words[0] & words[1]
-
-    def shortened(keys: _Keys) -> _Keys:
-        split = {path: tuple(word for part in key for word in part.split()) for path, key in keys.items()}
-        return {path: tuple(word for word in key if word in common) for path, key in split.items()}
-
-    return shortened(images), shortened(masks)
+def _with_words_of(masks: _Keys, images: _Keys) -> _Keys:
+    """Return the keys of images without the words that no folder of masks has."""
+    known = {word for key in masks.values() for part in key for word in part.split()}
+    parts = {
+        path: [' '.join(word for word in part.split() if word in known) for part in key] for path, key in images.items()
+    }
+    return {path: tuple(filter(None, each)) for path, each in parts.items()}
 
 
 def _of_classes(data: Data, several: list[Photo]) -> Photo:

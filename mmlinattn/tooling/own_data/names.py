@@ -14,9 +14,9 @@ _SPLITS.update(dict.fromkeys(('test', 'testing', 'eval'), 'test'))
 # words for the role of a folder, not for its content
 _ROLES = frozenset(
     """images image imgs img jpegimages jpeg jpg png photos pictures frames stills raw labels label labelled labeled
-    annotations annotation annotated annot annots anns ann masks mask gt groundtruth truth xml xmls json jsons txt csv
-    coco yolo voc data dataset datasets set sets list lists file files split splits part parts instances instance bbox
-    bboxes boxes box objects input inputs ids obj""".split()
+    annotations annotation annotated annot annots anns ann masks mask gt ground groundtruth truth xml xmls json
+    jsons txt csv coco yolo voc data dataset datasets set sets list lists file files split splits part parts
+    instances instance bbox bboxes boxes box objects input inputs ids obj""".split()
 )
 # fields whose images belong to one split
 GROUPS = 'patientid patient subjectid subject lesionid group groupid videoid video sequenceid'.split()
@@ -50,6 +50,11 @@ def has_role_only(name: str) -> bool:
     return bool(words) and all(word in _ROLES for word in words)
 
 
+def without_split(name: str) -> str:
+    """Return a name in small letters without words for splits and other signs: ``'trainMasks'`` is ``'masks'``."""
+    return ''.join(word for word in _words(name) if word not in _SPLITS)
+
+
 def split_in(name: str) -> Optional[str]:
     """Return 'train', 'val' or 'test' for a name that consists of a word for a split, of roles and of numbers."""
     words = [word for word in _words(name) if word in _SPLITS or not any(map(str.isdigit, word))]
@@ -61,7 +66,7 @@ def _template(name: str) -> tuple[str, Optional[str]]:
     """Return a name with its word for a split replaced by ``*``, and the split."""
     words = _words(name)
     found = [word for word in words if word in _SPLITS]
-    if len(found) != 1 or ' ' in name.strip():
+    if len(found) != 1:
         return name, None
     return ' '.join('*' if word in _SPLITS else word for word in words), _SPLITS[found[0]]
 
@@ -94,7 +99,9 @@ class Splits:
 
     def of_file(self, stem: str) -> Optional[str]:
         template, split = _template(stem)
-        is_named = '*' in (template.split()[:1] + template.split()[-1:]) or len(self._files.get(template, ())) > 1
+        words = template.split()
+        is_at_end = ' ' not in stem.strip() and '*' in (words[:1] + words[-1:])
+        is_named = is_at_end or len(self._files.get(template, ())) > 1
         return self.of_folder(stem) or (split if is_named else None)
 
     def of(self, path: PurePath, is_file: bool = False) -> Optional[str]:

@@ -10,12 +10,12 @@ from urllib.parse import unquote
 
 from ...utils.errors import RunError
 from .images import is_mask
-from .names import MASK_ENDING, Splits, composed, has_role_only, shared_key
+from .names import MASK_ENDING, Splits, composed, has_role_only, shared_key, without_split
 
 # folders, in small letters
 _MASKS = frozenset(
     """masks mask labels label annotations ann_dir segmentationclass segmentationclasspng gtfine semantic semantic_rgb
-    gt labeledapproved_full groundtruth ground_truth segmentations""".split()
+    gt labeledapproved_full groundtruth ground_truth segmentation segmentations""".split()
 )
 _ROLES = _MASKS | {'img_dir', 'image_2', '701_stillsraw_full'}
 MASK_SUFFIXES = ('.png', '.tif', '.tiff', '.bmp')
@@ -122,7 +122,10 @@ class Pictures:
     def _best(self, file: Path, name: str, found: list[Path], *ranks: Callable[[Path], Any]) -> Path:
         """Return the image that leads by the first rank, among equals by the next; then the nearest that is no mask."""
         if not found:
-            raise RunError(f'{file} names the image {name!r}, which is in no folder below {self.root}.')
+            raise RunError(
+                f'{file} names the image {name!r}, which is in no folder below {self.root}. Correct the name, or give '
+                '--labels FILE or DIR of other label files.'
+            )
         for rank in (*ranks, self._nearness(file), lambda path: not is_mask(path)):
             if len(found) > 1:
                 found = _leading(found, rank)
@@ -159,7 +162,7 @@ class Pictures:
         folders = {folder for path in images for folder in self.rel(path).parents}
         beside = {folder: _BESIDE.match(folder.name) for folder in folders}
         of_masks = {folder for folder, match in beside.items() if match and folder.with_name(match[1]) in folders}
-        of_masks |= {folder for folder in folders if folder.name.lower() in _MASKS}
+        of_masks |= {folder for folder in folders if {folder.name.lower(), without_split(folder.name)} & _MASKS}
         found = {path for path in images if of_masks & {*self.rel(path).parents}}
         if found:
             return found

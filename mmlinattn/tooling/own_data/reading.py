@@ -179,11 +179,15 @@ class Reader:
         own = [composed(name) for name in self.classes if name == composed(name) or composed(name) not in given]
         return [*own, *sort_names(found - {*own})] if listed is None and own else listed
 
+    def names(self, found: set[str]) -> dict[str, str]:
+        """Return the class name of each number by a file that lists both, or {}."""
+        return {}
+
     def read(self, sources: list[Source]) -> None:
         """Read all files of a format; set ``photos`` and ``classes``, and add to ``notes``."""
         photos = self.images(sources)
         found = {str(item.name) for photo in photos for item in photo.objects if not _is_region(str(item.name))}
-        order, names = name_table(found, self.listed(found))
+        order, names = name_table(found, self.listed(found), self.names(found))
         self.photos = [photo._replace(objects=[_named(item, names) for item in photo.objects]) for photo in photos]
         # without LabelMe's _background_
         kept = [name for name in order if self.is_numbered or name in names.values() or not name.startswith('_')]
@@ -223,7 +227,9 @@ class Reader:
             told, real = (f'{width}x{height}' for width, height in (expected, size))
             raise RunError(f'{path} has an image of {told}, and {picture} is {real} (turned by EXIF?).')
         with _guarded(str(path) if self.has_one_image else f'{path}, image {entry.name!r}'):
-            objects = [item._replace(name=composed(str(item.name))) for item in self.objects(entry.content, size)]
+            objects = [
+                item._replace(name=composed(str(item.name)).strip()) for item in self.objects(entry.content, size)
+            ]
             if not all(map(math.isfinite, itertools.chain(*(item.box for item in objects)))):
                 raise ValueError('a box that is no number')
         return Photo(picture, path, None, entry.group, objects=objects, size=size)
@@ -260,18 +266,24 @@ def sort_names(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (0, float(name), '') if re.fullmatch(r'\d+', name) else (1, 0.0, name))
 
 
-def name_table(found: set[str], listed: Optional[list[str]]) -> tuple[list[str], dict[str, str]]:
+def name_table(
+    found: set[str], listed: Optional[list[str]], numbered: Optional[dict[str, str]] = None
+) -> tuple[list[str], dict[str, str]]:
     """Return the class names in the order of the labels, and the name of each label in ``found``.
 
-    If a label is missing from ``listed``, all have to be numbers of its names, from 0. Others raise a RunError.
+    If a label is missing from ``listed``, all have to be numbers of its names, from 0 or from 1. Without ``listed``,
+    the names of ``numbered`` are taken, by number. Other labels raise a RunError.
     """
+    if not listed and numbered and (found <= numbered.keys() or found <= {*numbered.values()}):
+        return [*numbered.values()], {name: numbered.get(name, name) for name in found}
     listed = listed or sort_names(found)
     if found <= set(listed):
         return listed, {name: name for name in found}
-    if '0' in found and found <= set(map(str, range(len(listed)))):
-        return listed, {name: listed[int(name)] for name in found}
+    for first in (0, 1):  # the number that the other way of counting cannot have decides
+        if str(first and len(listed)) in found and found <= set(map(str, range(first, first + len(listed)))):
+            return listed, {name: listed[int(name) - first] for name in found}
     lacking = sort_names(found - set(listed))[0]
     raise RunError(
         f'the label {lacking!r} is not in the list of classes ({", ".join(listed)}), and not all labels are its '
-        'numbers from 0: correct classes.txt, or give --classes NAME ...'
+        'numbers from 0 or 1: correct classes.txt, or give --classes NAME ..., a name for every number'
     )

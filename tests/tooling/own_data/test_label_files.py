@@ -510,7 +510,7 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
     text(tmp_path / 'labels.csv', '\n'.join(['image,class,split,photographer', *rows]))
     text(tmp_path / 'names.csv', 'id,name\n2,x\n10,y')
     data = read(tmp_path, 'classification')
-    assert data.classes == ['2', '10'] and counts(data, 'train', 'val') == [4, 2]
+    assert data.classes == ['x', 'y'] and counts(data, 'train', 'val') == [4, 2]
     assert 'not used of labels.csv: columns photographer' in data.notes
 
 

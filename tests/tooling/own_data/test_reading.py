@@ -311,7 +311,10 @@ def labelled(line, **names):
     'files, said',
     [
         ({'train.json': dict(coco([]))}, 'train.json has no images'),
-        ({'train.json': coco(['0.jpg'], 'ab'), 'val.json': coco(['0.jpg'])}, "val.json has the categories ['b', 'a']"),
+        (
+            {'train.json': coco(['0.jpg'], 'ac'), 'val.json': coco(['0.jpg'])},
+            "val.json has the categories ['b', 'a']: expected different names, the same in all files",
+        ),
         ({'train.json': coco(['0.jpg', '1.jpg'])}, "train.json names the image '1.jpg'"),
         ({'train.json': dict(coco(['0.jpg']), categories=[dict(id=1, name='a')])}, 'category_id 7 is the id of none'),
         (

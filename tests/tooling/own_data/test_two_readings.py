@@ -276,10 +276,10 @@ def test_frames_of_a_video_stay_together(tmp_path, videos):
         ('classification', ['x/x/train/a', 'x/x/train/b', 'x/x/val/a', 'test/test'], {}, ['a', 'b']),
         ('classification', ['a_train/a_train/a', 'a_train/a_train/b', 'a_test/a_test'], {}, ['a', 'b']),
         ('classification', ['train/a', 'train/b', 'val'], {}, '2 images of val are in no folder of a class'),
-        ('segmentation', ['photos', 'overlays'], {}, ['class_0', 'class_1']),  # by their content
-        ('segmentation', ['photos_train', 'x_train', 'photos_val', 'x_val'], {}, ['class_0', 'class_1']),
+        ('segmentation', ['photos', 'overlays'], {}, 'give --images DIR and --labels DIR'),
+        ('segmentation', ['photos_train', 'masks_train', 'valPhotos', 'valMasks'], {}, ['class_0', 'class_1']),
         ('segmentation', ['rgb', 'labels'], {}, ['class_0', 'class_1']),
-        ('segmentation', ['photos', 'overlays', 'others'], {}, 'both have masks of photos: give --labels DIR'),
+        ('segmentation', ['photos', 'labels/trimaps'], {}, 'give --images DIR and --labels DIR'),
         ('segmentation', ['photos', 'overlays'], dict(images='photos', labels='overlays'), ['class_0', 'class_1']),
         ('segmentation', ['images', 'masks', 'labels'], {}, 'both have masks of images: give --labels DIR'),
         ('segmentation', ['images', 'masks', 'labels'], dict(labels='labels'), ['class_0', 'class_1']),
@@ -288,7 +288,7 @@ def test_frames_of_a_video_stay_together(tmp_path, videos):
 def test_folders_with_two_readings(tmp_path, task, folders, options, expected):
     for folder in folders:
         for i in range(2 if task == 'classification' else 4):
-            is_mask = task == 'segmentation' and folder != folders[0] and 'photos' not in folder
+            is_mask = task == 'segmentation' and folder != folders[0] and 'photos' not in folder.lower()
             picture(
                 tmp_path / 'data' / folder / f'{i}.png',
                 np.resize([0, 1], (HEIGHT, WIDTH)).astype(np.uint8) if is_mask else None,
@@ -365,6 +365,95 @@ def test_two_columns_of_classes(tmp_path):
     assert read(tmp_path, 'classification', classes=['young', 'old']).classes == ['young', 'old']
     text(tmp_path / 'labels.csv', '\n'.join(['filename,class,species', *rows]))
     assert read(tmp_path, 'classification').classes == ['cat', 'dog']
+
+
+@pytest.mark.parametrize('numbers', ['numbers.csv', None])
+def test_class_numbers_from_one(tmp_path, numbers):
+    table('filename;x1;y1;x2;y2;class', lambda name, i: f'{name}.jpg;4;8;24;38;{i % 2 + 1}')(tmp_path)
+    text(tmp_path / (numbers or 'classes.txt'), 'id;name\n1;van\n2;car' if numbers else 'van\ncar')
+    assert {name for _, name, _ in boxes_of(read(tmp_path))} == {'van', 'car'}
+    assert read(tmp_path, classes=['x', 'y']).classes == ['x', 'y']
+
+
+def test_columns_by_their_content(tmp_path):
+    rows = [
+        f'{name}.jpg,{"cat" if i % 2 else "dog"},{"Training" if i < 4 else "PublicTest"}'
+        for i, name in enumerate(NAMES)
+    ]
+    text(tmp_path / 'all.csv', '\n'.join(['frame,label,Usage', *rows]))
+    images(tmp_path, NAMES)
+    assert {split: len(paths) for split, paths in read(tmp_path, 'classification').images.items()} == dict(
+        train=4, val=2
+    )
+    text(
+        tmp_path / 'all.csv',
+        '\n'.join(['frame,label,is_train', *(f'{row.rpartition(",")[0]},{i % 2}' for i, row in enumerate(rows))]),
+    )
+    assert_refused('val has images of', read, tmp_path, 'classification')
+
+
+def test_lists_of_images_and_classes(tmp_path):
+    images(tmp_path / 'train', 'abcd')
+    images(tmp_path / 'val', 'ef')
+    for split, names in dict(train='abcd', val='ef').items():
+        lines = [f'{name}.jpg {i % 2}' for i, name in enumerate(names)]
+        text(tmp_path / 'meta' / f'{split}.txt', '\n'.join(lines))
+    text(tmp_path / 'meta/classes.txt', '1 cat\n2 dog')
+    data = read(tmp_path, 'classification')
+    assert (data.kind, data.classes) == ('lists of images and classes', ['cat', 'dog'])
+    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=4, val=2)
+
+
+def test_classes_of_the_command_line_choose_the_level_of_folders(tmp_path):
+    for i, patient in enumerate('pqrstuvw'):
+        images(tmp_path / ('ill' if i % 2 else 'well') / patient, [f'{patient}{j}' for j in range(2)])
+    assert_refused('--classes NAME ..., the names of one level', read, tmp_path, 'classification')
+    data = read(tmp_path, 'classification', classes=['well', 'ill'])
+    patients = [{path.parent for path in paths} for paths in data.images.values()]
+    assert data.classes == ['well', 'ill'] and not patients[0] & patients[1]
+    leaves = read(tmp_path, 'classification', classes=[*'pqrstuvw'])
+    assert leaves.classes == [*'pqrstuvw']
+
+
+def test_label_files_of_both_splits_leave_others_out(tmp_path):
+    coco_file(tmp_path, name='all.json')
+    for name, names in dict(fold0_a='abcd', fold0_b='ef').items():
+        text(tmp_path / f'{name}.json', coco([f'{each}.jpg' for each in names], ['car'], bbox=list(SIDES)))
+    assert_refused('or --train and --val', read, tmp_path)
+    data = read(tmp_path, train='fold0_a.json', val='fold0_b.json')
+    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=4, val=2)
+
+
+def test_masks_of_several_folders_are_copied_on_request(tmp_path):
+    for i in range(8):
+        folder = tmp_path / 'data' / f'p{i % 4}'
+        picture(folder / f'{i}.{"png" if i % 2 else "jpg"}')
+        picture(folder / f'{i}_mask.png', np.resize([0, i % 2], (HEIGHT, WIDTH)).astype(np.uint8))
+    assert_refused('Give --labels ', read, tmp_path / 'data', 'segmentation')
+    data = read(tmp_path / 'data', 'segmentation', labels=str(tmp_path / 'data'))
+    folder = Path(data.settings['train']['data_prefix']['seg_map_path'])
+    lines = data.annotations['train'].splitlines()
+    assert lines and all((tmp_path / 'data' / line).is_file() and (folder / f'{line}.png').is_file() for line in lines)
+
+
+@pytest.mark.parametrize('classes', [None, [f'c{i}' for i in range(6)]])
+def test_numbered_objects_are_no_classes(tmp_path, classes):
+    for i in range(6):
+        picture(tmp_path / f'images/{i}.jpg')
+        picture(tmp_path / f'masks/{i}.png', np.resize(np.arange(i + 1), (HEIGHT, WIDTH)).astype(np.uint8))
+    if classes:
+        assert read(tmp_path, 'segmentation', classes=classes).classes == classes
+    else:
+        assert_refused('numbers of objects. If they are classes, give --classes', read, tmp_path, 'segmentation')
+
+
+def test_categories_in_another_order_and_with_blanks(tmp_path):
+    images(tmp_path, NAMES)
+    for split, names, classes in (('train', 'abcd', ('car', 'bus')), ('val', 'ef', ('bus ', 'car'))):
+        text(tmp_path / f'{split}.json', coco([f'{name}.jpg' for name in names], classes, bbox=list(SIDES)))
+    data = read(tmp_path)
+    assert data.classes == ['car', 'bus']
+    assert [{name for _, name, _ in boxes_of(data, split)} for split in ('train', 'val')] == [{'car'}, {'bus'}]
 
 
 def test_two_data_sets_in_one_folder(tmp_path):
