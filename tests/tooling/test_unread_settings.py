@@ -12,7 +12,6 @@ from mmengine.optim import OptimWrapper
 from mmengine.runner import EpochBasedTrainLoop
 from torch.optim import SGD
 
-import mmlinattn_console
 from mmlinattn.tooling import settings
 from mmlinattn.utils.errors import RunError
 
@@ -131,16 +130,6 @@ def test_names_at_the_top_of_a_file(tmp_path, text, line):
     cfg = Config.fromfile(tmp_path / 'mine.py')
     with raised(re.escape(line)):
         settings.check_variables(cfg)
-
-
-@pytest.mark.parametrize('value', ["dict(type='A',b=1)", '{}', "[dict(type='A')]", '(1,{"a":2})'])
-def test_dicts_of_the_command_line_are_refused(value, capsys):
-    parser = mmlinattn_console.tool_parser('A tool.')
-    mmlinattn_console.add_config_arguments(parser)
-    with pytest.raises(SystemExit):
-        parser.parse_args(['c.py', '--cfg-options', f'model.init_cfg={value}'])
-    assert 'a value is no dict. Set each key, as model.init_cfg.type=NAME' in capsys.readouterr().err
-    assert parser.parse_args(['c.py', '--cfg-options', 'a=predict(x)']).cfg_options == dict(a='predict(x)')
 
 
 @pytest.mark.parametrize(
