@@ -1,11 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Settings that nothing reads."""
 
-import contextlib
 import functools
 import re
 
 import pytest
+from helpers.engine_toys import refused
 from helpers.tool_runs import QUICK
 from mmengine.config import Config
 from mmengine.optim import OptimWrapper
@@ -13,14 +13,8 @@ from mmengine.runner import EpochBasedTrainLoop
 from torch.optim import SGD
 
 from mmlinattn.tooling import settings
-from mmlinattn.utils.errors import RunError
 
 read = functools.cache(Config.fromfile)
-
-
-def raised(line):
-    """Expect an error with a line (a regular expression); none for ''."""
-    return pytest.raises(RunError, match=line) if line else contextlib.nullcontext()
 
 
 VARIABLE = 'is a variable of the file, which is used already. Set '
@@ -64,7 +58,7 @@ def test_options(task, option, line):
     cfg = Config(read(QUICK[task])._cfg_dict.to_dict())
     content = cfg._cfg_dict.to_dict()
     cfg.merge_from_dict({option: 'x'})
-    with raised(line and f'--cfg-options {re.escape(option)}: .*{line}'):
+    with refused(line and f'--cfg-options {re.escape(option)}: .*{line}'):
         settings.check_options(content, cfg, {option: 'x'})
 
 
@@ -81,7 +75,7 @@ def test_a_decimal_comma_makes_a_list(value, line):
     content, option = dict(optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1))), 'optim_wrapper.optimizer.lr'
     cfg = Config(content)
     cfg.merge_from_dict({option: value})
-    with raised(line and f'--cfg-options {option}={line}'):
+    with refused(line and f'--cfg-options {option}={line}'):
         settings.check_options(content, cfg, {option: value})
 
 
@@ -128,7 +122,7 @@ def test_names_at_the_top_of_a_file(tmp_path, text, line):
     (tmp_path / 'mine.yaml').write_text('_base_: ./mine.py\n')
     settings.check_variables(Config.fromfile(tmp_path / 'mine.yaml'))
     cfg = Config.fromfile(tmp_path / 'mine.py')
-    with raised(re.escape(line)):
+    with refused(re.escape(line)):
         settings.check_variables(cfg)
 
 
@@ -143,7 +137,7 @@ def test_names_at_the_top_of_a_file(tmp_path, text, line):
 )
 def test_lists_in_place_of_one_data_set(dataset, line):
     cfg = Config(dict(train_dataloader=dict(dataset=dataset)))
-    with raised(re.escape(line)):
+    with refused(re.escape(line)):
         settings.check_single(cfg)
 
 
@@ -164,5 +158,5 @@ def test_lists_in_place_of_one_data_set(dataset, line):
 def test_numbers_that_yaml_reads_as_texts(tmp_path, text, line):
     (tmp_path / 'mine.yaml').write_text(text)
     cfg = Config.fromfile(tmp_path / 'mine.yaml')
-    with raised(line):
+    with refused(line):
         settings.check_numbers(cfg)
