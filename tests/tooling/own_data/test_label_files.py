@@ -541,8 +541,8 @@ def test_tables_of_classes_that_are_refused(tmp_path, rows, said):
 def test_boxes_in_place_of_classes_are_refused(tmp_path):
     images(tmp_path)
     cvat(tmp_path)
-    with pytest.raises(RunError, match='annotations.xml is CVAT XML, which classification does not take: write a CSV'):
-        read(tmp_path, 'classification')
+    said = 'annotations.xml is CVAT XML, which classification does not take: write a CSV'
+    assert_refused(said, read, tmp_path, 'classification')
 
 
 @pytest.mark.parametrize(
