@@ -126,37 +126,28 @@ def test_names_at_the_top_of_a_file(tmp_path, text, line):
         settings.check_variables(cfg)
 
 
-@pytest.mark.parametrize(
-    ('dataset', 'line'),
-    [
-        ([dict(type='A')], "train_dataloader.dataset is a list: expected one data set. Set dataset=dict(type='Concat"),
-        (dict(data_root=['a', 'b']), "train_dataloader.dataset.data_root=['a', 'b']: expected one path"),
-        (dict(dataset=dict(ann_file=['a', 'b'])), 'train_dataloader.dataset.dataset.ann_file'),
-        (dict(datasets=[dict(data_root='a'), dict(data_root='b')]), ''),
-    ],
-)
-def test_lists_in_place_of_one_data_set(dataset, line):
-    cfg = Config(dict(train_dataloader=dict(dataset=dataset)))
-    with refused(re.escape(line)):
-        settings.check_single(cfg)
+SINGLE, NUMBER = settings.check_single, settings.check_numbers
+TRAIN = 'train_dataloader: {dataset: %s}'
 
 
 @pytest.mark.parametrize(
-    ('text', 'line'),
+    ('check', 'text', 'line'),
     [
-        ('optim_wrapper: {optimizer: {lr: 1e-4}}', "optim_wrapper.optimizer.lr='1e-4': .* set 1.0e-4."),
-        ('param_scheduler: [{eta_min: 2.5E7}]', "param_scheduler.0.eta_min='2.5E7': .* set 25000000."),
-        ('optim_wrapper: {optimizer: {lr: 1.0e-4}}\nwork_dir: 1e-4', ''),
-        (
-            'optim_wrapper: {optimizer: {lr: 1e-3x}}',
-            "optim_wrapper.optimizer.lr='1e-3x': expected a number, not a text",
-        ),
-        ('train_cfg: {max_epochs: 0}', 'train_cfg.max_epochs=0: expected a positive integer'),
-        ('train_cfg: {max_iters: many}', "train_cfg.max_iters='many': expected a positive integer"),
+        (SINGLE, TRAIN % '[{type: A}]', r"dataset is a list: expected one data set. Set dataset=dict\(type='Concat"),
+        (SINGLE, TRAIN % '{data_root: [a, b]}', r"train_dataloader.dataset.data_root=\['a', 'b'\]: expected one path"),
+        (SINGLE, TRAIN % '{dataset: {ann_file: [a, b]}}', 'train_dataloader.dataset.dataset.ann_file'),
+        (SINGLE, TRAIN % '{datasets: [{data_root: a}, {data_root: b}]}', ''),
+        # YAML reads these numbers as texts
+        (NUMBER, 'optim_wrapper: {optimizer: {lr: 1e-4}}', "optim_wrapper.optimizer.lr='1e-4': .* set 1.0e-4."),
+        (NUMBER, 'param_scheduler: [{eta_min: 2.5E7}]', "param_scheduler.0.eta_min='2.5E7': .* set 25000000."),
+        (NUMBER, 'optim_wrapper: {optimizer: {lr: 1.0e-4}}\nwork_dir: 1e-4', ''),
+        (NUMBER, 'optim_wrapper: {optimizer: {lr: 1e-3x}}', "optimizer.lr='1e-3x': expected a number, not a text"),
+        (NUMBER, 'train_cfg: {max_epochs: 0}', 'train_cfg.max_epochs=0: expected a positive integer'),
+        (NUMBER, 'train_cfg: {max_iters: many}', "train_cfg.max_iters='many': expected a positive integer"),
     ],
 )
-def test_numbers_that_yaml_reads_as_texts(tmp_path, text, line):
+def test_lists_and_texts_in_place_of_one_data_set_and_of_numbers(tmp_path, check, text, line):
     (tmp_path / 'mine.yaml').write_text(text)
     cfg = Config.fromfile(tmp_path / 'mine.yaml')
     with refused(line):
-        settings.check_numbers(cfg)
+        check(cfg)
