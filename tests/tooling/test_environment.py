@@ -31,6 +31,8 @@ def test_config_of_a_detector_says_that_mmcv_has_no_operators(no_operators, tmp_
 
 INCOMPATIBLE = AssertionError('MMCV==2.2.0 is used but incompatible')
 OTHER = {'mmcv-lite': '2.1.0', 'onedl-mmcv': '2.3.6'}
+ONEDL = {**OTHER, 'onedl-mmdetection': '3.5.1'}
+TORCH = 'pip uninstall -y torch && pip install torch torchvision "setuptools>=77,<82"'
 
 
 @pytest.mark.parametrize(
@@ -44,12 +46,7 @@ OTHER = {'mmcv-lite': '2.1.0', 'onedl-mmcv': '2.3.6'}
         ({'mmcv': '2.2.0'}, 'mmdet.models', INCOMPATIBLE, 'pip uninstall -y mmcv && {lite} {ops}'),
         ({'mmcv-lite': '2.2.0'}, 'mmdet.models', INCOMPATIBLE, '{lite} {ops}'),
         (dict(OTHER, mmdet='3.3.0'), 'mmcv.ops', ImportError('_ext'), 'pip uninstall -y onedl-mmcv && {lite} {ops}'),
-        (
-            {**OTHER, 'onedl-mmdetection': '3.5.1'},
-            'mmcv.ops',
-            ImportError('_ext'),
-            'pip uninstall -y mmcv-lite && {alone} onedl-mmcv {ops}',
-        ),
+        (ONEDL, 'mmcv.ops', ImportError('_ext'), 'pip uninstall -y mmcv-lite && {alone} onedl-mmcv {ops}'),
         ({'transformers': '4.57.1'}, 'mmdet.models', ImportError('moved'), 'pip install "transformers>=4.28,<4.52"'),
         (
             {'torch': '2.14.1+cu126', 'torchvision': '0.28.0'},
@@ -58,12 +55,7 @@ OTHER = {'mmcv-lite': '2.1.0', 'onedl-mmcv': '2.3.6'}
             'pip uninstall -y torchvision && '
             'pip install torchvision torch==2.14.1+cu126 --index-url https://download.pytorch.org/whl/cu126',
         ),
-        (
-            {'torch': '2.14.1'},
-            'torch',
-            OSError('libtorch.so'),
-            'pip uninstall -y torch && pip install torch torchvision "setuptools>=77,<82"',
-        ),
+        ({'torch': '2.14.1'}, 'torch', OSError('libtorch.so'), TORCH),
     ],
 )
 def test_line_names_the_part_and_the_command(monkeypatch, installed, module, error, command):

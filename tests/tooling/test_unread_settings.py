@@ -18,6 +18,7 @@ read = functools.cache(Config.fromfile)
 
 
 VARIABLE = 'is a variable of the file, which is used already. Set '
+INHERITED = 'is a variable that an inherited file has used already. Set '
 
 
 @pytest.mark.parametrize(
@@ -96,19 +97,13 @@ def test_classes_that_take_an_argument(name, kind, found):
 @pytest.mark.parametrize(
     ('text', 'line'),
     [
-        (
-            'max_epochs = 3',
-            'max_epochs=3 is a variable that an inherited file has used already. Set train_cfg.max_epoc',
-        ),
+        ('max_epochs = 3', f'max_epochs=3 {INHERITED}train_cfg.max_epochs'),
         ('max_epochs = 3\ntrain_cfg = dict(max_epochs=max_epochs)', ''),
         ('max_epochs = 3\ntrain_cfg = dict(max_epochs=3)', ''),
-        ('steps = [5]', 'is a variable that an inherited file has used already. Set param_scheduler.0.milestones'),
+        ('steps = [5]', f'{INHERITED}param_scheduler.0.milestones'),
         ('steps = [5]\nparam_scheduler = [dict(milestones=[5])]', ''),
         ('lr = 3', ''),  # of the file alone
-        (
-            "runner = dict(type='EpochBasedRunner')",
-            'runner: nothing reads this setting of OpenMMLab 1.x. Set train_cfg',
-        ),
+        ('runner = dict(max_epochs=3)', 'runner: nothing reads this setting of OpenMMLab 1.x. Set train_cfg'),
         ('optimizer = dict(lr=2)\noptim_wrapper = dict(optimizer=optimizer)', ''),
         ('param_schedulers = []', 'param_schedulers: nothing reads this setting. Did you mean param_scheduler?'),
     ],

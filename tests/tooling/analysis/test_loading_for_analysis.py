@@ -88,17 +88,14 @@ def test_pixels_of_every_type_are_located(dtype, white):
     assert abs(column - 60) <= 1 and abs(row - 20) <= 1
 
 
+KEEP_RATIO = dict(type=Resize, scale=(160, 160), keep_ratio=True)
 NO_PIPELINE = 'has no test_dataloader.dataset.pipeline; give --shape H W'
 
 
 @pytest.mark.parametrize(
     ('cfg', 'image', 'message'),
     [
-        (
-            config(dict(type=Resize, scale=(160, 160), keep_ratio=True)),
-            (2, 1024),
-            'cannot resize photo, 1024 x 2 pixels',
-        ),
+        (config(KEEP_RATIO), (2, 1024), 'cannot resize photo, 1024 x 2 pixels'),
         (config(), (64, 31), 'photo is 31 x 64 pixels for the network; 32 are the least'),
         (config(times=2), (64, 64), 'makes several images of one; give --shape H W'),
         (Config(), (64, 64), NO_PIPELINE),
