@@ -111,10 +111,11 @@ def table(kind):
     return write
 
 
-def kitti(root, objects=OBJECTS):
+def kitti(root, objects=OBJECTS, more=''):
     (root / 'images').rename(root / 'image_2')
+    numbers = f'1.6 1.6 3.7 1 1.5 8.2 -1.5{more}'
     for name, items in objects.items():
-        lines = [f'{label} 0.00 0 -1.58 {" ".join(map(str, box))} 1.6 1.6 3.7 1 1.5 8.2 -1.5' for label, box in items]
+        lines = [f'{label} 0.00 0 -1.58 {" ".join(map(str, box))} {numbers}' for label, box in items]
         text(root / 'label_2' / f'{name}.txt', '\n'.join(lines))
 
 
@@ -246,15 +247,6 @@ def voc_marks(**marks):
     return lambda root: voc_files(root, CAR, (*CAR, tags))
 
 
-def kitti_marks(**marks):
-    def write(root):
-        for name in OBJECTS:
-            lines = [f'car 0 0 0 4 8 24 38 1 1 1 1 1 1 1{value}' for value in ('', *(f' {v}' for v in marks.values()))]
-            text(root / 'label_2' / f'{name}.txt', '\n'.join(lines))
-
-    return write
-
-
 def coco_marks(**marks):
     def write(root):
         rotated_coco(root)
@@ -277,7 +269,7 @@ def coco_marks(**marks):
         (voc_marks(occluded=1, pose='Left'), 'not used of the annotations: pose (6)'),
         (coco_marks(keypoints=[1, 2, 2], num_keypoints=1), '6 objects: keypoints, boxes are learnt'),
         (coco_marks(score=0.7), '6 objects: score, as predictions have'),
-        (kitti_marks(score=0.7), '6 objects: score, as predictions have'),
+        (lambda root: kitti(root, more=' 0.7'), '9 objects: score, as predictions have'),
         (coco_marks(track_id=3, attributes=dict(colour='red', occluded=True)), 'colour (6), track_id (6)'),
         (coco_marks(attributes=dict(occluded=True)), '6 objects: occluded'),
         (
