@@ -70,10 +70,6 @@ class Outer:
         MODELS.build(part)
 
 
-def divide():
-    1 / 0  # noqa: B018
-
-
 def interrupt():
     try:
         raise KeyboardInterrupt
@@ -92,7 +88,7 @@ def fail(error):
     return run
 
 
-REFUSES = build('Outer', part=dict(type='Refuses'))
+REFUSES, DIVIDE = build('Outer', part=dict(type='Refuses')), fail(ZeroDivisionError('by zero'))
 STARTED, STEPPED = (dict(whole=False, runner=SimpleNamespace(has_stepped=stepped)) for stepped in (False, True))
 ERRORS = [  # what fails, arguments of setup_errors, the error and its words
     (REFUSES, {}, RunError, '^c.py cannot be run: Refuses: KeyError: '),
@@ -101,10 +97,10 @@ ERRORS = [  # what fails, arguments of setup_errors, the error and its words
     (build('Outer', prt=1), {}, RunError, "Did you mean 'part'"),
     (build('Outr'), {}, RunError, "Did you mean 'Outer'"),
     (build('mmdet.RAVLT2'), {}, RunError, "Did you mean 'RAVLT'"),
-    (divide, {}, RunError, '^c.py cannot be run: ZeroDivisionError: '),
-    (divide, dict(whole=False), ZeroDivisionError, ''),  # nothing is under construction
-    (divide, STARTED, RunError, ''),
-    (divide, STEPPED, ZeroDivisionError, ''),
+    (DIVIDE, {}, RunError, '^c.py cannot be run: ZeroDivisionError: '),
+    (DIVIDE, dict(whole=False), ZeroDivisionError, ''),  # nothing is under construction
+    (DIVIDE, STARTED, RunError, ''),
+    (DIVIDE, STEPPED, ZeroDivisionError, ''),
     (interrupt, {}, KeyboardInterrupt, ''),
     # a ValueError of this package
     (lambda: check_kernel('x', ('y',)), dict(whole=False), RunError, "^c.py: kernel='x': expected"),

@@ -11,8 +11,6 @@ from mmlinattn.tooling import environment, running
 from mmlinattn.tooling.configs import read_config
 from mmlinattn.utils.errors import RunError
 
-CONFIG = "default_scope = 'mmdet'\n"
-
 
 @pytest.fixture
 def no_operators(monkeypatch):
@@ -24,7 +22,7 @@ def no_operators(monkeypatch):
 
 def test_config_of_a_detector_says_that_mmcv_has_no_operators(no_operators, tmp_path):
     pytest.importorskip('mmdet')
-    (tmp_path / 'config.py').write_text(CONFIG)
+    (tmp_path / 'config.py').write_text("default_scope = 'mmdet'\n")
     with pytest.raises(RunError, match=r'needs mmdet: mmcv.ops does not work .*: pip install \S*mmcv_ops$'):
         read_config(str(tmp_path / 'config.py'))
 

@@ -72,11 +72,6 @@ def two_folders(root):
         file.rename(root / 'b' / file.name)
 
 
-def listed(root):
-    voc_files(root)
-    text(root / 'one.txt', 'a.jpg\nb.jpg\nc.jpg')
-
-
 def mixed(name, i):
     return f'{name}.jpg,car,' + ','.join(map(str, (0.1, 0.2, 0.5, 0.9) if i % 2 else CORNERS))
 
@@ -144,7 +139,8 @@ def test_one_box_of_six_that_no_reading_keeps_in_its_image_is_cut(tmp_path):
     ],
 )
 def test_lists_of_the_command_line(tmp_path, options, train, val):
-    listed(tmp_path)
+    voc_files(tmp_path)
+    text(tmp_path / 'one.txt', 'a.jpg\nb.jpg\nc.jpg')
     data = read(tmp_path, **options)
     found = {split: ''.join(path.stem for path in paths) for split, paths in data.images.items()}
     assert set(''.join(found.values())) == set(train + val)
