@@ -103,20 +103,6 @@ def test_every_remedy_has_its_error():
     assert sorted(words for _, _, words in command_line.ADVICE) == sorted(ERRORS)
 
 
-@pytest.mark.parametrize(
-    'error',
-    [
-        lambda: np.zeros(3)[5],  # of a user's own code
-        lambda: nn.GroupNorm(1, 1)(torch.ones(1, 1, 1, 1)),
-        lambda: exec("raise TypeError('None is not a callable object')"),
-    ],
-)
-def test_the_same_words_of_another_origin_get_no_remedy(error):
-    with pytest.raises(Exception) as caught, command_line.setup_errors('c.py', whole=False):
-        error()
-    assert not isinstance(caught.value, RunError)
-
-
 class BrokenDataset(torch.utils.data.Dataset):
     """Data set with a missing image, a broken image, or a killed worker."""
 
@@ -147,10 +133,3 @@ def test_errors_of_loading_data_are_one_line_with_the_checkpoint(tmp_path, error
     assert line.startswith('c.py: ') and len(line.splitlines()) == 1
     assert ('folder/a.jpg' in line) == (error != 'killed') and (error != 'killed' or 'num_workers' in line)
     assert "the last checkpoint is 'work/epoch_2.pth'; the same command with --resume continues." in line
-
-
-@pytest.mark.parametrize('error', [OSError(28, 'No space left on device'), MemoryError('no memory')])
-def test_a_full_disk_and_full_memory_are_one_line(error):
-    with pytest.raises(RunError, match=f'c.py: {type(error).__name__}.*MMLINATTN_TRACEBACK=1'):
-        with command_line.setup_errors('c.py', whole=False):
-            raise error

@@ -1,9 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Ends of the command lines: one line on errors and on Ctrl-C. tests/tools/test_bad_input.py has the lines."""
 
-import argparse
-import contextlib
-import json
 import multiprocessing
 import os
 import re
@@ -12,8 +9,11 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from helpers.engine_toys import refused
+from helpers.own_files import coco, text
 from mmengine.registry import DATA_SAMPLERS, DATASETS, MODELS, init_default_scope
 
 import mmlinattn_console
@@ -76,10 +76,6 @@ class Unseeded:
         pass
 
 
-def divide():
-    1 / 0  # noqa: B018
-
-
 def interrupt():
     try:
         raise KeyboardInterrupt
@@ -98,7 +94,7 @@ def fail(error):
     return run
 
 
-REFUSES = build('Outer', part=dict(type='Refuses'))
+REFUSES, DIVIDE = build('Outer', part=dict(type='Refuses')), fail(ZeroDivisionError('by zero'))
 STARTED, STEPPED = (dict(whole=False, runner=SimpleNamespace(has_stepped=stepped)) for stepped in (False, True))
 ERRORS = [  # what fails, arguments of setup_errors, the error and its words
     (REFUSES, {}, RunError, '^c.py cannot be run: Refuses: KeyError: '),
@@ -113,15 +109,21 @@ ERRORS = [  # what fails, arguments of setup_errors, the error and its words
         RunError,
         'MMEngine passes seed to each sampler',
     ),
-    (divide, {}, RunError, '^c.py cannot be run: ZeroDivisionError: '),
-    (divide, dict(whole=False), ZeroDivisionError, ''),  # nothing is under construction
-    (divide, STARTED, RunError, ''),
-    (divide, STEPPED, ZeroDivisionError, ''),
+    (DIVIDE, {}, RunError, '^c.py cannot be run: ZeroDivisionError: '),
+    (DIVIDE, dict(whole=False), ZeroDivisionError, ''),  # nothing is under construction
+    (DIVIDE, STARTED, RunError, ''),
+    (DIVIDE, STEPPED, ZeroDivisionError, ''),
     (interrupt, {}, KeyboardInterrupt, ''),
     # a ValueError of this package
     (lambda: check_kernel('x', ('y',)), dict(whole=False), RunError, "^c.py: kernel='x': expected"),
     (fail(RunError('as it is')), {}, RunError, '^as it is$'),
     (fail(ValueError('need at least one array to concatenate')), {}, RunError, 'run: the data set holds no image with'),
+    (fail(OSError(28, 'No space left')), dict(whole=False), RunError, 'c.py: OSError.*MMLINATTN_TRACEBACK=1'),
+    (fail(MemoryError('no memory')), dict(whole=False), RunError, 'c.py: MemoryError.*MMLINATTN_TRACEBACK=1'),
+    # words of errors that have a remedy (test_advice.py), of another origin
+    (lambda: np.zeros(3)[5], dict(whole=False), IndexError, 'out of bounds'),
+    (lambda: torch.nn.GroupNorm(1, 1)(torch.ones(1, 1, 1, 1)), dict(whole=False), ValueError, 'more than 1 value per'),
+    (fail(TypeError('None is not a callable object')), dict(whole=False), TypeError, ''),
 ]
 
 
@@ -142,7 +144,7 @@ def test_names_of_another_project(monkeypatch):
 
 @pytest.mark.parametrize(('name', 'reason'), [('cuda:99', 'cuda:99'), ('gpu', 'gpu'), ('', ''), ('cpu', '')])
 def test_devices(name, reason):
-    with pytest.raises(RunError, match=f"--device='{name}': .*Error") if reason else contextlib.nullcontext():
+    with refused(reason and f"--device='{name}': .*Error"):
         command_line.check_device(name)
 
 
@@ -156,11 +158,7 @@ def test_modules_are_named_by_their_place_in_the_model():
 
 def test_a_coco_file_of_other_classes_is_named_with_its_categories(tmp_path):
     pytest.importorskip('mmdet.datasets')
-    box = dict(id=1, image_id=1, category_id=1, bbox=[1, 1, 9, 9], area=81, iscrowd=0)
-    image = dict(id=1, file_name='a.jpg', width=20, height=20)
-    (tmp_path / 'a.json').write_text(
-        json.dumps(dict(images=[image], annotations=[box], categories=[dict(id=1, name='disc')]))
-    )
+    text(tmp_path / 'a.json', coco(['a.jpg'], ['disc'], iscrowd=0, area=600))
     data = dict(type='mmdet.CocoDataset', ann_file=str(tmp_path / 'a.json'), metainfo=dict(classes=('cat',)))
     with pytest.raises(RunError, match='holds no image with .*; the categories of .*a.json are disc'):
         with command_line.setup_errors('c.py'):
@@ -193,13 +191,26 @@ def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind, co
             DATASETS.build(config)
 
 
-@pytest.mark.parametrize('option', ['max_epochs', 'a=[1,(2]'])
-def test_options_without_a_value_are_a_usage_error(capsys, option):
-    parser = argparse.ArgumentParser()
+NO_DICT = 'a value is no dict. Set each key, as model.init_cfg.type=NAME'
+
+
+@pytest.mark.parametrize(
+    ('option', 'line'),
+    [
+        *((option, f'argument --cfg-options: {option}: expected KEY=VALUE') for option in ('max_epochs', 'a=[1,(2]')),
+        *(
+            (f'model.init_cfg={value}', NO_DICT)
+            for value in ("dict(type='A',b=1)", '{}', "[dict(type='A')]", '(1,{"a":2})')
+        ),
+    ],
+)
+def test_options_without_a_value_and_dicts_are_a_usage_error(capsys, option, line):
+    parser = mmlinattn_console.tool_parser('A tool.')
     mmlinattn_console.add_config_arguments(parser)
     with pytest.raises(SystemExit):
-        parser.parse_args(['--cfg-options', option])
-    assert f'argument --cfg-options: {option}: expected KEY=VALUE' in capsys.readouterr().err
+        parser.parse_args(['c.py', '--cfg-options', option])
+    assert line in capsys.readouterr().err
+    assert parser.parse_args(['c.py', '--cfg-options', 'a=predict(x)']).cfg_options == dict(a='predict(x)')
 
 
 def test_the_folder_of_an_output_file(tmp_path):

@@ -11,8 +11,6 @@ from mmlinattn.tooling import environment, running
 from mmlinattn.tooling.configs import read_config
 from mmlinattn.utils.errors import RunError
 
-CONFIG = "default_scope = 'mmdet'\n"
-
 
 @pytest.fixture
 def no_operators(monkeypatch):
@@ -24,43 +22,29 @@ def no_operators(monkeypatch):
 
 def test_config_of_a_detector_says_that_mmcv_has_no_operators(no_operators, tmp_path):
     pytest.importorskip('mmdet')
-    (tmp_path / 'config.py').write_text(CONFIG)
+    (tmp_path / 'config.py').write_text("default_scope = 'mmdet'\n")
     with pytest.raises(RunError, match=r'needs mmdet: mmcv.ops does not work .*: pip install \S*mmcv_ops$'):
         read_config(str(tmp_path / 'config.py'))
 
 
-@pytest.mark.parametrize(
-    ('module', 'error', 'command'),
-    [
-        ('mmseg', ModuleNotFoundError("No module named 'ftfy'", name='ftfy'), 'pip install ftfy'),
-        ('mmengine', ModuleNotFoundError('x', name='pkg_resources'), 'pip install "setuptools>=77,<82"'),
-        ('mmcv', AttributeError("module 'pkgutil' has no attribute 'find_loader'"), 'mmcv_ops'),
-        ('mmpretrain.models', ModuleNotFoundError("No module named 'x'", name='x.y'), 'pip install x'),
-        ('mmdet.models', ImportError('cannot import name'), '--no-deps "mmdet>=3.3,<3.4"'),
-    ],
-)
-def test_line_names_the_part_and_the_command(module, error, command):
-    line = environment.describe_failure(module, error)
-    assert line.startswith(f'{module} does not work in {sys.executable}: {error}; mend it with: pip install')
-    assert command in line and '\n' not in line
-
-
 INCOMPATIBLE = AssertionError('MMCV==2.2.0 is used but incompatible')
 OTHER = {'mmcv-lite': '2.1.0', 'onedl-mmcv': '2.3.6'}
+ONEDL = {**OTHER, 'onedl-mmdetection': '3.5.1'}
+TORCH = 'pip uninstall -y torch && pip install torch torchvision "setuptools>=77,<82"'
 
 
 @pytest.mark.parametrize(
     ('installed', 'module', 'error', 'command'),
     [
+        ({}, 'mmseg', ModuleNotFoundError("No module named 'ftfy'", name='ftfy'), 'pip install ftfy'),
+        ({}, 'mmengine', ModuleNotFoundError('x', name='pkg_resources'), 'pip install "setuptools>=77,<82"'),
+        ({}, 'mmcv', AttributeError("module 'pkgutil' has no attribute 'find_loader'"), 'pip install {ops}'),
+        ({}, 'mmpretrain.models', ModuleNotFoundError("No module named 'x'", name='x.y'), 'pip install x'),
+        ({}, 'mmdet.models', ImportError('cannot import name'), '{alone} "mmdet>=3.3,<3.4"'),
         ({'mmcv': '2.2.0'}, 'mmdet.models', INCOMPATIBLE, 'pip uninstall -y mmcv && {lite} {ops}'),
         ({'mmcv-lite': '2.2.0'}, 'mmdet.models', INCOMPATIBLE, '{lite} {ops}'),
         (dict(OTHER, mmdet='3.3.0'), 'mmcv.ops', ImportError('_ext'), 'pip uninstall -y onedl-mmcv && {lite} {ops}'),
-        (
-            {**OTHER, 'onedl-mmdetection': '3.5.1'},
-            'mmcv.ops',
-            ImportError('_ext'),
-            'pip uninstall -y mmcv-lite && {alone} onedl-mmcv {ops}',
-        ),
+        (ONEDL, 'mmcv.ops', ImportError('_ext'), 'pip uninstall -y mmcv-lite && {alone} onedl-mmcv {ops}'),
         ({'transformers': '4.57.1'}, 'mmdet.models', ImportError('moved'), 'pip install "transformers>=4.28,<4.52"'),
         (
             {'torch': '2.14.1+cu126', 'torchvision': '0.28.0'},
@@ -69,19 +53,15 @@ OTHER = {'mmcv-lite': '2.1.0', 'onedl-mmcv': '2.3.6'}
             'pip uninstall -y torchvision && '
             'pip install torchvision torch==2.14.1+cu126 --index-url https://download.pytorch.org/whl/cu126',
         ),
-        (
-            {'torch': '2.14.1'},
-            'torch',
-            OSError('libtorch.so'),
-            'pip uninstall -y torch && pip install torch torchvision "setuptools>=77,<82"',
-        ),
+        ({'torch': '2.14.1'}, 'torch', OSError('libtorch.so'), TORCH),
     ],
 )
-def test_other_versions_are_replaced(monkeypatch, installed, module, error, command):
+def test_line_names_the_part_and_the_command(monkeypatch, installed, module, error, command):
     monkeypatch.setattr(environment, '_version', lambda name: installed.get(name, ''))
     alone, ops = 'pip install --force-reinstall --no-deps', environment.PIP['mmcv._ext']
     command = command.format(alone=alone, lite=f'{alone} "mmcv-lite>=2.1,<2.2"', ops=ops)
-    assert environment.describe_failure(module, error).endswith(f'; mend it with: {command}')
+    line = f'{module} does not work in {sys.executable}: {error}; mend it with: {command}'
+    assert environment.describe_failure(module, error) == line
 
 
 @pytest.mark.parametrize(

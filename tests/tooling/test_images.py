@@ -21,6 +21,7 @@ def config(scope='mmpretrain', *steps, **settings):
 
 
 CROP = dict(type='CenterCrop', crop_size=384)
+EDGE = dict(scale=256, edge='short')
 RESIZE = dict(type='Resize', scale=(640, 480))
 KEEP = dict(type='Resize', scale=(1333, 800), keep_ratio=True)
 
@@ -52,11 +53,7 @@ def test_the_size_that_a_config_tests_at(scope, steps, settings, size):
     ('steps', 'resize', 'crop'),
     [
         ([KEEP], dict(scale=[1333, 800], keep_ratio=True), None),
-        (
-            [dict(type='mmpretrain.ResizeEdge', scale=256, edge='short'), CROP],
-            dict(scale=256, edge='short'),
-            [384, 384],
-        ),
+        ([dict(EDGE, type='mmpretrain.ResizeEdge'), CROP], EDGE, [384, 384]),
         ([RESIZE, dict(CROP, crop_size=(96, 128))], dict(scale=[640, 480]), [128, 96]),
         ([dict(type='Pad', size=(640, 608))], None, None),
     ],

@@ -6,14 +6,13 @@ import subprocess
 
 import pytest
 import torch
-from helpers import engine_toys
+from helpers.engine_toys import make_runner, refused
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import RUNNERS
 
 from mmlinattn.tooling import running
-from mmlinattn.utils.errors import RunError
 
 AMP = dict(type='AmpOptimWrapper', loss_scale='dynamic', dtype='bfloat16', use_fsdp=False)
 PLAIN = dict(type='OptimWrapper', clip_grad=None)
@@ -67,7 +66,7 @@ def test_precision_of_a_device(monkeypatch, capsys, device, wrapper, is_asked, e
 
 def test_amp_refuses_other_wrappers(monkeypatch):
     monkeypatch.setattr(running, 'get_device', lambda: 'cuda')
-    with pytest.raises(RunError, match="--amp: optim_wrapper.type='ApexOptimWrapper': expected 'OptimWrapper' or 'Amp"):
+    with refused("--amp: optim_wrapper.type='ApexOptimWrapper': expected 'OptimWrapper' or 'Amp"):
         running.set_precision(Config(dict(optim_wrapper=dict(type='ApexOptimWrapper'))), True)
 
 
@@ -153,37 +152,20 @@ def test_runners_of_the_tools_and_of_the_config(monkeypatch):
 
 
 def test_a_batch_larger_than_the_data_is_refused(tmp_path):
-    loader = dict(dataset=dict(type='ToyDataset', size=3), sampler=dict(type='DefaultSampler'), batch_size=4)
-    cfg = dict(
-        model=dict(type='ToyModel'),
-        work_dir=str(tmp_path),
-        train_dataloader=dict(loader, drop_last=True),
-        train_cfg=dict(by_epoch=True, max_epochs=1),
-        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
-        param_scheduler=dict(type='LinearLR', end=1, convert_to_iter_based=True),
-        default_scope='mmengine',
-    )
-    with pytest.raises(RunError, match='batch_size=4 exceeds the 3 images of the data set, and drop_last=True'):
-        running.build_runner(Config(dict(cfg, launcher='none'))).train()
+    loader = dict(dataset=dict(type='ToyDataset', size=3), drop_last=True)
+    schedule = dict(type='LinearLR', end=1, convert_to_iter_based=True)
+    runner = make_runner(tmp_path, [], loader=loader, param_scheduler=schedule, kind=running.ToolRunner)
+    with refused('batch_size=4 exceeds the 3 images of the data set, and drop_last=True'):
+        runner.train()
 
 
 def test_two_runs_in_one_work_dir(tmp_path):
     def run(*hooks):
-        made = running.ToolRunner(
-            model=dict(type='ToyModel'),
-            work_dir=str(tmp_path),
-            train_dataloader=engine_toys.LOADER,
-            train_cfg=dict(by_epoch=True, max_epochs=1),
-            optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
-            custom_hooks=list(hooks),
-            default_scope='mmengine',
-            experiment_name=f'run{len(hooks)}',
-        )
-        made.train()
+        make_runner(tmp_path, list(hooks), kind=running.ToolRunner).train()
 
     class Second(Hook):
         def before_train_epoch(self, runner):
-            with pytest.raises(RunError, match='another run trains in it. Set another folder.'):
+            with refused('another run trains in it. Set another folder.'):
                 run()
 
     run(Second())

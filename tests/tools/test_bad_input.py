@@ -61,6 +61,8 @@ FILES = {
 TRAIN, TEST = 'train.py {mmpretrain} --data-root imagenet --work-dir work', 'test.py {mmpretrain}'
 TESTED = '--data-root imagenet --work-dir work'
 COCO = '--data-root coco --work-dir work'
+SEGMENT = 'train.py {mmseg} --data-root ade --work-dir work --cfg-options'
+DETECT, DRAW = 'test.py {mmdet} empty.pth', 'demo.py photo.png {mmdet} empty.pth'
 METAINFO = 'train_dataloader.dataset.metainfo.classes'
 DEMO, EXPORT = 'demo.py photo.png {mmpretrain}', 'export.py {mmpretrain} none --format'
 INSPECT = 'analysis_tools/inspect_attention.py {mmpretrain}'
@@ -89,21 +91,18 @@ ROWS = [
     bad('train.py {mmdet} --auto-scale-lr', '--auto-scale-lr: ', 'auto_scale_lr.base_batch_size'),
     bad(f'{TRAIN} --cfg-options train_dataloader.batch_size=-2', 'r.batch_size=-2: expected an integer of at least 1'),
     bad(f'{TRAIN} --cfg-options {METAINFO}=disc', "metainfo.classes = 'disc' is a text"),
-    bad(
-        'train.py {mmseg} --data-root ade --work-dir work --cfg-options model.decode_head.num_classes=3',
-        'num_classes = 3 of the head is too small for the 10 classes',
-    ),
+    bad(f'{SEGMENT} model.decode_head.num_classes=3', 'num_classes = 3 of the head is too small for the 10 classes'),
     bad(f'{FLOPS} --cfg-options model.backbone.arch=foo', "'foo'"),
     # folders and output files
     bad('train.py {mmdet} --work-dir file', "work dir 'file' cannot be written: File exists"),
     bad('train.py {mmdet} --data-root nowhere', "train_dataloader.dataset.data_root = 'nowhere': no such folder"),
     bad('swap_backbone.py mmdet::a/b.py ravlt_t --out o.txt', "--out='o.txt': expected a name that ends with .py."),
     bad('swap_backbone.py no_task.py ravlt_t --out comment.py', "--out 'comment.py' exists and is not by tools/swap"),
-    bad(f'test.py {{mmdet}} empty.pth {COCO} --out file/x.pkl', "--out 'file/x.pkl' cannot be written: "),
+    bad(f'{DETECT} {COCO} --out file/x.pkl', "--out 'file/x.pkl' cannot be written: "),
     # an output that is an input
     bad('swap_backbone.py comment.py ravlt_t --out comment.py', "--out 'comment.py' is 'comment.py', which is read"),
     bad('export.py {mmdet} empty.pth --format torchscript --out empty.pth', "--out 'empty.pth' is 'empty.pth'"),
-    bad('demo.py photo.png {mmdet} empty.pth --out photo.png', "--out 'photo.png' is 'photo.png', which is read"),
+    bad(f'{DRAW} --out photo.png', "--out 'photo.png' is 'photo.png', which is read"),
     bad('demo.py pictures {mmdet} empty.pth --out pictures', "--out 'pictures/a.png' is 'pictures/a.png'"),
     bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM 'nowhere.py': no such file"),
     bad(SHAPES.replace('out', 'file', 1), "OUT 'file' cannot be written: "),
@@ -118,20 +117,14 @@ ROWS = [
     bad(f'{TRAIN} --resume code.pth', 'is not known to be harmless', slow=True),
     bad(f'{TEST} code.pth {TESTED}', 'code.pth', 'is not known to be harmless', slow=True),
     # arguments
-    bad('test.py {mmdet} empty.pth --out-item metrics', '--out-item metrics: --out is missing. Name the file'),
-    bad(
-        'test.py {mmdet} empty.pth --out x --out-item metrics',
-        "--out='x': expected a name that ends with .pkl or .pickle or .json.",
-    ),
-    bad('test.py {mmdet} empty.pth --interval 0', '--interval=0: expected at least 1.'),
+    bad(f'{DETECT} --out-item metrics', '--out-item metrics: --out is missing. Name the file'),
+    bad(f'{DETECT} --out x --out-item metrics', "--out='x': expected a name that ends with .pkl or .pickle or .json."),
+    bad(f'{DETECT} --interval 0', '--interval=0: expected at least 1.'),
     bad('test.py {mmseg} empty.pth --data-root ade --tta --cfg-options tta_model=None', 'has no tta_model'),
     bad('demo.py gone.jpg {mmdet} empty.pth --out o.jpg', "image 'gone.jpg': no such file or folder."),
     bad('demo.py empty {mmdet} empty.pth --out o', "image 'empty': no image (.jpg .jpeg .png", 'in this folder'),
     bad('demo.py notes.png {mmdet} empty.pth --out o.jpg', "image 'notes.png' cannot be read as an image."),
-    bad(
-        'demo.py photo.png {mmdet} empty.pth --out found.gif',
-        "--out='found.gif': expected a name that ends with .jpg or .jpeg",
-    ),
+    bad(f'{DRAW} --out found.gif', "--out='found.gif': expected a name that ends with .jpg or .jpeg"),
     bad('demo.py pictures {mmdet} empty.pth --out file', "--out='file': expected a folder, as pictures is one"),
     bad('demo.py pictures {mmdet} empty.pth --out a.jpg', "--out='a.jpg': expected a folder, as pictures is one"),
     bad('demo.py gone.mp4 {mmdet} empty.pth --out o.mp4', "video 'gone.mp4': no such file."),

@@ -227,6 +227,9 @@ def test_options_override_all_settings(configured, monkeypatch):
     assert os.environ['LOCAL_RANK'] == '3'  # set by the launcher
 
 
+SHOW = 'default_hooks.visualization.show=True'
+
+
 @pytest.mark.parametrize(
     ('config', 'words', 'line'),
     [
@@ -239,11 +242,7 @@ def test_options_override_all_settings(configured, monkeypatch):
         (DETECTOR, '--save-conf', '--save-conf: --save-txt is missing.'),
         (DETECTOR, '--show-dir x --cfg-options visualizer=None', '--show, --show-dir: .* has no visualizer'),
         (DETECTOR, '--show', '--show: there is no display'),
-        (
-            DETECTOR,
-            '--cfg-options default_hooks.visualization.draw=True default_hooks.visualization.show=True',
-            'default_hooks.visualization.show=True: there is no display',
-        ),
+        (DETECTOR, f'--cfg-options default_hooks.visualization.draw=True {SHOW}', f'{SHOW}: there is no display'),
     ],
 )
 def test_files_of_predictions_are_for_their_task(configured, monkeypatch, config, words, line):

@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from test_inspecting import block_of
 from torch import nn
 
 from mmlinattn.attention import (
@@ -116,7 +115,7 @@ def test_unsupported_arrangements_are_named():
         with pytest.raises(
             NotImplementedError, match=f'{type(attention).__name__} arranges its tokens in an order unknown'
         ):
-            block_of(attention, torch.randn(1, 4, 4, 8))
+            capture_block(attention, torch.randn(1, 4, 4, 8))
     with pytest.raises(ValueError, match='Linear has no attention'), watched(nn.Linear(2, 2), print):
         pass
 

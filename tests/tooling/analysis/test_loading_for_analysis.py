@@ -88,24 +88,24 @@ def test_pixels_of_every_type_are_located(dtype, white):
     assert abs(column - 60) <= 1 and abs(row - 20) <= 1
 
 
+KEEP_RATIO = dict(type=Resize, scale=(160, 160), keep_ratio=True)
+NO_PIPELINE = 'has no test_dataloader.dataset.pipeline; give --shape H W'
+
+
 @pytest.mark.parametrize(
-    ('steps', 'image', 'message'),
+    ('cfg', 'image', 'message'),
     [
-        ([dict(type=Resize, scale=(160, 160), keep_ratio=True)], (2, 1024), 'cannot resize photo, 1024 x 2 pixels'),
-        ([], (64, 31), 'photo is 31 x 64 pixels for the network; 32 are the least'),
+        (config(KEEP_RATIO), (2, 1024), 'cannot resize photo, 1024 x 2 pixels'),
+        (config(), (64, 31), 'photo is 31 x 64 pixels for the network; 32 are the least'),
+        (config(times=2), (64, 64), 'makes several images of one; give --shape H W'),
+        (Config(), (64, 64), NO_PIPELINE),
+        (Config(dict(test_dataloader=None)), (64, 64), NO_PIPELINE),
+        (Config(dict(test_dataloader=dict(dataset=dict(datasets=[])))), (64, 64), NO_PIPELINE),
     ],
 )
-def test_pictures_that_cannot_be_looked_at(steps, image, message):
+def test_pictures_and_pipelines_that_cannot_be_used(cfg, image, message):
     with pytest.raises(RunError, match=message):
-        loading.prepare(config(*steps), model(pad_size_divisor=1), photo(*image), 'photo')
-
-
-def test_pipelines_that_cannot_be_used():
-    with pytest.raises(RunError, match='makes several images of one; give --shape H W'):
-        loading.prepare(config(times=2), model(), photo(64, 64), 'photo')
-    for cfg in ({}, dict(test_dataloader=None), dict(test_dataloader=dict(dataset=dict(datasets=[])))):
-        with pytest.raises(RunError, match='has no test_dataloader.dataset.pipeline; give --shape H W'):
-            loading.prepare(Config(cfg), model(), photo(64, 64), 'photo')
+        loading.prepare(cfg, model(pad_size_divisor=1), photo(*image), 'photo')
 
 
 @pytest.mark.parametrize('scope', ['mmdet', 'mmseg', 'mmpretrain'])

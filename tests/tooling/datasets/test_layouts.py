@@ -1,14 +1,54 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Files of each layout."""
+"""Scenes, their polygons, and the files of each layout."""
 
 import json
 
 import cv2
 import numpy as np
 import pytest
-from test_polygons import rasterise
 
-from mmlinattn.tooling.datasets import ADE_CLASSES, COCO_CLASSES, IMAGENET_CLASSES, DatasetSpec, write_dataset
+from mmlinattn.tooling.datasets import (
+    ADE_CLASSES,
+    COCO_CLASSES,
+    IMAGENET_CLASSES,
+    DatasetSpec,
+    draw_scene,
+    write_dataset,
+)
+from mmlinattn.tooling.datasets.layouts import mask_to_polygons
+
+
+def test_masks_are_the_visible_pixels():
+    """Compare two scenes of one seed; without the last shape, only its pixels differ."""
+    compared = 0
+    for seed in range(40):
+        more, less = (draw_scene(np.random.default_rng(seed), (120, 90), num_shapes=number) for number in (4, 3))
+        assert more.image.shape == (90, 120, 3) and more.masks.shape[1:] == (90, 120)
+        assert (more.masks.sum(axis=0) <= 1).all()
+        if len(more.labels) != 4:
+            continue
+        top = more.masks[3]
+        assert (more.masks[:3] == less.masks & ~top).all()
+        compared += (less.masks & top).any()
+    assert compared >= 5  # occlusions did occur
+
+
+def rasterise(polygons, shape):
+    mask_utils = pytest.importorskip('pycocotools.mask')
+    return mask_utils.decode(mask_utils.merge(mask_utils.frPyObjects(polygons, *shape))) > 0
+
+
+def test_polygons_rasterise_to_exactly_the_mask():
+    rng = np.random.default_rng(0)
+    ring = cv2.circle(np.zeros((40, 50), np.uint8), (25, 20), 15, 1, 4)
+    nested = cv2.circle(ring.copy(), (25, 20), 6, 1, 2)  # a hole with an island with a hole
+    masks = [ring, nested, np.ones((4, 5)), np.eye(6), 1 - np.eye(6)]
+    masks += [rng.random((17, 23)) < density for density in np.linspace(0.05, 0.95, 60)]
+    for mask in masks:
+        polygons = mask_to_polygons(mask)
+        assert all(len(polygon) >= 8 for polygon in polygons)
+        assert (rasterise(polygons, mask.shape) == (np.asarray(mask) > 0)).all()
+    assert mask_to_polygons(np.zeros((5, 5))) == []
 
 
 def listed(folder):

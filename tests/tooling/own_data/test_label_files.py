@@ -111,10 +111,11 @@ def table(kind):
     return write
 
 
-def kitti(root, objects=OBJECTS):
+def kitti(root, objects=OBJECTS, more=''):
     (root / 'images').rename(root / 'image_2')
+    numbers = f'1.6 1.6 3.7 1 1.5 8.2 -1.5{more}'
     for name, items in objects.items():
-        lines = [f'{label} 0.00 0 -1.58 {" ".join(map(str, box))} 1.6 1.6 3.7 1 1.5 8.2 -1.5' for label, box in items]
+        lines = [f'{label} 0.00 0 -1.58 {" ".join(map(str, box))} {numbers}' for label, box in items]
         text(root / 'label_2' / f'{name}.txt', '\n'.join(lines))
 
 
@@ -246,15 +247,6 @@ def voc_marks(**marks):
     return lambda root: voc_files(root, CAR, (*CAR, tags))
 
 
-def kitti_marks(**marks):
-    def write(root):
-        for name in OBJECTS:
-            lines = [f'car 0 0 0 4 8 24 38 1 1 1 1 1 1 1{value}' for value in ('', *(f' {v}' for v in marks.values()))]
-            text(root / 'label_2' / f'{name}.txt', '\n'.join(lines))
-
-    return write
-
-
 def coco_marks(**marks):
     def write(root):
         rotated_coco(root)
@@ -277,7 +269,7 @@ def coco_marks(**marks):
         (voc_marks(occluded=1, pose='Left'), 'not used of the annotations: pose (6)'),
         (coco_marks(keypoints=[1, 2, 2], num_keypoints=1), '6 objects: keypoints, boxes are learnt'),
         (coco_marks(score=0.7), '6 objects: score, as predictions have'),
-        (kitti_marks(score=0.7), '6 objects: score, as predictions have'),
+        (lambda root: kitti(root, more=' 0.7'), '9 objects: score, as predictions have'),
         (coco_marks(track_id=3, attributes=dict(colour='red', occluded=True)), 'colour (6), track_id (6)'),
         (coco_marks(attributes=dict(occluded=True)), '6 objects: occluded'),
         (
@@ -438,6 +430,7 @@ UNREAD = {
     'v7.json': ({'item': {'name': 'a'}, 'annotations': [{'bounding_box': {}}]}, 'Darwin JSON', 'COCO JSON'),
     'panoptic.json': ({'images': [], 'annotations': [{'segments_info': []}]}, 'COCO panoptic JSON', 'instances_'),
     'via.csv': ('filename,region_shape_attributes\na.jpg,"{}"', 'VGG Image Annotator CSV', 'COCO JSON'),
+    'train.csv': (f'ImageId,EncodedPixels\na.jpg,{"1 1 " * 40000}', 'run lengths', 'write COCO JSON, or masks as PNG'),
     'labelTxt/a.txt': ('1 1 9 1 9 9 1 9 plane 0', 'DOTA text files', 'upright boxes'),
     'gt.txt': ('1,1,10,20,30,40,1,-1,-1,-1', 'MOT text files', 'mot2coco'),
     'annotations/a.txt': ('10,20,30,40,1,4,0,0', 'VisDrone text files', 'COCO JSON'),
@@ -542,8 +535,8 @@ def test_tables_of_classes_that_are_refused(tmp_path, rows, said):
 def test_boxes_in_place_of_classes_are_refused(tmp_path):
     images(tmp_path)
     cvat(tmp_path)
-    with pytest.raises(RunError, match='annotations.xml is CVAT XML, which classification does not take: write a CSV'):
-        read(tmp_path, 'classification')
+    said = 'annotations.xml is CVAT XML, which classification does not take: write a CSV'
+    assert_refused(said, read, tmp_path, 'classification')
 
 
 @pytest.mark.parametrize(
@@ -582,9 +575,3 @@ def test_labels_of_a_folder_do_not_go_to_another(tmp_path):
     assert len(annotations_of(read(tmp_path))) == 4
     (tmp_path / 'labels/cam2/d.xml').rename(tmp_path / 'labels/cam1/d.xml')
     assert_refused(('cam1/d.xml has no image in its folder, and', 'cam2/d.jpg is in another'), read, tmp_path)
-
-
-def test_tables_of_long_run_lengths_are_named(tmp_path):
-    images(tmp_path)
-    text(tmp_path / 'train.csv', f'ImageId,EncodedPixels\na.jpg,{"1 1 " * 40000}')
-    assert_refused(('train.csv', 'run lengths'), read, tmp_path)

@@ -73,16 +73,10 @@ def test_polygons_for_a_backbone_without_a_mask_head(tmp_path, untried):
     assert any('the only detector of flatten_pvt_v2_b1 is RetinaNet: boxes alone are learnt' in line for line in lines)
 
 
-def test_a_picture_of_the_user_is_kept(tmp_path, untried):
-    data, mine = boxes(tmp_path / 'data'), picture(tmp_path / 'labels.png')
+def test_a_picture_and_an_edited_config_are_kept(tmp_path, untried):
+    data, out, mine = boxes(tmp_path / 'data'), tmp_path / 'mine.py', picture(tmp_path / 'labels.png')
     assert_refused('labels.png is not a drawing of this tool', made, data, 'detection', 'ravlt_t')
     mine.unlink()
-    made(data, 'detection', 'ravlt_t')
-    made(data, 'detection', 'ravlt_t')
-
-
-def test_an_edited_config_is_kept(tmp_path, untried):
-    data, out = boxes(tmp_path / 'data'), tmp_path / 'mine.py'
     _, lines = made(data, 'detection', 'ravlt_t')
     assert any('downloads the weights from http' in line and '--scratch' in line for line in lines)
     assert max(map(len, out.read_text().splitlines()[:3])) <= 120

@@ -299,7 +299,8 @@ def test_polygons_are_learnt_if_all_objects_have_them(tmp_path):
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
-XML = voc(('a', (1, 1, 9, 9)), size=(HEIGHT, WIDTH))
+XML, ONE = voc(('a', (1, 1, 9, 9)), size=(HEIGHT, WIDTH)), coco(['0.jpg'])
+PASSED = 'pass the edge of their image, as (30, 8, 60, 40) in 64x48, read as left, top, width'
 
 
 def labelled(line, **names):
@@ -316,15 +317,9 @@ def labelled(line, **names):
             "val.json has the categories ['b', 'a']: expected different names, the same in all files",
         ),
         ({'train.json': coco(['0.jpg', '1.jpg'])}, "train.json names the image '1.jpg'"),
-        ({'train.json': dict(coco(['0.jpg']), categories=[dict(id=1, name='a')])}, 'category_id 7 is the id of none'),
-        (
-            {'train.json': coco(['0.jpg']), 'val.json': coco(['0.jpg'])},
-            'labelled twice: by train.json (train) and by val.json (val)',
-        ),
-        (
-            {'train.json': coco(['0.jpg'], bbox=[30, 8, 60, 40])},
-            'pass the edge of their image, as (30, 8, 60, 40) in 64x48, read as left, top, width',
-        ),
+        ({'train.json': dict(ONE, categories=[dict(id=1, name='a')])}, 'category_id 7 is the id of none'),
+        ({'train.json': ONE, 'val.json': ONE}, 'labelled twice: by train.json (train) and by val.json (val)'),
+        ({'train.json': coco(['0.jpg'], bbox=[30, 8, 60, 40])}, PASSED),
         ({'train.json': coco(['0.jpg'], classes=(None, 'a'))}, 'has a category without a name'),
         ({'0.xml': XML.replace('9', 'nan').replace('48', '0')}, 'a box that is no number'),
         ({'0.xml': XML}, '0.xml has an image of 48x64'),

@@ -98,6 +98,7 @@ def test_masks_that_are_copied(tmp_path, how, classes, said):
 
 
 LAYOUTS = {  # image and label image, without the name
+    'images and masks': ('images/{n}.jpg', 'masks/{n}.png'),
     'CamVid of SegNet': ('{split}/{n}.png', '{split}annot/{n}.png'),
     'CamVid of Kaggle': ('{split}/{n}.png', '{split}_labels/{n}_L.png'),
     'CamVid of fastai': ('images/{n}.png', 'labels/{n}_P.png'),
@@ -109,13 +110,17 @@ LAYOUTS = {  # image and label image, without the name
 }
 
 
-def layout(root, name, value, splits=('train', 'train', 'train', 'val', 'val')):
+def layout(root, name, value, splits=('train', 'train', 'train', 'val', 'val'), **options):
     """Label images of ``value(number)`` in one of the layouts."""
     for number, split in enumerate(splits):
         image, mask = (path.format(split=split, n=number) for path in LAYOUTS[name])
         picture(root / image)
         picture(root / mask, value(number))
-    return read(root, 'segmentation')
+    return read(root, 'segmentation', **options)
+
+
+def pairs(root, value, count=4, **options):
+    return layout(root, 'images and masks', value, range(count), **options)
 
 
 def halves(*values, dtype=np.uint8):
@@ -135,7 +140,7 @@ def test_layouts_of_label_images(tmp_path, name):
             for kind in ('color', 'instanceIds'):
                 picture(tmp_path / f'data/gtFine/{split}/a/{number}_gtFine_{kind}.png')
     data = layout(tmp_path / 'data', name, lambda number: halves(*values))
-    assert counts(data, 'train', 'val') == ([4, 1] if name == 'KITTI' else [3, 2])
+    assert counts(data, 'train', 'val') == ([4, 1] if name in ('KITTI', 'images and masks') else [3, 2])
     assert (tmp_path / 'data' / data.settings['train']['data_prefix']['img_path']).is_dir()
     if name in ('Cityscapes', 'KITTI'):
         assert len(data.classes) == 19 and data.classes[:3] == ['road', 'sidewalk', 'building']
@@ -174,12 +179,8 @@ def test_colours_of_a_list(tmp_path, file):
         ('', (ROAD, (0, 0, 142), VOID), ['road', 'sidewalk', 'building'], 'those of cityscapes'),
         ('', (VOID, (9, 8, 7), (200, 3, 4)), None, '(0, 0, 0), (9, 8, 7), (200, 3, 4): write label_colors.txt'),
         ('', (VOID, (200, 3, 4)), ['background', 'foreground'], ''),
-        (
-            '',
-            range(12),
-            ['class_0', 'class_1', 'class_2'],
-            'the classes have no names',
-        ),  # not CamVid's, by their number
+        # not CamVid's, by their number
+        ('', range(12), ['class_0', 'class_1', 'class_2'], 'the classes have no names'),
     ],
 )
 def test_values_by_a_list_of_colours_or_without(tmp_path, listed, values, classes, said):
@@ -229,28 +230,36 @@ LINEAR, CUBIC = cv2.INTER_LINEAR, cv2.INTER_CUBIC
     [(2, LINEAR, 0), (2, LINEAR, 128), (8, LINEAR, 0), (2, CUBIC, 0), (8, CUBIC, 0), (1, 'jpeg', 0)],
 )
 def test_masks_enlarged_with_interpolation_have_two_classes(tmp_path, factor, how, dark):
-    for number in range(4):
-        small = np.full((HEIGHT // factor, WIDTH // factor), dark, np.uint8)
-        cv2.circle(small, (WIDTH // factor // 2, HEIGHT // factor // 2), 16 // factor, 255, -1)
-        scaled = cv2.resize(small, (WIDTH, HEIGHT), interpolation=cv2.INTER_NEAREST if how == 'jpeg' else how)
-        if how == 'jpeg':
-            scaled = cv2.imdecode(cv2.imencode('.jpg', scaled)[1], cv2.IMREAD_GRAYSCALE)
-        picture(tmp_path / f'data/images/{number}.jpg')
-        picture(tmp_path / f'data/masks/{number}.png', scaled)
-    data = read(tmp_path / 'data', 'segmentation')
+    small = np.full((HEIGHT // factor, WIDTH // factor), dark, np.uint8)
+    cv2.circle(small, (WIDTH // factor // 2, HEIGHT // factor // 2), 16 // factor, 255, -1)
+    scaled = cv2.resize(small, (WIDTH, HEIGHT), interpolation=cv2.INTER_NEAREST if how == 'jpeg' else how)
+    if how == 'jpeg':
+        scaled = cv2.imdecode(cv2.imencode('.jpg', scaled)[1], cv2.IMREAD_GRAYSCALE)
+    data = pairs(tmp_path / 'data', lambda number: scaled)
     assert data.classes == ['background', 'foreground'] and 'enlarged with interpolation' in ' '.join(data.notes)
     copy = np.asarray(Image.open(next((tmp_path / 'mine_labels').rglob('*.png'))))
     assert np.unique(copy).tolist() == [0, 1] and 0.1 < copy.mean() < 0.4
 
 
 def test_label_images_of_more_classes_enlarged_with_interpolation(tmp_path):
-    for number in range(4):
+    def enlarged(number):
         small = np.random.default_rng(number).integers(0, 4, (6, 8), np.uint8) * 60
-        picture(tmp_path / f'data/images/{number}.jpg')
-        picture(
-            tmp_path / f'data/masks/{number}.png', cv2.resize(small, (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC)
-        )
-    assert_refused('most of them in single pixels between others', read, tmp_path / 'data', 'segmentation')
+        return cv2.resize(small, (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC)
+
+    assert_refused('most of them in single pixels between others', pairs, tmp_path, enlarged)
+
+
+def test_masks_of_two_codings(tmp_path):
+    said = '2 masks have the values 0 and 1, 2 the values 0 and 255: two codings'
+    assert_refused(said, pairs, tmp_path, lambda number: halves(0, 255 if number % 2 else 1))
+
+
+@pytest.mark.parametrize('content', [b'no image', None])
+def test_broken_masks_are_named(tmp_path, content):
+    pairs(tmp_path, lambda number: halves(0, 1))
+    mask = tmp_path / 'masks/3.png'
+    mask.write_bytes(content or mask.read_bytes()[:-40])
+    assert_refused('masks/3.png', read, tmp_path, 'segmentation')
 
 
 def test_cityscapes_as_it_is_unpacked(tmp_path):
@@ -266,10 +275,7 @@ def test_cityscapes_as_it_is_unpacked(tmp_path):
 
 def test_classes_of_label_images_stay_in_train(tmp_path):
     extra = {3: 2, 11: 2, 7: 3}
-    for number in range(20):
-        picture(tmp_path / f'data/images/{number:02}.jpg')
-        picture(tmp_path / f'data/masks/{number:02}.png', halves(0, 1, extra.get(number, 0)))
-    data = read(tmp_path / 'data', 'segmentation', classes=['a', 'b', 'c', 'd'])
+    data = pairs(tmp_path / 'data', lambda i: halves(0, 1, extra.get(i, 0)), 20, classes=['a', 'b', 'c', 'd'])
     train = {int(stem) for stem in data.annotations['train'].split()}
     assert len(train & {3, 11}) == 1 and 7 in train and 'no image of d in val: not measured' in data.notes
 
@@ -278,10 +284,7 @@ def test_masks_and_images_by_other_capitals_and_without_the_other(tmp_path):
     picture(tmp_path / 'images/A.jpg')
     picture(tmp_path / 'masks/a.png', halves(0, 1))
     assert_refused('A.jpg differ by capital letters in their names: rename one', read, tmp_path, 'segmentation')
-    for name in 'bcde':
-        picture(tmp_path / f'images/{name}.jpg')
-        picture(tmp_path / f'masks/{name}.png', halves(0, 1))
-    notes = read(tmp_path, 'segmentation').notes
+    notes = pairs(tmp_path, lambda number: halves(0, 1)).notes
     assert {'1 masks are not used: masks/ (1)', '1 images without labels are left out: images/ (1)'} <= {*notes}
 
 

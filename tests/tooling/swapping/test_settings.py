@@ -28,10 +28,8 @@ RGB = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
         (dict(mean=[0, 0, 0], std=[255, 255, 255]), dict(RGB, bgr_to_rgb=True)),
         (dict(pad_size_divisor=32), dict(RGB, bgr_to_rgb=True, pad_size_divisor=32)),
         (dict(RGB, bgr_to_rgb=False, rgb_to_bgr=True), dict(RGB, bgr_to_rgb=True)),  # either flag reverses
-        (
-            dict(mean=RGB['mean'][::-1], std=[1, 1, 1], rgb_to_bgr=True),
-            dict(RGB, bgr_to_rgb=False),
-        ),  # the images are RGB
+        # the images are RGB
+        (dict(mean=RGB['mean'][::-1], std=[1, 1, 1], rgb_to_bgr=True), dict(RGB, bgr_to_rgb=False)),
         (dict(mean=[33.46], std=[78.87]), dict(mean=[33.46], std=[78.87])),
     ],
 )

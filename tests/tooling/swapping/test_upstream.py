@@ -11,7 +11,7 @@ from torch import nn
 
 from mmlinattn.tooling.swapping import NoModel, Unsupported, smoke, swap_backbone
 from mmlinattn.tooling.swapping.measuring import measure, run_necks
-from mmlinattn.tooling.swapping.upstream import Upstream, join_encoder, read_upstream, split_encoder
+from mmlinattn.tooling.swapping.upstream import Upstream, join_encoder, split_encoder
 from mmlinattn.tooling.swapping.zoo import FeatureMap
 from mmlinattn.utils.errors import RunError
 
@@ -20,10 +20,11 @@ for project in ('mmdet', 'mmseg', 'mmpretrain'):
 
 
 DETECTOR = "default_scope = 'mmdet'\nmodel = dict(type='M', "
+DINO = 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'
 
 
 @pytest.mark.parametrize(
-    ('text', 'kind', 'message'),
+    ('upstream', 'kind', 'reason'),
     [
         ("default_scope = 'mmpose'\nmodel = dict()", RunError, "default_scope='mmpose': expected one of ('mmdet', "),
         ("default_scope = 'mmdet'\n", NoModel, 'has no model: it is a part that other configs inherit'),
@@ -31,24 +32,7 @@ DETECTOR = "default_scope = 'mmdet'\nmodel = dict(type='M', "
         (f"{DETECTOR}backbone=dict(arch='x'))", Unsupported, 'M has no backbone of its own to build'),
         (f'{DETECTOR}image_encoder=1, head=3)', Unsupported, 'M has no backbone of its own to build'),
         (f'{DETECTOR}detector=1)', Unsupported, 'M has no backbone of its own to build'),
-    ],
-)
-def test_configs_without_a_backbone(tmp_path, text, kind, message):
-    path = tmp_path / 'mine.py'
-    path.write_text(text)
-    with pytest.raises(kind) as error:
-        read_upstream(str(path))
-    assert message in str(error.value) and '\n' not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ('upstream', 'kind', 'reason'),
-    [
-        (
-            'mmdet::dino/dino-4scale_r50_8xb2-12e.py',
-            RunError,
-            "no such config. Did you mean 'mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py'?",
-        ),
+        ('mmdet::dino/dino-4scale_r50_8xb2-12e.py', RunError, f'no such config. Did you mean {DINO!r}?'),
         ('mmpose::dino/x.py', RunError, "UPSTREAM 'mmpose::dino/x.py': expected one of ('mmlinattn', 'mmdet', 'mmse"),
         ('mmdet::cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco.py', Unsupported, 'equal maps of one stride'),
         ('mmpretrain::mae/mae_vit-base-p16_8xb512-amp-coslr-300e_in1k.py', Unsupported, 'masked image modelling'),
@@ -56,7 +40,10 @@ def test_configs_without_a_backbone(tmp_path, text, kind, message):
         ('mmseg::dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py', Unsupported, 'a class token beside each map'),
     ],
 )
-def test_refused_names_and_networks_have_one_line(upstream, kind, reason):
+def test_refused_configs_and_networks_have_one_line(tmp_path, upstream, kind, reason):
+    if '\n' in upstream:  # the text of a file
+        (tmp_path / 'mine.py').write_text(upstream)
+        upstream = str(tmp_path / 'mine.py')
     with pytest.raises(kind) as error:
         swap_backbone(upstream, 'ravlt_t', 'never_written.py')
     assert reason in str(error.value) and '\n' not in str(error.value)
