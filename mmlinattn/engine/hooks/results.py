@@ -197,7 +197,8 @@ class ResultsHook(Hook):
 
     def _add_row(self, runner, iteration: int, metrics: Optional[dict] = None, **epoch: int) -> None:
         """Append a row, or add metrics to the last row if it is of the same iteration; then write the file."""
-        if not self.rows or self.rows[-1]['iteration'] != iteration:
+        # the length of an epoch, and so the iteration at its end, may differ after resuming
+        if not self.rows or self.rows[-1].get(self.unit) != epoch.get('epoch', iteration):
             row: dict[str, Any] = dict(epoch, iteration=iteration, seconds=round(time.time() - self._began, 1))
             for name, buffer in runner.message_hub.log_scalars.items():
                 stage, _, key = name.partition('/')

@@ -64,6 +64,18 @@ def test_a_resumed_run_continues_the_rows_of_its_checkpoint(tmp_path):
     assert [row['epoch'] for row in rows(tmp_path)] == [1, 2]
 
 
+def test_an_epoch_of_another_length_has_one_row(tmp_path):
+    """The batch size changed: the validation after a resumption is at another iteration of the same epoch."""
+    hook, runner = (
+        results.ResultsHook(),
+        SimpleNamespace(message_hub=SimpleNamespace(log_scalars={}), work_dir=str(tmp_path)),
+    )
+    hook.unit = 'epoch'
+    hook._add_row(runner, 3, epoch=1)
+    hook._add_row(runner, 6, dict(accuracy=0.5), epoch=1)
+    assert [(row['iteration'], row['accuracy']) for row in rows(tmp_path)] == [(3, 0.5)]
+
+
 @pytest.mark.parametrize('loop', [dict(by_epoch=True, max_epochs=2), dict(by_epoch=False, max_iters=300)])
 def test_mean_losses_of_a_run_resumed_between_two_rows(tmp_path, loop):
     hooks, saves = [*HOOKS, dict(type='ExactResumeHook')], dict(type='CheckpointHook', by_epoch=False, interval=4)
