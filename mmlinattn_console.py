@@ -6,6 +6,7 @@ It also imports PyTorch, and tools parse their arguments before that, so that ``
 """
 
 import argparse
+import os
 import re
 import runpy
 import sys
@@ -57,7 +58,17 @@ started_as = None  # ``mmlinattn COMMAND``, or None for a tool that is started a
 def tool_parser(description: str, **options) -> argparse.ArgumentParser:
     """Return a parser with usage lines for the command that the user gave, and the line breaks of ``description``."""
     formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=started_as, description=description, formatter_class=formatter, **options)
+    return Parser(prog=started_as, description=description, formatter_class=formatter, **options)
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser that expands the home folder in ``--out=~/x`` too, as shells do in ``--out ~/x``."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        given = sys.argv[1:] if args is None else args
+        parts = [re.fullmatch(r'((?:--[\w-]+=)?)(~(?:/.*)?)', each, re.DOTALL) for each in given]
+        expanded = [m[1] + os.path.expanduser(m[2]) if m else each for m, each in zip(parts, given)]
+        return super().parse_known_args(expanded, namespace)
 
 
 class Settings(argparse.Action):

@@ -231,3 +231,12 @@ def test_the_command_of_this_python(tmp_path, monkeypatch, place, is_named):
         (tmp_path / place).mkdir(exist_ok=True)
         (tmp_path / place / 'mmlinattn').touch(0o755)
     assert command_line.console_command() == ('mmlinattn' if is_named else f'{tmp_path}/python -m mmlinattn')
+
+
+def test_home_folders_of_arguments_are_expanded(monkeypatch):
+    monkeypatch.setenv('HOME', '/home/me')
+    parser = mmlinattn_console.tool_parser('A tool.')
+    parser.add_argument('--out')
+    parser.add_argument('images', nargs='+')
+    args = parser.parse_args(['--out=~/x', '~/a.jpg', 'b~/c', '~'])
+    assert (args.out, args.images) == ('/home/me/x', ['/home/me/a.jpg', 'b~/c', '/home/me'])
