@@ -30,9 +30,12 @@ launch() { # PROCESSES SCRIPT [arguments]
             exit 2
         fi
     done
-    if [ "${NODE_RANK:-0}" = 0 ]; then check_port "$python" || exit 1; fi
     local gpus
-    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null) || {
+        echo "error: $python does not import torch: activate the environment (source .venv/bin/activate)." >&2
+        exit 1
+    }
+    if [ "${NODE_RANK:-0}" = 0 ]; then check_port "$python" || exit 1; fi
     if [ "$gpus" -eq 0 ]; then
         echo "notice: no GPU here, $processes processes on the CPU over gloo." >&2
     elif [ "$processes" -gt "$gpus" ]; then
