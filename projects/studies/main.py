@@ -8,7 +8,7 @@ from mmengine.logging import MMLogger
 from rich.console import Console
 from rich.progress import Progress
 
-from mmlinattn.tooling.command_line import check_device, one_line_errors, writing
+from mmlinattn.tooling.command_line import check_device, clean_end, one_line_errors, writing
 from mmlinattn.utils.errors import RunError
 
 from . import report
@@ -38,7 +38,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
 
 def main(args: argparse.Namespace) -> None:
     MMLogger.get_instance('mmengine', log_level='ERROR')  # MMEngine logs a line for each initialised parameter
-    with one_line_errors():
+    with clean_end(), one_line_errors():
         settings = checked_settings(args)
         with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
             steps = bar.add_task('steps of a run', total=settings.iterations)

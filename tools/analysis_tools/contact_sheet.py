@@ -43,7 +43,7 @@ from torchvision.ops import nms
 
 from mmlinattn.engine.data.coco import load_coco
 from mmlinattn.tooling.analysis.pictures import evenly_spaced
-from mmlinattn.tooling.command_line import check_out_file, one_line_errors
+from mmlinattn.tooling.command_line import check_out_file, clean_end, one_line_errors
 from mmlinattn.tooling.images import read_picture
 from mmlinattn.utils.errors import RunError
 
@@ -124,7 +124,7 @@ def make_sheet(results: Path, annotations: Path, images: Path, number: int) -> t
 
 
 def main(args: argparse.Namespace) -> None:
-    with one_line_errors():
+    with clean_end(), one_line_errors():
         if args.num < 1:
             raise RunError(f'--num={args.num}: expected at least 1.')
         if args.out.suffix.lower() != '.png':

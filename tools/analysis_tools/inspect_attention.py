@@ -54,7 +54,7 @@ from mmlinattn import __version__
 from mmlinattn.tooling.analysis import loading, pictures
 from mmlinattn.tooling.analysis.capture import arrangements, watched
 from mmlinattn.tooling.analysis.inspecting import CONFUSION_DISTANCE, averaged, full_map, measure_block
-from mmlinattn.tooling.command_line import check_device, one_line_errors, writing
+from mmlinattn.tooling.command_line import check_device, clean_end, one_line_errors, writing
 from mmlinattn.tooling.configs import PIP_NAMES, check_checkpoint, read_with_options
 from mmlinattn.tooling.images import read_picture
 from mmlinattn.utils.errors import RunError
@@ -124,7 +124,7 @@ def merged(per_image: list[list[dict]]) -> list[dict]:
 
 def main(args: argparse.Namespace) -> None:
     MMLogger.get_instance('mmengine', log_level='ERROR')
-    with one_line_errors():
+    with clean_end(), one_line_errors():
         cfg = checked(args)
         images = [(path, read_picture(path, None if args.shape else cfg)) for path in args.images]
         torch.manual_seed(0)  # random weights are the same on every call
