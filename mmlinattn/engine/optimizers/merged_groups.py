@@ -117,7 +117,7 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         if prefix:  # MMEngine calls this method for each module inside
             super().add_params(params, module, prefix=prefix, **kwargs)
             return
-        with log_level(logging.WARNING):  # MMEngine logs up to three lines for each parameter
+        with log_level(logging.ERROR):  # MMEngine logs up to three lines for each parameter, and warns of frozen ones
             super().add_params(params, module, **kwargs)
         if self.base_wd:
             exempt = undecayed(module)
