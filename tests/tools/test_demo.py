@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """tools/demo.py: drawings of small models of the three tasks."""
 
+import copy
 import itertools
 import json
 import os
@@ -33,7 +34,7 @@ def run(tmp_path):
         pytest.importorskip(task)
         init_default_scope(task)
         torch.manual_seed(0)
-        model = load(f'{task}/ravlt_shapes_quickstart').model
+        model = copy.deepcopy(load(f'{task}/ravlt_shapes_quickstart').model)
         model.backbone.in_channels = channels
         state = MODELS.build(model).state_dict()
         torch.save(dict(state_dict=state, meta=meta), tmp_path / 'model.pth')
