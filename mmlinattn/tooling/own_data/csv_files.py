@@ -16,12 +16,13 @@ from .names import GROUPS, composed, of_split, plain, some, split_in
 from .reading import Entry, Object, Photo, Reader, flags_of
 
 # columns by their meaning, in small letters without other signs
-_IMAGE = 'filename fname file imagename imagepath image imageid path filepath img imgname id photo picture'.split()
-_IMAGE += ['imgpath', 'name']
+_IMAGE = 'filename fname file imagename imagepath image imageid path filepath img imgname photo picture imgpath'.split()
+_ROWS = ['id', 'name']  # of images too, if no other column names them
 _CLASS = 'class classname label labelname category categoryname target species labels classid diagnosis dx name'.split()
 _GENERIC = _CLASS[:7]  # of these, one column alone tells the class
 _SPLIT, _BOX = ['split', 'set', 'subset', 'partition', 'phase'], ['bbox', 'box', 'boundingbox']
 _SPLIT += ['isvalid', 'isval', 'isvalidation', 'istest', 'istrain']  # the others are of train, or of val
+_SPLIT_OR_OTHER = ['usage', 'dataset']  # of splits if all cells name one
 _SEVERAL = frozenset('tags labels classes categories attributes'.split())
 # columns of a box by their meaning (None: the numbers have to tell)
 _HEADERS = {
@@ -60,8 +61,11 @@ class Table:
         padding = [''] * len(self.columns)
         cells = (zip(self.columns, [*row, *padding]) for row in rows)
         self.rows = [{column: cell for column, cell in row if column} for row in cells]
-        self.image = self.key(_IMAGE) or self._of_cells(lambda cell: cell.lower().endswith(SUFFIXES))
-        self.split = self.key(_SPLIT) or self._of_cells(split_in)
+        of_files = self._columns_of(self.columns, lambda cell: cell.lower().endswith(SUFFIXES))
+        self.image = self.key([*_IMAGE, *(of_files if len(of_files) == 1 else []), *_ROWS])
+        self.rivals = [] if self.image else of_files  # several columns of files
+        of_splits = self._columns_of(_SPLIT_OR_OTHER, split_in)
+        self.split = self.key([*_SPLIT, *(name for name in of_splits if len({row[name] for row in self.rows}) > 1)])
         self.group = self.key(GROUPS)
         self.label = self._label()
         self.box, self.boxes = [self.key(_BOX)] if self.key(_BOX) else [], None
@@ -110,10 +114,10 @@ class Table:
             raise RunError(f'{self.path} has {len(values)} columns of classes, {listed}: give --classes of one.')
         return chosen[0]
 
-    def _of_cells(self, fits: Callable[[str], object]) -> str:
-        """Return the first column all of whose cells fit, or ''."""
-        fitting = (name for name in self.columns if name and all(fits(row[name]) for row in self.rows))
-        return next(fitting, '') if self.rows else ''
+    def _columns_of(self, names: Iterable[str], fits: Callable[[str], object]) -> list[str]:
+        """Return the columns with one of ``names`` all of whose cells fit."""
+        names = [name for name in names if name and name in self.columns and self.rows]
+        return [name for name in names if all(fits(row[name]) for row in self.rows)]
 
     def key(self, names: Iterable[str]) -> str:
         return next((name for name in names if name in self.columns), '')
@@ -152,19 +156,23 @@ class Table:
         return split_in(value) or ''
 
 
+_OF_CLASSES = re.compile('class|label|categor|names|species', re.IGNORECASE)  # in the names of files
+
+
 def names_by_number(data: Data) -> dict[str, str]:
     """Return the class names of a CSV file with two columns, numbers and names, such as keras-retinanet's
     ``classes.csv``; {} without such a file."""
-    for path in [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv')]:
+    found: dict[Path, dict[str, str]] = {}
+    tables = [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv')]
+    for path in [path for path in tables if _OF_CLASSES.search(path.stem)]:
         rows = _read_rows(path)[1]
         rows = rows if rows and any(map(str.isdecimal, rows[0])) else rows[1:]  # without header
         first, second = zip(*rows) if rows and all(len(row) == 2 for row in rows) else ((), ())
         for numbers, names in ((first, second), (second, first)):
             is_one_each = len({*numbers}) == len({*names}) == len(rows)
             if numbers and is_one_each and all(map(str.isdecimal, numbers)) and not any(map(str.isdecimal, names)):
-                data.used.add(path)
-                return {number: names[i] for i, number in sorted(enumerate(numbers), key=lambda each: int(each[1]))}
-    return {}
+                found[path] = {n: names[i] for i, n in sorted(enumerate(numbers), key=lambda each: int(each[1]))}
+    return data.agreed(found, 'the names of class numbers: keep one, or give --classes NAME ...') or {}
 
 
 class BoxTable(Reader):
@@ -228,16 +236,24 @@ def _has_several_words(table: Table, name: str) -> bool:
 
 def read_class_lists(data: Data) -> list[Photo]:
     """Return the images of text files with an image and the number of its class in each line, as of MMPretrain."""
-    items: list[Photo] = []
-    for path in [path for path in data.labels if path.suffix.lower() == '.txt']:
+    items: dict[Path, Photo] = {}
+    given = [path for path in (data.options.train, data.options.val) if path]
+    lists = [path for path in data.labels if path.suffix.lower() == '.txt' and (len(given) < 2 or path in given)]
+    for path in lists:
         lines = [re.fullmatch(r'(.+?)[\s,;]+(\d+)', line) for line in read_lines(path)]
         pairs = [(line[1], line[2]) for line in lines if line]
         if pairs and len(pairs) == len(lines) and all(data.pictures.named(name) for name, _ in pairs):
             data.used.add(path)
             split = data.splits.of(data.rel(path), is_file=True)
             pictures = data.pictures.find(path, (name for name, _ in pairs))
-            items += [Photo(picture, path, split, None, number) for picture, (_, number) in zip(pictures, pairs)]
-    return items
+            for picture, (_, number) in zip(pictures, pairs):
+                first = items.setdefault(picture, Photo(picture, path, split, None, number))
+                if (first.split, first.label) != (split, number):
+                    raise RunError(
+                        f'{picture} is {first.label}{of_split(first.split)} in {data.name(first.file)}, and {number}'
+                        f'{of_split(split)} in {data.name(path)}: give --train LIST and --val LIST, or remove one.'
+                    )
+    return [*items.values()]
 
 
 _SEPARATORS = r'[\s,;|]+'

@@ -19,7 +19,7 @@ from .pictures import Pictures
 
 _T = TypeVar('_T')
 _LABELS = ('.json', '.xml', '.csv', '.tsv', '.txt', '.yaml', '.yml', '.names', '.labels', '.data')
-_WITH_LABELS = ('.json', '.xml', '.csv', '.tsv')  # text files are lists
+_WITH_LABELS = ('.json', '.xml')  # others may be lists
 _NO_IMAGES = '.gif .heic .heif .avif .ppm .pgm .pnm .jp2 .dcm .nii .npy .npz .svg .raw .dng .psd'.split()
 _CONTAINERS = {
     'a TFRecord': ('.tfrecord', '.record'),

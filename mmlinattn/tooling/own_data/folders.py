@@ -68,6 +68,10 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Photo]
     """Read CSV files, else class folders, and return the format, images and notes."""
     tables = _tables(kinds)
     chosen, notes = data.options.labels, list[str]()
+    for source in kinds.get(UNKNOWN, ()):
+        if isinstance(source.content, Table) and source.content.rivals and source.content.label:
+            rivals = ' and '.join(source.content.rivals)
+            raise RunError(f'{source.path}: {rivals} both name files: name the column of images image.')
     labelled = [{path for row in t.rows for path in data.pictures.named(row[t.image])} for t in tables]
     named = [table for table, images in zip(tables, labelled) if images]
     folders, error = list[Photo](), None
@@ -84,7 +88,7 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Photo]
         kind, items = _joined(items, folders, data.name(tables[0].path))
         return kind, items, more + notes
     if not folders and (items := read_class_lists(data)):
-        return 'lists of images and classes', items, notes
+        return 'lists of images and classes', _named_by_folders(items), notes
     if error:
         others = [sources[0] for kind, sources in kinds.items() if kind not in (UNKNOWN, 'CSV of classes')]
         beside = [f' {described_kind(data, source)}.' for source in others]
@@ -92,6 +96,19 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Photo]
     if not folders:
         raise refusal(data, kinds)
     return _FOLDERS, folders, notes
+
+
+def _named_by_folders(items: list[Photo]) -> list[Photo]:
+    """Name the numbers of lists by the class folders of some images, as of ImageNet with ``train/n01440764/`` and all
+    images of val in one folder."""
+    labels: dict[Path, set[str]] = {}
+    for item in items:
+        labels.setdefault(item.path.parent, set()).add(item.label)
+    pairs = {(label, folder.name) for folder, found in labels.items() for label in found if len(found) == 1}
+    names = dict(pairs)
+    is_one_each = len(pairs) == len(names) == len({*names.values()})
+    is_named = is_one_each and names.keys() == set[str]().union(*labels.values())
+    return [item._replace(label=names[item.label]) for item in items] if is_named else items
 
 
 def _tables(kinds: dict[str, list[Source]]) -> list[Table]:
@@ -167,12 +184,18 @@ def _folder_items(data: Data, notes: list[str], labelled: set[Path]) -> list[Pho
 
 
 def _of_level(classes: set[str], found: _Found) -> _Found:
-    """Let the names of images begin with a folder of the given classes, if there is one."""
+    """Let the names of images begin with a folder of the given classes, at the one depth that fits all images if there
+    is one. Other images in folders of several classes raise a RunError."""
+    depths = {
+        path: {i for i, name in enumerate(names) if composed(name) in classes} for path, (_, names) in found.items()
+    }
+    common = set.intersection(*depths.values()) if depths else set[int]()
     levels: _Found = {}
     for path, (split, names) in found.items():
-        names = tuple(map(composed, names))
-        start = next((i for i, name in enumerate(names) if name in classes), 0)
-        levels[path] = split, names[start:]
+        fitting = common if len(common) == 1 else depths[path]
+        if len(fitting) > 1:
+            raise RunError(f'{path} is in folders of several classes of --classes ({", ".join(names)}): move it.')
+        levels[path] = split, tuple(map(composed, names[min(fitting, default=0) :]))
     return levels
 
 

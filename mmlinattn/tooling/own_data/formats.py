@@ -183,7 +183,12 @@ def recognise_all(data: Data) -> dict[str, list[Source]]:
     """
     found: dict[str, list[Source]] = {}
     texts: dict[Path, list[Source]] = {}
-    for path in data.labels + data.containers:
+    files = data.labels
+    if not data.options.labels and len(files) <= 2 and {*files} == {data.options.train, data.options.val}:
+        kinds = {recognise(path).kind for path in files}
+        if not kinds & ({*READERS} | ({'CSV of classes'} if data.options.task == 'classification' else set())):
+            files = [path for path in data.files if path not in files]
+    for path in files + data.containers:
         if path.suffix.lower() not in _LISTS:
             source = recognise(path)
             if path.suffix.lower() == '.txt':

@@ -112,8 +112,8 @@ class Cvat(_ShapeReader):
         if tree.find('track') is not None:
             raise RunError(f'{source.path} is CVAT XML for videos: export "CVAT for images 1.1" or COCO JSON.')
         for label in tree.iter('label'):
-            name = label.findtext('name')
-            if name is not None and name not in self.classes and not (label.findtext('parent') or '').strip():
+            name = (label.findtext('name') or '').strip()
+            if name and name not in self.classes and not (label.findtext('parent') or '').strip():
                 self.classes.append(name)
         for image in tree.iter('image'):
             name = image.get('name', '')

@@ -17,6 +17,7 @@ _VALUE_LINE = re.compile(
     r'(?P<before>\d+(?:[,;\s]+\d+[,;\s]+\d+)?)[,;:\s]+(?P<name>(?=\S*[^\W\d])\w[^,;:]*)'
     r'|(?P<name2>[^\W\d][^,;:]*?)[,;:\s]+(?P<after>\d+[,;\s]+\d+[,;\s]+\d+)[,;:\s]*'
 )
+_OF_CLASSES = re.compile('class|label|categor|map|colou?r|palette|legend|names|dict', re.IGNORECASE)  # of CSV files
 _MAX_VALUES = 256
 _VOID = ('void', 'unlabelled', 'unlabeled', 'ignore', 'ignored', '__ignore__')
 IGNORED = 255  # left out by MMSegmentation's losses and metrics
@@ -171,9 +172,10 @@ def interpret(
 
 
 def _are_objects(values: list[set[int]]) -> bool:
-    """Return True for values 0 to n in each mask with many different n, as instance masks have."""
-    largest = {max(each) for each in values if each == {*range(max(each) + 1)}}
-    return len(largest) >= 3 and max(largest) >= 4 and all(each == {*range(len(each))} for each in values)
+    """Return True for values up to n without a gap in half of the masks, with many different n, as instance masks have
+    them."""
+    whole = [max(each) for each in values if each - {0} == {*range(1, max(each) + 1)}]
+    return len({*whole}) >= 3 and max(whole) >= 4 and 2 * len(whole) >= len(values)
 
 
 def _of_cityscapes(masks: _Masks) -> Optional[_Reading]:
@@ -232,7 +234,8 @@ def read_values(data: Data) -> dict[int, str]:
     """
     found: dict[Path, dict[int, str]] = {}
     for path in [path for path in data.files if path.suffix.lower() in ('.txt', '.csv')]:
-        if path.stat().st_size > 1 << 16 or len(data.rel(path).parts) > 3:
+        is_other = path.suffix.lower() == '.csv' and not _OF_CLASSES.search(path.stem)
+        if is_other or path.stat().st_size > 1 << 16 or len(data.rel(path).parts) > 3:
             continue
         lines = path.read_text(encoding='utf-8-sig', errors='replace').splitlines()
         parsed = [_VALUE_LINE.fullmatch(line.strip()) for line in lines if line.strip() and not line.startswith('#')]

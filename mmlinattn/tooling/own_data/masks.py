@@ -219,9 +219,12 @@ def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunE
         alike = sorted(path.parent.name for path in masks if path.name == mask.name)
         joined = f'; {len(alike)} masks have the name {mask.name}, in {some(alike, 4)}: join them'
         several = joined if len(alike) > 1 else ''
+        are_given = data.options.images and data.options.labels
+        remedy = (
+            'let the name of a mask begin with that of its image' if are_given else 'give --images DIR and --labels DIR'
+        )
         return RunError(
-            f'{mask.parent} has no label image with the name of an image of {image.parent}{several}: give --images DIR '
-            'and --labels DIR.'
+            f'{mask.parent} has no label image with the name of an image of {image.parent}{several}: {remedy}.'
         )
     there = [folder for folder in sorted({path.parent for path in data.images}) if _has_masks(data, folder)]
     there = there or [path for path in data.images[:100] if is_mask(path)][:2]

@@ -170,7 +170,8 @@ class Pictures:
         stems = {(path.parent, stem) for path in files for stem in stems_of_image(path)}
         ended = {path for path in files if MASK_ENDING.search(path.stem) and path.suffix.lower() in MASK_SUFFIXES}
         ended = {path for path in ended if (path.parent, MASK_ENDING.sub('', path.stem)) in stems}
-        return ended or {path for path in files if path.suffix == '.png' and path.with_suffix('.jpg') in files}
+        jpegs = {path.with_suffix('') for path in files if path.suffix.lower() in ('.jpg', '.jpeg')}
+        return ended or {path for path in files if path.suffix.lower() == '.png' and path.with_suffix('') in jpegs}
 
     def masks_among(self, images: Iterable[Path]) -> set[Path]:
         """Return the images of few values that are masks of others by their paths."""

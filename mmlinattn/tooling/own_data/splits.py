@@ -161,7 +161,7 @@ def _of_list(data: Data, path: Path, labelled: set[Path], split: str) -> tuple[l
     """
     lines, found, lost = read_lines(path), list[Path](), list[str]()
     for line in lines:
-        words = (line, *line.split()[:1])
+        words = (line, *line.split()[:1], *re.split('[,;]', line)[:1])
         stems = [word.rpartition('.')[0] for word in words if word.lower().endswith(_ENDINGS)]
         known = [(name, data.pictures.named(name)) for name in dict.fromkeys((*words, *stems))]
         fitting = ((name, [image for image in images if image in labelled]) for name, images in known)

@@ -339,8 +339,9 @@ def test_two_columns_of_classes(tmp_path):
     assert read(tmp_path, 'classification').classes == ['cat', 'dog']
 
 
-@pytest.mark.parametrize('numbers', ['numbers.csv', None])
+@pytest.mark.parametrize('numbers', ['class_numbers.csv', None])
 def test_class_numbers_from_one(tmp_path, numbers):
+    text(tmp_path / 'cameras.csv', 'id,name\n1,left\n2,right')  # of no classes
     table('filename;x1;y1;x2;y2;class', lambda name, i: f'{name}.jpg;4;8;24;38;{i % 2 + 1}')(tmp_path)
     text(tmp_path / (numbers or 'classes.txt'), 'id;name\n1;van\n2;car' if numbers else 'van\ncar')
     assert {name for _, name, _ in boxes_of(read(tmp_path))} == {'van', 'car'}
@@ -362,6 +363,56 @@ def test_columns_by_their_content(tmp_path):
         '\n'.join(['frame,label,is_train', *(f'{row.rpartition(",")[0]},{i % 2}' for i, row in enumerate(rows))]),
     )
     assert_refused('val has images of', read, tmp_path, 'classification')
+
+
+@pytest.mark.parametrize(
+    'rows, said',
+    [
+        ('id,photo,class 1,b.jpg,cat 2,a.jpg,dog 3,d.jpg,cat 4,c.jpg,dog 5,e.jpg,cat 6,f.jpg,dog', ''),
+        ('mask,scan,class a.jpg,b.jpg,cat b.jpg,a.jpg,dog', 'mask and scan both name files'),
+    ],
+)
+def test_columns_of_files(tmp_path, rows, said):
+    images(tmp_path, NAMES)
+    text(tmp_path / 'all.csv', rows.replace('photo', 'frame').replace(' ', '\n'))
+    if said:
+        assert_refused(said, read, tmp_path, 'classification')
+    else:
+        data = read(tmp_path, 'classification')
+        labels = {item.path.stem: item.label for items in data.items.values() for item in items}
+        assert labels['a'] == labels['c'] == 'dog' and labels['b'] == labels['d'] == 'cat'
+
+
+def test_a_column_of_one_word_names_no_split(tmp_path):
+    for split, names in dict(train='abcd', val='ef').items():
+        table(
+            'filename,xmin,ymin,xmax,ymax,class,usage',
+            lambda name, i: f'{name}.jpg,4,8,24,38,car,valid',
+            f'{split}.csv',
+            names,
+        )(tmp_path)
+    assert {split: len(paths) for split, paths in read(tmp_path).images.items()} == dict(train=4, val=2)
+
+
+def test_lists_of_one_image(tmp_path):
+    images(tmp_path, NAMES)
+    for split, names in dict(train='abcd', val='ef', trainval='abcdef').items():
+        text(tmp_path / f'{split}.txt', '\n'.join(f'{name}.jpg {i % 2}' for i, name in enumerate(names)))
+    assert_refused('give --train LIST and --val LIST', read, tmp_path, 'classification')
+    data = read(tmp_path, 'classification', train='train.txt', val='val.txt')
+    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=4, val=2)
+
+
+def test_numbers_of_lists_are_named_by_class_folders(tmp_path):
+    images(tmp_path / 'train/cat', 'abc')
+    images(tmp_path / 'train/dog', 'def')
+    images(tmp_path / 'val', 'gh')
+    text(
+        tmp_path / 'meta/train.txt',
+        '\n'.join(f'{"cat" if name < "d" else "dog"}/{name}.jpg {int(name > "c")}' for name in 'abcdef'),
+    )
+    text(tmp_path / 'meta/val.txt', 'g.jpg 0\nh.jpg 1')
+    assert read(tmp_path, 'classification').classes == ['cat', 'dog']
 
 
 def test_lists_of_images_and_classes(tmp_path):
@@ -412,7 +463,8 @@ def test_masks_of_several_folders_are_copied_on_request(tmp_path):
 def test_numbered_objects_are_no_classes(tmp_path, classes):
     for i in range(6):
         picture(tmp_path / f'images/{i}.jpg')
-        picture(tmp_path / f'masks/{i}.png', np.resize(np.arange(i + 1), (HEIGHT, WIDTH)).astype(np.uint8))
+        numbers = [0, 1, 2, 4, 5] if i == 5 and not classes else np.arange(i + 1)  # one has a gap
+        picture(tmp_path / f'masks/{i}.png', np.resize(numbers, (HEIGHT, WIDTH)).astype(np.uint8))
     if classes:
         assert read(tmp_path, 'segmentation', classes=classes).classes == classes
     else:
