@@ -124,11 +124,12 @@ def find_config(spec: str, argument: str = 'config') -> Path:
         return path
     if scope not in ('mmlinattn', *PIP_NAMES):
         raise RunError(f'{argument} {spec!r}: expected one of {("mmlinattn", *PIP_NAMES)} before ::')
-    try:
-        own = scope == 'mmlinattn'
-        root = project_files('configs') if own else Path(get_installed_path(scope), '.mim', 'configs')
-    except Exception as error:
-        raise RunError(f'{spec} needs {scope}, which is not installed: pip install {PIP_NAMES[scope]}') from error
+    if scope == 'mmlinattn':
+        root = project_files('configs')
+    elif find_spec(scope) is None:
+        raise RunError(_how_to_install(spec, scope))
+    else:
+        root = Path(get_installed_path(scope), '.mim', 'configs')
     if not (root / name).is_file():
         near = closest(name, (path.relative_to(root).as_posix() for path in root.glob('*/*.py')))
         meant = f' Did you mean {f"{scope}::{near}"!r}?' if near else ''
