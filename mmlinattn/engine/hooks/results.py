@@ -154,12 +154,12 @@ class ResultsHook(Hook):
                 f'{runner.work_dir} has results of an earlier run: its {CSV} is now {osp.basename(kept)}. Its '
                 'checkpoints are replaced by those of the same name.'
             )
-        self._since = runner.iter
         if self.rows:
             self._began -= self.rows[-1].get('seconds', 0.0)
-            self._since = int(self.rows[-1]['iteration'])
         if self.unit == 'epoch':  # its length may be another than before
             self._since = runner.epoch * len(runner.train_dataloader)
+        else:
+            self._since = int(self.rows[-1]['iteration']) if self.rows else runner.iter
 
     def _before_epoch(self, runner, mode: str = 'train') -> None:
         if mode != 'train':
