@@ -63,7 +63,7 @@ class Table:
         self.rows = [{column: cell for column, cell in row if column} for row in cells]
         of_files = self._columns_of(self.columns, lambda cell: cell.lower().endswith(SUFFIXES))
         self.image = self.key([*_IMAGE, *(of_files if len(of_files) == 1 else []), *_ROWS])
-        self.rivals = [] if self.image else of_files  # several columns of files
+        self.file_columns = [] if self.image else of_files  # several, of which one may name the images
         of_splits = self._columns_of(_SPLIT_OR_OTHER, split_in)
         self.split = self.key([*_SPLIT, *(name for name in of_splits if len({row[name] for row in self.rows}) > 1)])
         self.group = self.key(GROUPS)
@@ -172,6 +172,8 @@ def names_by_number(data: Data) -> dict[str, str]:
             is_one_each = len({*numbers}) == len({*names}) == len(rows)
             if numbers and is_one_each and all(map(str.isdecimal, numbers)) and not any(map(str.isdecimal, names)):
                 found[path] = {n: names[i] for i, n in sorted(enumerate(numbers), key=lambda each: int(each[1]))}
+    if data.options.classes:  # these name the numbers
+        return next(iter(found.values()), {})
     return data.agreed(found, 'the names of class numbers: keep one, or give --classes NAME ...') or {}
 
 
@@ -181,20 +183,17 @@ class BoxTable(Reader):
     def images(self, sources: list[Source]) -> list[Photo]:
         """Read all tables; refuse different box columns, and tables without header, class list and ``--boxes``."""
         tables = [source.content for source in sources]
-        names = names_by_number(self.data)
-        if tables[0].is_plain and not names and not self.data.options.boxes:
+        self.numbered = names_by_number(self.data)
+        if tables[0].is_plain and not self.numbered and not self.data.options.boxes:
             raise RunError(
                 f'{tables[0].path} has no header, and no classes.csv of keras-retinanet is beside it: give --boxes '
                 'corners|sides|centre.'
             )
-        meanings = {'corners' if table.is_plain and names else table.boxes for table in tables}
+        meanings = {'corners' if table.is_plain and self.numbered else table.boxes for table in tables}
         if len(meanings) > 1:
             raise RunError(f'{tables[0].path} and {tables[1].path} have other columns of boxes: give --labels FILE.')
         self.boxes = meanings.pop()
         return super().images(sources)
-
-    def names(self, found: set[str]) -> dict[str, str]:
-        return names_by_number(self.data)
 
     def entries(self, source: Source) -> Iterator[Entry]:
         table, label = source.content, source.content.label_of(self.data.options.classes)
@@ -266,11 +265,11 @@ def read_class_tables(tables: list[Table], data: Data) -> tuple[list[Photo], lis
     """
     notes, items, columns = list[str](), dict[Path, Photo](), set[str]()
     for table in tables:
-        label = table.label_of(data.options.classes)
-        path, others, has_label = table.path, table.unused(label), bool(label)
-        label = label or (table.column(others[0]) if len(others) == 1 else '')
+        named = table.label_of(data.options.classes)
+        path, others = table.path, table.unused(named)
+        label = named or (table.column(others[0]) if len(others) == 1 else '')
         columns.add(label)
-        notes += [f'not used of {path.name}: columns {", ".join(others)}'] if has_label and others else []
+        notes += [f'not used of {path.name}: columns {", ".join(others)}'] if named and others else []
         of_file = data.splits.of(data.rel(path), is_file=True)
         pictures = data.pictures.find(path, [row[table.image] for row in table.rows])
         for row, picture in zip(table.rows, pictures):

@@ -69,9 +69,9 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Photo]
     tables = _tables(kinds)
     chosen, notes = data.options.labels, list[str]()
     for source in kinds.get(UNKNOWN, ()):
-        if isinstance(source.content, Table) and source.content.rivals and source.content.label:
-            rivals = ' and '.join(source.content.rivals)
-            raise RunError(f'{source.path}: {rivals} both name files: name the column of images image.')
+        if isinstance(source.content, Table) and source.content.file_columns and source.content.label:
+            columns = ' and '.join(source.content.file_columns)
+            raise RunError(f'{source.path}: {columns} both name files: name the column of images image.')
     labelled = [{path for row in t.rows for path in data.pictures.named(row[t.image])} for t in tables]
     named = [table for table, images in zip(tables, labelled) if images]
     folders, error = list[Photo](), None

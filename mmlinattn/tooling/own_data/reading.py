@@ -162,6 +162,7 @@ class Reader:
         self.kind, self.data = kind, data
         self.photos, self.notes = list[Photo](), [self.remark] if self.remark else []
         self.classes = list[str]()  # names that the files list; after read() those in the order of the labels
+        self.numbered = dict[str, str]()  # class names by number, from a file that lists both
         self.lost = Counter[str]()  # shapes that are neither boxes nor polygons, by kind
         self.unused = Counter[str]()  # fields of images
 
@@ -179,15 +180,11 @@ class Reader:
         own = [composed(name) for name in self.classes if name == composed(name) or composed(name) not in given]
         return [*own, *sort_names(found - {*own})] if listed is None and own else listed
 
-    def names(self, found: set[str]) -> dict[str, str]:
-        """Return the class name of each number by a file that lists both, or {}."""
-        return {}
-
     def read(self, sources: list[Source]) -> None:
         """Read all files of a format; set ``photos`` and ``classes``, and add to ``notes``."""
         photos = self.images(sources)
         found = {str(item.name) for photo in photos for item in photo.objects if not _is_region(str(item.name))}
-        order, names = name_table(found, self.listed(found), self.names(found))
+        order, names = name_table(found, self.listed(found), self.numbered)
         self.photos = [photo._replace(objects=[_named(item, names) for item in photo.objects]) for photo in photos]
         # without LabelMe's _background_
         kept = [name for name in order if self.is_numbered or name in names.values() or not name.startswith('_')]

@@ -346,6 +346,11 @@ def test_class_numbers_from_one(tmp_path, numbers):
     text(tmp_path / (numbers or 'classes.txt'), 'id;name\n1;van\n2;car' if numbers else 'van\ncar')
     assert {name for _, name, _ in boxes_of(read(tmp_path))} == {'van', 'car'}
     assert read(tmp_path, classes=['x', 'y']).classes == ['x', 'y']
+    text(tmp_path / 'class_names.csv', 'id,name\n1,lorry\n2,bus')
+    text(tmp_path / 'classes.csv', 'id,name\n1,a\n2,b')
+    assert read(tmp_path, classes=['x', 'y']).classes == ['x', 'y']
+    if numbers:
+        assert_refused('differ in the names of class numbers: keep one, or give --classes', read, tmp_path)
 
 
 def test_columns_by_their_content(tmp_path):
