@@ -143,14 +143,16 @@ def test_changed_layers_keep_the_casts_of_the_others(casts):
     assert relative_error([grads['stages.2.1.ffn.fc1.weight']], [exact['stages.2.1.ffn.fc1.weight']]) < 0.1
 
 
-def test_gradients_of_gradients():
+def test_gradients_of_gradients(casts):
     model, x = build('RAVLT', 'rala', drop_path_rate=0.0).train(), image()
-    with torch.autocast('cpu', HALF):
-        out = model(x)[-1].float().square().sum()
-    weight = model.stages[3][0].ffn.fc1.weight
-    (grad,) = torch.autograd.grad(out, weight, create_graph=True)
-    grad.square().sum().backward()
-    assert weight.grad.isfinite().all() and weight.grad.abs().sum() > 0
+    weight, found = model.stages[3][0].ffn.fc1.weight, []
+    for weights_of in (forward_pass.weights_of, lambda backbone: []):
+        with mock.patch.object(forward_pass, 'weights_of', weights_of), torch.autocast('cpu', HALF):
+            out = model(x)[-1].float().square().sum()
+        (grad,) = torch.autograd.grad(out, weight, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), weight))
+    torch.testing.assert_close(*found)
+    assert casts and found[0][0].abs().sum() > 0
 
 
 def test_graphs_are_those_of_autocast(casts):

@@ -24,8 +24,13 @@ def layer(x, other, v):
     return ops.rotate(tokens, ops.rotary_table(3, 3, 4, dtype=x.dtype))
 
 
+def learned_positions(q, k, v):
+    return ops.focused_attention(q, k, v, 2, 0.5 + v[0, 0].square(), 3, offset=q[:1].sin())
+
+
 # of fused softmax attention, PyTorch has no second derivatives
 ALL = {**{name: partial(call, num_heads=2) for name, call in LINEAR.items()}, 'layers': layer}
+ALL['focused, learned positions'] = learned_positions
 # queries, keys and values made of one tensor, of each other, of slices of a projection
 MADE = {
     'q is k is v': lambda x: (x, x, x),

@@ -22,6 +22,7 @@ def test_rotate_turns_pairs_by_the_angles_of_the_release(size, dim, base):
     expected = torch.view_as_real(references.rotate(x, *size, base)).flatten(-2)
     torch.testing.assert_close(rotate(x, table), expected, rtol=1e-10, atol=1e-12)
     default = rotary_table(*size, dim)
+    torch.testing.assert_close(rotary_table(*size, dim, 'cpu'), default, rtol=0, atol=0)
     assert default.dtype == torch.float32 and default.shape == table.shape == (size[0] * size[1], dim // 2, 2)
 
 
