@@ -45,8 +45,8 @@ def smoke_test(
         network (dict): Config of the model.
         source (Upstream): Upstream config of the network.
         size (tuple[int, int]): Height and width of the dummy images in pixels.
-        optim_wrapper (dict, optional): Config of the optimizer, by default SGD. If modules share parameters, it gets
-            ``bypass_duplicate`` in place.
+        optim_wrapper (dict, optional): Config of the optimizer, by default SGD. It is changed in place: it gets
+            ``bypass_duplicate`` if modules share parameters, and loses ``custom_keys`` that match no parameter.
         batches (tuple[dict, dict], optional): Batches of a training and of a test loader in place of dummy images. A
             second training step on them is timed.
     """
@@ -115,6 +115,9 @@ def _optimizer(model: Any, optim_wrapper: Optional[dict]) -> Any:
         optim_wrapper = dict(optimizer=dict(type='SGD', lr=1e-4))
     if len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False))):
         optim_wrapper['paramwise_cfg'] = dict(optim_wrapper.get('paramwise_cfg') or {}, bypass_duplicate=True)
+    keys, names = (optim_wrapper.get('paramwise_cfg') or {}).get('custom_keys') or {}, dict(model.named_parameters())
+    for key in [key for key in keys if not any(key in name for name in names)]:
+        del keys[key]
     kept = ('optimizer', 'constructor', 'paramwise_cfg', 'clip_grad', 'accumulative_counts')
     cfg = {key: optim_wrapper[key] for key in kept if key in optim_wrapper}
     return build_optim_wrapper(model, ConfigDict(cfg, type='OptimWrapper'))

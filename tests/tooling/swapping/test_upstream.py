@@ -159,9 +159,11 @@ def test_smoke_tests():
         assert result.failure == f'training stops: ValueError: the loss of the first step is {loss}'
     MessageHub.get_current_instance().update_info('epoch', 0)
     assert smoke.smoke_test(dict(type='NoSuch'), source, (32, 32)).failure.startswith('it cannot be built: KeyError')
-    for paramwise in (dict(bias_decay_mult=0.0), None):
+    keys = {'cls_token': dict(decay_mult=0.0), 'norms.1': dict(lr_mult=0.1)}
+    for paramwise in (dict(bias_decay_mult=0.0), None, dict(custom_keys=keys)):
         wrapper = dict(optimizer=dict(type='SGD', lr=0.1, weight_decay=0.1), paramwise_cfg=paramwise)
         assert not smoke.smoke_test(dict(network, shares=True), source, (32, 32), wrapper, (batch, batch)).failure
+    assert list(keys) == ['norms.1']
 
 
 @pytest.mark.parametrize(
