@@ -196,7 +196,12 @@ def test_every_registered_attention_has_a_reference_and_a_row_in_the_documentati
     assert {line.split('`')[1] for line in page.splitlines() if line.startswith('| `')} == ours
 
 
+class Wide(SoftmaxMixer):
+    widths = DIM, DIM, 2 * DIM
+
+
 LN = dict(type='LN')
+INPUTS = 'identity', 'tanh'
 GATES = ["gate='{}'", "None, 'projection', 'identity' or 'tanh'"]
 SEQUENTIAL = [spec for name, spec in ATTENTIONS.items() if build(name).mixer.sequential]
 ERRORS = [  # class, its arguments, words of the error: argument, value, allowed values
@@ -208,6 +213,7 @@ ERRORS = [  # class, its arguments, words of the error: argument, value, allowed
     *((Attention, (DIM, HEADS, spec), words) for spec, words in references.ERRORS),
     (Attention, (DIM, HEADS, dict(type='rala', output_gate='')), [GATES[0].format(''), GATES[1]]),
     (Attention, (DIM, HEADS, 'softmax', None, None, 'sigmoid'), [GATES[0].format('sigmoid'), GATES[1]]),
+    *((Attention, (DIM, HEADS, dict(type=Wide), None, None, gate), [f'gate={gate!r}', 'Wide']) for gate in INPUTS),
     (Attention, (24, 8, 'hallucinated'), ['num_heads=8', 'even']),
     *((WindowAttention, (DIM, HEADS, spec, (3, 3)), [repr(spec), 'windows and stripes']) for spec in SEQUENTIAL),
     *((StripeAttention, (DIM, HEADS, spec, 3), [repr(spec), 'windows and stripes']) for spec in SEQUENTIAL),

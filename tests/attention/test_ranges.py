@@ -105,6 +105,15 @@ def test_hallucination_by_modules_on_maps(name, backend):
             assert_same(ours, plain, [x])
 
 
+@both_backends
+def test_hallucination_by_circular_convolutions(backend):
+    attention, x = build('hallucinated ihh-chh'), tokens(2, 20)
+    conv = attention.mixer.ihh
+    conv.padding_mode, conv._reversed_padding_repeated_twice = 'circular', [1] * 4
+    with ops.use(backend):
+        assert_same(*(attend(each, x, Grid(4, 5)) for each in (wrapped(attention), attention)), [x])
+
+
 @pytest.mark.parametrize('prefix', [0, 1])
 @pytest.mark.parametrize('steps', [('ihh', 'chh'), ('chh',)], ids='-'.join)
 def test_blocks_of_hallucinated_attention(monkeypatch, steps, prefix):

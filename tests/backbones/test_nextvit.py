@@ -55,11 +55,12 @@ def test_released_dense_backbones(tmp_path):
             torch.testing.assert_close(out, x.permute(0, 3, 1, 2))
 
 
-@pytest.mark.parametrize(('size', 'params'), [('small', 31.7), ('base', 44.8), ('large', 57.8)])
-def test_files_of_every_size_load(size, params):
+@pytest.mark.parametrize(('size', 'params', 'rate'), [('small', 31.7, 0.1), ('base', 44.8, 0.2), ('large', 57.8, 0.2)])
+def test_files_of_every_size_load(size, params, rate):
     """Load files of each size. The third stage has groups of five blocks, and files count blocks across stages."""
     with torch.device('meta'):
         model = LinearNextViT(f'softmax-{size}', out_indices=(3,))
+    assert model.drop_paths[-1][-1] == pytest.approx(rate)
 
     def shapes(state):
         return {key: value.shape for key, value in state.items() if not key.endswith('num_batches_tracked')}

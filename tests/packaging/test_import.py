@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import import_module
 
+import pytest
 from helpers.config_helpers import ROOT
 from mmengine.registry import HOOKS
 
@@ -21,6 +22,13 @@ def test_importing_the_package_warns_of_nothing_and_leaves_upstream_alone():
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-1000:]
     assert done.stdout.strip() == '[]'
+
+
+@pytest.mark.parametrize('name', ['ops', 'layers', 'attention', 'backbones', 'necks', 'checkpoints', 'engine'])
+def test_every_imported_name_is_exported(name):
+    module = import_module(f'mmlinattn.{name}')
+    names = [key for key, value in vars(module).items() if key[0] != '_' and not inspect.ismodule(value)]
+    assert sorted(names) == sorted(module.__all__)
 
 
 def test_names_of_late_modules_become_their_classes():

@@ -138,6 +138,7 @@ def test_segmentation_masks(tmp_path, monkeypatch, largest, kind, capsys):
         (['v/a/1.jpg', 'v/b/2.tif', 'v/3.JPEG'], ['1.jpg', '2.tif.png', '3.JPEG.png'], ['1', '2', '3']),
         (['v/1.jpg', 'v/1.png', 'v/2.png'], ['1.jpg', '1.png', '2.png'], ['1.jpg', '1.png', '2']),
         (['v/1.jpg', 'v/1.jpg'], ['1.jpg', '1.jpg'], ['1', '1']),  # the same image twice
+        (['v/a/1.jpg', 'v/a/1.jpg', 'v/b/2.jpg'], ['1.jpg', '1.jpg', '2.jpg'], ['1', '1', '2']),
         ([], [], []),
     ],
 )

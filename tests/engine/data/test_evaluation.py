@@ -72,6 +72,8 @@ def test_results_by_class_need_sorted_category_ids(look, tmp_path):
     for classwise in (True, False):
         line, _ = look(DETECTOR, val=[coco_data(file), coco_metric(file, classwise=classwise)])
         assert ('[17, 10, 3] in its ann_file' in line) == classwise == bool(line)
+    file = coco(tmp_path, categories=[dict(id=i, name=name) for i, name in zip((3, 17, 10), NAMES)])
+    assert look(DETECTOR, val=[coco_data(file, ['cat', 'owl']), coco_metric(file, classwise=True)]) == ('', [])
 
 
 @pytest.mark.parametrize('kind', ['bbox', 'proposal_fast'])

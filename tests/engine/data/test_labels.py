@@ -196,9 +196,10 @@ def test_class_names_in_another_order_than_the_folders(look, tmp_path):
     assert "label 0 is the folder 'ant', and 'cat' in the config. Write classes=('ant', 'bee', 'cat')" in line
 
 
-def test_hidden_folders_are_no_class(look, tmp_path):
-    line, _ = look(CLASSIFIER, train=[folders(tmp_path / 'a', ('.ipynb_checkpoints', 'bee', 'cat'))])
-    assert f'{tmp_path}/a/.ipynb_checkpoints counts as a class, of label 0. Remove it.' in line
+@pytest.mark.parametrize('name', ['.ipynb_checkpoints', '__MACOSX'])
+def test_hidden_folders_are_no_class(look, tmp_path, name):
+    line, _ = look(CLASSIFIER, train=[folders(tmp_path / 'a', (name, 'bee', 'cat'))])
+    assert f'{tmp_path}/a/{name} counts as a class, of label 0. Remove it.' in line
 
 
 def test_lists_that_number_folders_otherwise(look, tmp_path):

@@ -10,6 +10,8 @@ from helpers.data_checks import CLASSIFIER, SEGMENTOR, Data, model, segmentation
 from PIL import Image
 from torch import nn
 
+from mmlinattn.engine.data.files import spread
+
 REDUCED = dict(reduce_zero_label=True)
 
 
@@ -90,10 +92,13 @@ def test_broken_and_missing_masks(look, tmp_path):
 
 def test_a_sample_of_many(look, tmp_path, monkeypatch):
     """Open twenty if they show several classes, else up to ten times as many."""
-    dataset = segmentation(tmp_path / 'data', *[[0, 255]] * 40, [0, 1])
-    assert look(SEGMENTOR, train=[dataset], num_images=20) == ('', [])
+    pictures = [[0, 255]] * 41
+    pictures[spread(41, 200)[-1]] = [0, 1]
+    assert look(SEGMENTOR, train=[segmentation(tmp_path / 'data', *pictures)], num_images=20) == ('', [])
     opened, load = [], Image.open
     monkeypatch.setattr(Image, 'open', lambda path: opened.append(path) or load(path))
     other = segmentation(tmp_path / 'other', *[[0, 1]] * 40)
     assert look(SEGMENTOR, train=[other], num_images=20) == ('', [])
     assert len({str(path) for path in opened if 'ann' in str(path)}) == 20
+    assert look(SEGMENTOR, train=[other]) == ('', [])
+    assert len({str(path) for path in opened if 'ann' in str(path)}) == 40  # by default, up to 200

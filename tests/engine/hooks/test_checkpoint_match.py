@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers.engine_toys import LOADER, Count, ToyModel, make_runner, refused, warnings_of
 from mmengine.model import BaseTTAModel
+from mmengine.optim import OptimWrapper
 from mmengine.registry import MODELS
 from torch import nn
 
@@ -277,6 +278,16 @@ def both(schedule, **options):
 def test_a_resumed_run_lists_differences_of_its_checkpoint(tmp_path, options, said):
     found = resume(tmp_path, **options)
     assert len(found) == bool(said) and said in ''.join(found)
+
+
+@pytest.mark.parametrize('scaler', [{}, dict(scale=512.0)])
+def test_the_loss_scale_of_float16_is_resumed(tmp_path, monkeypatch, scaler):
+    seen, load = [], OptimWrapper.load_state_dict
+    monkeypatch.setattr(
+        OptimWrapper, 'load_state_dict', lambda self, state: seen.append(state.get('loss_scaler')) or load(self, state)
+    )
+    resume(tmp_path, change=lambda checkpoint: checkpoint['optimizer'].update(loss_scaler=scaler))
+    assert seen == [scaler or None]
 
 
 OTHER = 'has 1 param_schedulers that do not fit those of the config: LinearLR'

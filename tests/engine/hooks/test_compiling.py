@@ -226,6 +226,13 @@ def test_the_hook_of_a_config_compiles(tmp_path, monkeypatch):
     assert all(block._compiled_call_impl is None for stage in copy.deepcopy(model).stages for block in stage)
 
 
+def test_the_hook_compiles_before_any_run(tmp_path):
+    """A test or a validation too."""
+    runner = make_runner(tmp_path, [dict(type='CompileHook')], model=dict(type='BackboneModel'))
+    runner.call_hook('before_run')
+    assert all(block._compiled_call_impl is not None for stage in runner.model.backbone.stages for block in stage)
+
+
 def test_models_that_cannot_be_compiled_are_one_line():
     with pytest.raises(RunError, match='the model has no backbone of mmlinattn'):
         compile_blocks(nn.Linear(2, 2))

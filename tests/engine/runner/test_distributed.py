@@ -11,7 +11,7 @@ from mmengine.config import Config
 from torch import nn
 
 from mmlinattn.engine import CPUDistributedDataParallel, RunError, prepare_distributed
-from mmlinattn.engine.runner import launched_rank
+from mmlinattn.engine.runner import launched_rank, leave_process_group
 
 SCRIPT = """
 import sys
@@ -164,6 +164,16 @@ def test_a_wrapper_that_needs_an_accelerator(joined):
     with pytest.raises(RunError, match="model_wrapper_cfg.type = 'MMFullyShardedDataParallel' needs an accelerator"):
         prepare_distributed(cfg)
     assert joined == []
+
+
+def test_an_error_of_the_run_is_not_hidden_by_one_of_its_end(monkeypatch):
+    calls = []
+    monkeypatch.setattr('torch.distributed.is_initialized', lambda: True)
+    monkeypatch.setattr(
+        'torch.distributed.distributed_c10d._abort_process_group', lambda: calls.append(1) or 1 / 0, raising=False
+    )
+    leave_process_group(failed=True)
+    assert calls == [1]
 
 
 def test_sync_batch_norm_becomes_batch_norm_on_the_cpu(one_process):

@@ -13,6 +13,7 @@ from mmlinattn.tooling.datasets import (
     IMAGENET_CLASSES,
     DatasetSpec,
     draw_scene,
+    layouts,
     write_dataset,
 )
 from mmlinattn.tooling.datasets.layouts import mask_to_polygons
@@ -108,6 +109,15 @@ def _check_object_info(info, masks):
     for value, (number, ratio, *pictures, _, _) in enumerate(info, 1):
         assert number == str(value) and float(ratio) == pytest.approx(np.mean(trained == value), abs=6e-5)
         assert pictures == [str(sum((labels == value).any() for labels in part.values())) for part in masks.values()]
+
+
+@pytest.mark.parametrize('kind', layouts.LAYOUTS)
+def test_pictures_have_the_colours_of_their_scenes(tmp_path, monkeypatch, kind):
+    scenes, draw = [], layouts.draw_scene
+    monkeypatch.setattr(layouts, 'draw_scene', lambda *args, **how: scenes.append(draw(*args, **how)) or scenes[-1])
+    layouts.LAYOUTS[kind].write_image(tmp_path, 'train', 1, np.random.default_rng(3), (64, 48))
+    (path,) = (path for path in tmp_path.rglob('*') if path.suffix in ('.jpg', '.JPEG'))
+    assert np.abs(cv2.imread(str(path))[..., ::-1] - scenes[0].image.astype(float)).mean() < 10
 
 
 def test_imagenet_layout(tmp_path):

@@ -484,8 +484,9 @@ def test_files_of_labelling_tools_that_are_refused(tmp_path, write, said):
         ['image,bus,car', *(f'{name},{int(name >= "d")},{int(name < "d")}' for name in OBJECTS)],
         ['image,label,label_name', *(f'{name},{int(name < "d")},{"car" if name < "d" else "bus"}' for name in OBJECTS)],
         ['sep=;', 'image;label', *(f'{name};{"car" if name < "d" else "bus"}' for name in OBJECTS)],
+        ['image;label;seen', *(f'{name};{"car" if name < "d" else "bus"};far,wet,by,night' for name in OBJECTS)],
     ],
-    ids=['label', 'tabs without endings', 'one column per class', 'number and name', 'of Excel'],
+    ids=['label', 'tabs without endings', 'one column per class', 'number and name', 'of Excel', 'commas in cells'],
 )
 def test_tables_of_classes(tmp_path, rows):
     images(tmp_path / 'images')

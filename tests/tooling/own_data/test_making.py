@@ -124,6 +124,10 @@ def test_dense_images_and_ignored_objects_widen_the_limits(tmp_path, untried):
     assert test.rcnn.max_per_img == 300 and min(test.rpn.max_per_img, test.rpn.nms_pre) >= 1200
     assert cfg.model.train_cfg.rpn_proposal.max_per_img >= 1200
     assert cfg.val_evaluator.use_mp_eval and cfg.val_evaluator.proposal_nums == (100, 300, 1000)
+    content['annotations'] += [dict(entry, id=20 + i) for i in range(1100)]
+    text(root / 'all.json', content)
+    denser, _ = made(root, 'detection', 'ravlt_t')
+    assert denser.val_evaluator.proposal_nums == (100, 300, denser.model.test_cfg.rcnn.max_per_img)
     assert cfg.model.train_cfg.rpn.assigner.ignore_iof_thr == cfg.model.train_cfg.rcnn.assigner.ignore_iof_thr == 0.5
 
 

@@ -213,6 +213,7 @@ def test_values_and_classes_of_a_table(tmp_path):
         text(tmp_path / f'data/{split}/_classes.csv', 'Pixel Value, Class\n0, background\n1, leaf\n2, root')
     data = layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 1, 2))
     assert data.classes == ['background', 'leaf', 'root']
+    assert layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 1, 255)).classes == data.classes
     assert read(tmp_path / 'data', 'segmentation', classes=['x', 'y', 'z']).classes == ['x', 'y', 'z']
     unknown = 'the value 7, which the list of values does not name'
     assert_refused(unknown, layout, tmp_path / 'data', 'Roboflow', lambda number: halves(0, 1, 7))

@@ -204,6 +204,8 @@ def test_two_formats_of_two_splits_are_read(tmp_path):
     assert {split: len(paths) for split, paths in data.images.items()} == dict(train=3, val=3)
     assert data.kind == 'COCO JSON and VOC XML' and len(boxes_of(data)) == 6
     assert any(note.startswith('1 images of val are copies of training images') for note in data.notes)
+    (tmp_path / 'train').rename(tmp_path / 'more')
+    assert_refused('both have labels: convert one', read, tmp_path)
 
 
 def test_an_option_decides_for_the_format_that_needs_it(tmp_path):
