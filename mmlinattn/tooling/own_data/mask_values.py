@@ -240,13 +240,13 @@ def read_values(data: Data) -> dict[int, str]:
         lines = path.read_text(encoding='utf-8-sig', errors='replace').splitlines()
         parsed = [_VALUE_LINE.fullmatch(line.strip()) for line in lines if line.strip() and not line.startswith('#')]
         parsed = parsed[1:] if parsed and not parsed[0] else parsed  # names of columns
-        if len(parsed) < 2 or not all(parsed):
+        names = [(line['name'] or line['name2']).strip() for line in parsed if line]
+        if len(parsed) < 2 or len(names) < len(parsed) or all(map(data.pictures.named, names)):  # of images: a list
             continue
         found[path] = {}
-        for line in filter(None, parsed):
+        for line, name in zip(filter(None, parsed), names):
             numbers = [int(each) for each in re.findall(r'\d+', line['before'] or line['after'])]
             value = _colour(*numbers) if len(numbers) == 3 else numbers[0]
-            name = (line['name'] or line['name2']).strip()
             other = found[path].setdefault(value, name)
             if other != name and not {other.lower(), name.lower()}.intersection(_VOID):
                 raise RunError(f'{path}: {format_value(value)} is {other!r} and {name!r}: correct one.')

@@ -38,7 +38,7 @@ class _Place(NamedTuple):
 
 def _place(photo: Photo) -> _Place:
     image, mask = photo.path, photo.file
-    stem = next(stem for stem in beginnings(mask.stem) if stem in stems_of_image(image))
+    stem = next((stem for stem in beginnings(mask.stem) if stem in stems_of_image(image)), '')
     inner = [path.parent.parts[::-1] for path in (image, mask)]
     depth = len(os.path.commonprefix(inner)) if image.parent != mask.parent else 0
     name = (image.parent.relative_to(image.parents[depth]) / stem).as_posix()
@@ -56,6 +56,9 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
     """
     notes: list[str] = []
     pairs = _all_pairs(data)
+    if _place(pairs[0]).suffixes[0] == pairs[0].path.name:  # no common beginning
+        example = f'{pairs[0].path.name} and {pairs[0].file.name}'
+        notes.append(f'images and masks are paired by the parts of their names that differ, as {example}')
     seen = scan([pair.file for pair in pairs])
     classes, table = interpret(data, pairs[0].path, pairs[0].file, seen, notes)
     items = []
@@ -113,11 +116,12 @@ def _all_pairs(data: Data) -> list[Photo]:
     """
     images, masks = _folder_keys(data)
     found = _paired(data, images, masks) or _paired(data, _with_words_of(masks, images), masks)
+    if not found and data.options.images and data.options.labels:
+        found = _paired_by_difference(images, masks)
     if not found:
         raise _no_pairs(data, images, masks)
     pairs = [_of_classes(data, several) for several in found.values()]
-    if not data.options.labels:
-        _refuse_others(data, pairs, masks)
+    _refuse_others(data, pairs, masks)
     for pair in pairs:
         size = image_size(pair.path)
         check_whole(pair.file)
@@ -144,6 +148,23 @@ def _paired(data: Data, images: _Keys, masks: _Keys) -> dict[Path, list[Photo]]:
         for image in owners:
             found.setdefault(image, []).append(Photo(image, mask))
     return found
+
+
+def _paired_by_difference(images: _Keys, masks: _Keys) -> dict[Path, list[Photo]]:
+    """Return the mask of each image by names without the beginning and the ending that all names of a folder share:
+    ``21_training.tif`` and ``21_manual1.png`` are a pair. Nothing is returned if a mask has no image by this rule."""
+    parts: list[dict[tuple, Path]] = []
+    for keys in (images, masks):
+        parts.append({})
+        for key in {*keys.values()}:
+            stems = {path: path.stem for path in keys if keys[path] == key}
+            first = os.path.commonprefix([*stems.values()]).rstrip('0123456789')
+            last = os.path.commonprefix([stem[::-1] for stem in stems.values()])[::-1].lstrip('0123456789')
+            parts[-1].update({(key, stem[len(first) :].removesuffix(last)): path for path, stem in stems.items()})
+    of_image, of_mask = parts
+    if of_mask.keys() <= of_image.keys() and len(of_mask) == len(masks):
+        return {of_image[part]: [Photo(of_image[part], mask)] for part, mask in of_mask.items()}
+    return {}
 
 
 def _folder_keys(data: Data) -> tuple[_Keys, _Keys]:
@@ -198,7 +219,8 @@ def _refuse_others(data: Data, pairs: list[Photo], masks: Iterable[Path]) -> Non
     """Raise an error if folders beside those of a pair hold other masks."""
     tops = {place.images.parent: place for place in map(_place, pairs) if place.images != place.masks}
     folders = {path.parent for path in data.images} - {path.parent for path in (*masks, *(pair.path for pair in pairs))}
-    for folder in sorted(folders):
+    labels = data.options.labels
+    for folder in sorted(folder for folder in folders if labels is None or labels in (folder, *folder.parents)):
         place = next((tops[top] for top in folder.parents if top in tops), None)
         is_apart = place and place.images not in folder.parents and not _OTHERS.search(data.name(folder))
         if place and is_apart and _has_masks(data, folder):

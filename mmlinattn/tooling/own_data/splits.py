@@ -15,11 +15,12 @@ from ...utils.errors import RunError
 from .csv_files import Table
 from .data import Data, read_lines
 from .images import SUFFIXES, check_whole, end_of
-from .names import some, split_in
+from .names import has_role_only, some, split_in
 from .reading import Photo
 
 _ENDINGS = (*SUFFIXES, '.xml', '.txt', '.json')  # of images and label files in lists
 _PREFERRED = {'detection': 'Main', 'segmentation': 'Segmentation'}  # VOC's folders of lists
+_LEAST_FOLDERS = 4  # that are drawn as a whole: one of fewer is more than a quarter
 _Listed = tuple[dict[Path, str], list[Path]]  # splits of images by lists, and the files that list them
 
 
@@ -63,7 +64,7 @@ def divide(
         splits['val'] = splits.pop('test')
         notes.append('no val in the data: test takes its place')
     if 'val' not in splits:
-        notes.append(_draw_val(splits, copies))
+        notes.append(_draw_val(splits, copies, by_folder=data.options.task != 'classification'))
     if len(splits['train']) < 2 or not splits['val']:
         raise RunError(
             f'{len(splits["train"])} image(s) to train on and {len(splits["val"])} of val: 2 are the least. Name the '
@@ -275,12 +276,17 @@ def _of_texts(data: Data, items: list[Photo]) -> Optional[_Listed]:
 _SOURCES = (_of_settings, _of_numbers, _of_tables, _of_texts)
 
 
-def _draw_val(splits: dict[str, list[Photo]], copies: list[list[Photo]]) -> str:
-    """Move images drawn from train to val, whole groups together; return a note."""
+def _draw_val(splits: dict[str, list[Photo]], copies: list[list[Photo]], by_folder: bool) -> str:
+    """Move images drawn from train to val, whole groups together; return a note.
+
+    A group is that of a column, copies of one image, or with ``by_folder`` a folder of several (a patient, a video).
+    """
     items = splits['train']
     alike = {item.path: str(several[0].path) for several in copies for item in several}
     # a column's, or the name before Roboflow's augmentation
     groups = [item.group or item.path.stem.rpartition('.rf.')[0] or None for item in items]
+    if by_folder and not any(groups):
+        groups = _folders_of(items)
     for found in (groups, [group or alike.get(item.path) for group, item in zip(groups, items)]):
         groups = found if len(set(found)) > 1 else [None] * len(items)  # one group divides nothing
     chosen = _draw(items, groups)
@@ -289,6 +295,14 @@ def _draw_val(splits: dict[str, list[Photo]], copies: list[list[Photo]]) -> str:
     splits['train'] = [item for i, item in enumerate(items) if i not in chosen]
     drawn = f'{len(chosen)} images were drawn from train for it{f" as {whole} whole groups" if whole else ""}'
     return f'no val in the data, and no test takes its place: {drawn}'
+
+
+def _folders_of(items: Sequence[Photo]) -> list[Optional[str]]:
+    """Return the folder of each image, or None for all: there are few folders, or one alone has all of a class."""
+    folders = [None if has_role_only(item.path.parent.name) else str(item.path.parent) for item in items]
+    of_class = Counter(name for _, name in {(folder, name) for folder, i in zip(folders, items) for name in i.classes})
+    is_clear = len(items) > len({*folders}) >= _LEAST_FOLDERS and min(of_class.values(), default=0) > 1
+    return folders if is_clear else [None] * len(items)
 
 
 def _draw(items: Sequence[Photo], groups: Sequence[Optional[str]]) -> set[int]:

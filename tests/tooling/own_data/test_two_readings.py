@@ -266,6 +266,7 @@ def test_frames_of_a_video_stay_together(tmp_path, videos):
         ('segmentation', ['photos', 'overlays'], dict(images='photos', labels='overlays'), ['class_0', 'class_1']),
         ('segmentation', ['images', 'masks', 'labels'], {}, 'both have masks of images: give --labels DIR'),
         ('segmentation', ['images', 'masks', 'labels'], dict(labels='labels'), ['class_0', 'class_1']),
+        ('segmentation', ['images', 'masks', 'labels'], dict(labels='.'), 'both have masks of images'),
     ],
 )
 def test_folders_with_two_readings(tmp_path, task, folders, options, expected):
@@ -464,6 +465,29 @@ def test_masks_of_several_folders_are_copied_on_request(tmp_path):
     folder = Path(data.settings['train']['data_prefix']['seg_map_path'])
     lines = data.annotations['train'].splitlines()
     assert lines and all((tmp_path / 'data' / line).is_file() and (folder / f'{line}.png').is_file() for line in lines)
+    patients = [{path.parent for path in data.images[split]} for split in ('train', 'val')]
+    assert [len(each) for each in patients] == [3, 1] and not patients[0] & patients[1]
+
+
+def test_folders_of_one_class_are_divided(tmp_path):
+    for name in NAMES[:4]:
+        for i in range(3):
+            picture(tmp_path / name / f'{name}{i}.jpg')
+            text(tmp_path / name / f'{name}{i}.xml', voc([name, (4, 4, 20, 20)]))
+    assert {path.parent.name for path in read(tmp_path).images['val']} == {*NAMES[:4]}
+
+
+def test_masks_with_names_of_their_own(tmp_path):
+    for i in (9, 10, 11):
+        picture(tmp_path / f'photos/{i}_training.jpg')
+        picture(tmp_path / f'vessels/manual_{i}.png', np.resize([0, 1], (HEIGHT, WIDTH)).astype(np.uint8))
+    text(tmp_path / 'list.txt', ''.join(f'{i}_training 1 1 {i}\n' for i in (9, 10, 11)))  # no colours
+    data = read(tmp_path, 'segmentation', images='photos', labels='vessels')
+    pairs = {item.path.name: item.file.name for items in data.items.values() for item in items}
+    assert pairs == {f'{i}_training.jpg': f'manual_{i}.png' for i in (9, 10, 11)}
+    assert 'that differ, as 10_training.jpg and manual_10.png' in ' '.join(data.notes)
+    (tmp_path / 'photos/9_training.jpg').unlink()
+    assert_refused('begin with that of its image', read, tmp_path, 'segmentation', images='photos', labels='vessels')
 
 
 @pytest.mark.parametrize('classes', [None, [f'c{i}' for i in range(6)]])
