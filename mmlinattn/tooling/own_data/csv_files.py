@@ -18,7 +18,8 @@ from .reading import Entry, Object, Photo, Reader, flags_of
 # columns by their meaning, in small letters without other signs
 _IMAGE = 'filename fname file imagename imagepath image imageid path filepath img imgname photo picture imgpath'.split()
 _ROWS = ['id', 'name']  # of images too, if no other column names them
-_CLASS = 'class classname label labelname category categoryname target species labels classid diagnosis dx name'.split()
+_CLASS = 'class classname label labelname category categoryname target species labels classid diagnosis dx'.split()
+_CLASS += ['choice', 'name']
 _GENERIC = _CLASS[:7]  # of these, one column alone tells the class
 _SPLIT, _BOX = ['split', 'set', 'subset', 'partition', 'phase'], ['bbox', 'box', 'boundingbox']
 _SPLIT += ['isvalid', 'isval', 'isvalidation', 'istest', 'istrain']  # the others are of train, or of val
@@ -82,6 +83,11 @@ class Table:
         are_flags = bool(flags) and all(re.fullmatch(r'[01](\.0*)?', cell) for cell in flags)
         are_fractions = any(re.fullmatch(r'-?\d*\.\d*[1-9]\d*', cell) for cell in flags)  # an age, a score
         return bool(self.label) or len(others) == 1 and not are_fractions or are_flags
+
+    @property
+    def has_choices(self) -> bool:
+        """True for Label Studio's column of one class per image; several are JSON in a cell."""
+        return 'choice' in self.columns and not any(row['choice'].startswith('{') for row in self.rows)
 
     @property
     def has_one_row_an_image(self) -> bool:

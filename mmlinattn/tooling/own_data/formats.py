@@ -113,7 +113,7 @@ _XML = [
 ]
 _TABLES = [
     Format('VGG Image Annotator CSV', lambda t: 'regionshapeattributes' in t.columns, _VIA),
-    Format('Label Studio CSV', lambda t: 'annotator' in t.columns, 'export JSON'),
+    Format('Label Studio CSV', lambda t: 'annotator' in t.columns and not t.has_choices, 'export JSON'),
     Format(
         'CSV of run lengths (EncodedPixels)', lambda t: 'encodedpixels' in t.columns, 'write COCO JSON, or masks as PNG'
     ),

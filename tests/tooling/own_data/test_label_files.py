@@ -485,8 +485,9 @@ def test_files_of_labelling_tools_that_are_refused(tmp_path, write, said):
         ['image,label,label_name', *(f'{name},{int(name < "d")},{"car" if name < "d" else "bus"}' for name in OBJECTS)],
         ['sep=;', 'image;label', *(f'{name};{"car" if name < "d" else "bus"}' for name in OBJECTS)],
         ['image;label;seen', *(f'{name};{"car" if name < "d" else "bus"};far,wet,by,night' for name in OBJECTS)],
+        ['annotator,choice,id,image', *(f'1,{"car" if name < "d" else "bus"},7,/data/{name}.jpg' for name in OBJECTS)],
     ],
-    ids=['label', 'tabs without endings', 'one column per class', 'number and name', 'of Excel', 'commas in cells'],
+    ids=['label', 'no endings', 'column per class', 'number and name', 'of Excel', 'commas in cells', 'Label Studio'],
 )
 def test_tables_of_classes(tmp_path, rows):
     images(tmp_path / 'images')
@@ -512,6 +513,7 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
     'rows, said',
     [
         (['image,a,b', 'a,1,1'], 'has 2 classes; one an image is learnt'),
+        (['annotator,choice,image', '1,{"choices": ["a"]},a.jpg'], 'is Label Studio CSV'),
         (['image,label', 'a.jpg,'], 'has 0 classes'),
         (['image,tags', 'a.jpg,clear water', 'b.jpg,clear road'], 'several classes'),
         (['image,label', 'a.jpg,x', 'b.jpg,x;y'], 'several classes'),
