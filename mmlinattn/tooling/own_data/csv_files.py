@@ -85,6 +85,14 @@ class Table:
         return bool(self.label) or len(others) == 1 and not are_fractions or are_flags
 
     @property
+    def flags(self) -> list[str]:
+        """Columns of 1, 0, -1 and blanks, if a row has several of 1: findings in one image, as of CheXpert."""
+        cells = {name: [row[self.column(name)] for row in self.rows] for name in self.unused()}
+        found = [name for name, each in cells.items() if all(re.fullmatch(r'(-?[01](\.0*)?)?', cell) for cell in each)]
+        rows = zip(*(cells[name] for name in found))
+        return found if any(sum(cell[:1] == '1' for cell in row) > 1 for row in rows) else []
+
+    @property
     def has_choices(self) -> bool:
         """True for Label Studio's column of one class per image; several are JSON in a cell."""
         return 'choice' in self.columns and not any(row['choice'].startswith('{') for row in self.rows)

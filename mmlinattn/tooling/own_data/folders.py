@@ -72,6 +72,11 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Photo]
         if isinstance(source.content, Table) and source.content.file_columns and source.content.label:
             columns = ' and '.join(source.content.file_columns)
             raise RunError(f'{source.path}: {columns} both name files: name the column of images image.')
+        if isinstance(source.content, Table) and source.content.image and len(source.content.flags) > 2 and not chosen:
+            raise RunError(
+                f'{source.path}: {some(source.content.flags, 3)} are several classes of one image, which are not '
+                'learnt: write a CSV file with filename,label; if they are none, give --labels DIR of the folders.'
+            )
     labelled = [{path for row in t.rows for path in data.pictures.named(row[t.image])} for t in tables]
     named = [table for table, images in zip(tables, labelled) if images]
     folders, error = list[Photo](), None
@@ -269,5 +274,6 @@ def _refuse_nested(top: Path, names: set[tuple[str, ...]]) -> None:
             nested = f'{some(same, 3)} hold the same folders' if len(same) > 1 else f'{name} holds folders'
             raise RunError(
                 f'{top}: {nested} ({some(sorted(folders), 4)}), nested: which are the classes? Give --train DIR and '
-                '--val DIR if the upper ones are splits, else --classes NAME ..., the names of one level.'
+                '--val DIR if the upper ones are splits, --images DIR for one of them, or --classes NAME ..., the '
+                'names of one level.'
             )

@@ -117,7 +117,8 @@ def _all_pairs(data: Data) -> list[Photo]:
     images, masks = _folder_keys(data)
     found = _paired(data, images, masks) or _paired(data, _with_words_of(masks, images), masks)
     if not found and data.options.images and data.options.labels:
-        found = _paired_by_difference(images, masks)
+        shared = _with_words_of(masks, images), _with_words_of(images, masks)
+        found = _paired(data, *shared) or _paired_by_difference(*shared)
     if not found:
         raise _no_pairs(data, images, masks)
     pairs = [_of_classes(data, several) for several in found.values()]
@@ -170,9 +171,15 @@ def _paired_by_difference(images: _Keys, masks: _Keys) -> dict[Path, list[Photo]
 def _folder_keys(data: Data) -> tuple[_Keys, _Keys]:
     """Return the images and the masks, each with the parts of its folder that are equal for a pair.
 
-    ``--images`` and ``--labels`` tell images from masks, or names of folders and files do.
+    ``--images`` and ``--labels`` tell images from masks, or names of folders and files do. If both options name one
+    folder, the masks are in its folders of images of few values.
     """
     top, labels = data.options.images, data.options.labels
+    if top and top == labels:
+        of_masks = {folder for folder in {path.parent for path in data.images} if _has_masks(data, folder)}
+        keys = {path: data.pictures.key(path) for path in data.images}
+        masks = {path: key for path, key in keys.items() if path.parent in of_masks}
+        return {path: key for path, key in keys.items() if path not in masks}, masks
     if top and labels and labels.is_dir():
         data.images = Data(data.root).images  # those of --labels too
         masks = {path: path.relative_to(labels).parent.parts for path in data.images if labels in path.parents}
@@ -237,23 +244,21 @@ def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunE
         image = stems.get(mask.stem.casefold())
         if image and image.stem != mask.stem:
             return RunError(f'{mask} and {image} differ by capital letters in their names: rename one.')
+    remedy = 'give --images DIR and --labels DIR (both DATA, if there are several folders)'
     for image, mask in zip(images, masks):
         alike = sorted(path.parent.name for path in masks if path.name == mask.name)
         joined = f'; {len(alike)} masks have the name {mask.name}, in {some(alike, 4)}: join them'
         several = joined if len(alike) > 1 else ''
-        are_given = data.options.images and data.options.labels
-        remedy = (
-            'let the name of a mask begin with that of its image' if are_given else 'give --images DIR and --labels DIR'
-        )
+        if data.options.images and data.options.labels:
+            remedy = 'let the name of a mask begin with that of its image'
         return RunError(
-            f'{mask.parent} has no label image with the name of an image of {image.parent}{several}: {remedy}.'
+            f'{mask.parent} has no masks of {image.parent}, by the names of files and folders{several}: {remedy}.'
         )
     there = [folder for folder in sorted({path.parent for path in data.images}) if _has_masks(data, folder)]
     there = there or [path for path in data.images[:100] if is_mask(path)][:2]
     if there:
         return data.error(
-            f': no annotations in it under known names; {some(map(data.name, there), 6)} seem to be masks: give '
-            '--images DIR and --labels DIR, or name them images/x.jpg and masks/x.png (in one folder x.jpg and '
-            'x_mask.png).'
+            f': no annotations in it under known names; {some(map(data.name, there), 6)} seem to be masks: '
+            f'{remedy}, or name them images/x.jpg and masks/x.png (in one folder x.jpg and x_mask.png).'
         )
     return refusal(data, recognise_all(data))

@@ -514,6 +514,7 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
     [
         (['image,a,b', 'a,1,1'], 'has 2 classes; one an image is learnt'),
         (['annotator,choice,image', '1,{"choices": ["a"]},a.jpg'], 'is Label Studio CSV'),
+        (['image,sex,x,y,z', 'a.jpg,F,1.0,,1.0', 'b.jpg,M,-1.0,,0.0'], 'x, y, z are several classes of one image'),
         (['image,label', 'a.jpg,'], 'has 0 classes'),
         (['image,tags', 'a.jpg,clear water', 'b.jpg,clear road'], 'several classes'),
         (['image,label', 'a.jpg,x', 'b.jpg,x;y'], 'several classes'),

@@ -264,6 +264,13 @@ def test_frames_of_a_video_stay_together(tmp_path, videos):
         ('segmentation', ['rgb', 'labels'], {}, ['class_0', 'class_1']),
         ('segmentation', ['photos', 'labels/trimaps'], {}, 'give --images DIR and --labels DIR'),
         ('segmentation', ['photos', 'overlays'], dict(images='photos', labels='overlays'), ['class_0', 'class_1']),
+        ('segmentation', ['photos_train', 'pets2_train', 'photos_val', 'pets2_val'], {}, r'\(both DATA, if'),
+        (
+            'segmentation',
+            ['photos_train', 'pets2_train', 'photos_val', 'pets2_val'],
+            dict(images='.', labels='.'),
+            ['class_0', 'class_1'],
+        ),
         ('segmentation', ['images', 'masks', 'labels'], {}, 'both have masks of images: give --labels DIR'),
         ('segmentation', ['images', 'masks', 'labels'], dict(labels='labels'), ['class_0', 'class_1']),
         ('segmentation', ['images', 'masks', 'labels'], dict(labels='.'), 'both have masks of images'),
