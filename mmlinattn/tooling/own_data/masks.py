@@ -252,7 +252,7 @@ def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunE
         if data.options.images and data.options.labels:
             remedy = 'let the name of a mask begin with that of its image'
         return RunError(
-            f'{mask.parent} has no masks of {image.parent}, by the names of files and folders{several}: {remedy}.'
+            f'{mask.parent} has no label image with the name of an image of {image.parent}{several}: {remedy}.'
         )
     there = [folder for folder in sorted({path.parent for path in data.images}) if _has_masks(data, folder)]
     there = there or [path for path in data.images[:100] if is_mask(path)][:2]
