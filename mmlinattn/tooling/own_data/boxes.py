@@ -27,7 +27,7 @@ _READINGS = {
 _FORMATS = {'corners': 'xyxy', 'sides': 'xywh', 'centre': 'cxcywh'}  # of torchvision
 _SLACK = 0.01  # of shares beyond the image, by rounding
 _REMEDY = f'give --boxes {"|".join(_READINGS)}.'
-_Raw = list[tuple[Photo, Object]]
+_Raw = list[tuple[Photo, Object]]  # objects with unconverted boxes, each with its image
 _LEAST = 1.0  # pixels; MMDetection leaves out narrower boxes
 _MEANING = {
     'rotated': 'the upright boxes around them are learnt',
@@ -98,10 +98,8 @@ def _check_classes(data: Data, objects: list[Object], classes: list[str]) -> Non
 
 
 def _readers(data: Data) -> list[Reader]:
-    """Return the readers that recognise files and found objects in them.
-
-    ``--labels`` with a file of one image stands for all files of its format.
-    """
+    """Return the readers that recognise files and found objects in them. ``--labels`` with a file of one image stands
+    for all files of its format."""
     kinds = recognise_all(data)
     chosen = next((kind for kind in kinds if kind in READERS and READERS[kind].has_one_image), None)
     if chosen and data.options.labels and data.options.labels.is_file():
@@ -121,11 +119,12 @@ def _readers(data: Data) -> list[Reader]:
 
 
 def _settle(reader: Reader, is_alone: bool) -> bool:
-    """Set all boxes of a reader to left, top, right, bottom in pixels, and note the meaning of the numbers.
+    """Convert all boxes of a reader to left, top, right, bottom in pixels, and note the meaning of the numbers.
 
-    A reading is wrong where boxes have negative sides or pass the edge of their image. ``--boxes`` decides, else the
-    format unless another reading fits better, else the only one that fits. Otherwise a RunError is raised. Beside other
-    formats, ``--boxes`` is for those without a meaning of their own, or whose boxes contradict it.
+    A reading of the numbers (:data:`_READINGS`) is wrong for boxes with negative sides, or beyond the edge of their
+    image. ``--boxes`` decides, else the format unless another reading fits better, else the only reading that fits.
+    Otherwise a RunError is raised. ``is_alone``: no other format has labels. Beside other formats, ``--boxes`` is for
+    formats without a meaning of their own, or with boxes that contradict it.
 
     Returns:
         bool: ``--boxes`` has decided.
@@ -136,7 +135,7 @@ def _settle(reader: Reader, is_alone: bool) -> bool:
         if is_alone and (options.boxes or options.units):
             raise RunError(f'--boxes and --units: the numbers of {reader.kind} have one meaning; leave the option out.')
         return False
-    units, unit_note = (options.units, '; --units') if options.units else _units(reader, raw)
+    units, unit_note = (options.units, '; --units') if options.units else _box_unit(reader, raw)
     numbers = np.array([item.box for _, item in raw], float)
     sizes = np.array([photo.size for photo, _ in raw], float)
     boxes, bad = _readings(numbers, sizes, units)
@@ -171,11 +170,11 @@ def _readings(
     Args:
         numbers: Four numbers of each box, (N, 4).
         sizes: Width and height of the image of each box, (N, 2).
-        units: ``'pixels'`` or ``'shares'``.
+        units: ``'pixels'``, or ``'shares'`` of the image from 0 to 1.
 
     Returns:
-        tuple: By reading, the boxes (left, top, right, bottom) in pixels, (N, 4), and True for those that have negative
-        sides or pass the edge of their image, (N,).
+        tuple: Two dicts by name of the reading: boxes (left, top, right, bottom) in pixels, (N, 4); and (N,) bool, True
+        for boxes that have negative sides or pass the edge of their image.
     """
     slack: Any = 2.0
     scale = np.ones_like(numbers)
@@ -189,10 +188,8 @@ def _readings(
 
 
 def _wrong_reading(raw: _Raw, bad: np.ndarray, reading: str, fitting: list[str]) -> RunError:
-    """Return the error for the ``bad`` boxes, (N,) bool, that pass the edge of their image in a reading.
-
-    ``fitting`` are the readings in which all boxes fit.
-    """
+    """Return the error for the ``bad`` boxes, (N,) bool, that pass the edge of their image in a reading. ``fitting``
+    are the readings in which all boxes lie inside."""
     photo, item = raw[int(np.argmax(bad))]
     others = f'; as {_READINGS[fitting[0]]} all of them fit' if fitting else ''
     return RunError(
@@ -212,7 +209,8 @@ def _check_corners(raw: _Raw, boxes: np.ndarray) -> None:
 
 
 def _most_likely(raw: _Raw, bad: dict[str, np.ndarray], flat: dict[str, np.ndarray]) -> str:
-    """Return the only reading in which nearly all boxes stay in their images and have an area."""
+    """Return the only reading in which nearly all boxes stay in their images and have an area, else raise a RunError.
+    ``bad`` and ``flat`` hold (N,) bool by reading: the boxes beyond their image, and the boxes without area."""
     likely = [reading for reading in _READINGS if 5 * (bad[reading] | flat[reading]).sum() <= len(raw)]
     if len(likely) == 1:
         return likely[0]
@@ -233,8 +231,9 @@ def _numbers(item: Object) -> str:
     return f'({", ".join(f"{number:g}" for number in item.box)})'
 
 
-def _units(reader: Reader, raw: _Raw) -> tuple[str, str]:
-    """Return the unit of the numbers, and a note if they alone tell it."""
+def _box_unit(reader: Reader, raw: _Raw) -> tuple[str, str]:
+    """Return the unit of the box numbers, ``'pixels'`` or ``'shares'`` of the image (0 to 1), and a note for the user.
+    The note is empty if the format gives the unit. A mixture of both units raises a RunError."""
     raw = [(photo, item) for photo, item in raw if max(item.box) > 0]
     small = [max(map(abs, item.box)) <= 1 + _SLACK for _, item in raw]
     if any(small) and not all(small) or reader.units and small and all(small) != (reader.units == 'shares'):
@@ -253,7 +252,7 @@ def _units(reader: Reader, raw: _Raw) -> tuple[str, str]:
 
 
 def _merged(readers: list[Reader], data: Data) -> list[Photo]:
-    """Return the images of all readers."""
+    """Return the images of all readers; an image with labels in two files raises a RunError."""
     first: dict[Path, Photo] = {}
     photos = [photo for reader in readers for photo in reader.photos]
     for photo in sorted(photos, key=lambda photo: photo.file == photo.path):  # without label file: last
@@ -281,18 +280,19 @@ def _check_splits(first: Reader, second: Reader, data: Data) -> None:
 
 
 def _cut(box: Sequence[float], size: tuple[int, int]) -> tuple[float, float, float, float]:
+    """Clip a box (left, top, right, bottom) to an image of ``size`` (width, height)."""
     left, top, right, bottom = np.clip(box, 0, (*size, *size)).tolist()
     return left, top, right, bottom
 
 
 def without_small(photo: Photo) -> Photo:
-    """Leave out boxes that are narrower than a pixel within their image."""
+    """Return an image without the objects whose boxes are narrower than a pixel within the image."""
     boxes = ((item, _cut(item.box, photo.size)) for item in photo.objects)
     return photo._replace(objects=[item for item, b in boxes if min(b[2] - b[0], b[3] - b[1]) >= _LEAST])
 
 
 def _have_polygons(objects: list[Object], notes: list[str]) -> bool:
-    """Return True if all objects that are learnt have polygons, and not all of these are rectangles."""
+    """Return True if all learnt objects have polygons, and not rectangles alone; note the reason if they are unused."""
     polygons = [item.segmentation for item in objects if not item.is_ignored]
     count = sum(not parts for parts in polygons)
     if count == len(polygons):
@@ -346,7 +346,7 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = F
         photos: Images and their objects. An object without a class is ignored for every class.
         classes: Class names in the order of the labels.
         root: Folder to which file names are relative.
-        masks: Write polygons too.
+        masks: Write polygons too; the rectangle of the box for an object without polygons.
     """
     images: list[dict] = []
     annotations: list[dict] = []

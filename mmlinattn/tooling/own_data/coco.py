@@ -82,6 +82,7 @@ class Coco(Reader):
 
 
 def _object(name: str, item: dict, shape: list[int]) -> Object:
+    """Convert a COCO annotation ``item`` of the class ``name``; ``shape`` is height and width of the image."""
     box, is_raw = tuple(item['bbox']), True
     attributes = item['attributes'] if isinstance(item.get('attributes'), dict) else {}
     flags = flags_of({key: value for key, value in item.items() if key not in _READ})

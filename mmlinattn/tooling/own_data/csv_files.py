@@ -49,7 +49,11 @@ def _read_rows(path: Path) -> tuple[str, list[list[str]]]:
 
 
 class Table:
-    """Rows of a CSV file (separated by ``,``, ``;`` or tabs), with the columns recognised by their names."""
+    """Rows of a CSV file (separated by ``,``, ``;`` or tabs), with the columns recognised by their names.
+
+    ``image``, ``split``, ``group`` and ``label`` are keys of the cells in a row, '' without such a column; ``box`` and
+    ``size`` are lists of keys. A key is the name of a column in small letters, without signs (:func:`~.names.plain`).
+    """
 
     def __init__(self, path: Path):
         self.delimiter, rows = _read_rows(path)
@@ -112,11 +116,12 @@ class Table:
         return first
 
     def _pairs_up(self, first: str, other: str) -> bool:
+        """Return True if each value of the column ``first`` stands beside one value of ``other``, and vice versa."""
         pairs = {(row[first], row[other]) for row in self.rows}
         return len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
 
     def label_of(self, classes: Optional[Sequence[str]]) -> str:
-        """Return the column of classes, if several differ the one whose values are all among ``classes``."""
+        """Return the column of classes; of several that differ, the only one with all values among ``classes``."""
         rivals = [name for name in _GENERIC if name in self.columns and name not in (self.image, self.label)]
         rivals = [name for name in rivals if self.label and not self._pairs_up(self.label, name)]
         if not rivals or self.label not in _GENERIC:
@@ -129,18 +134,20 @@ class Table:
         return chosen[0]
 
     def _columns_of(self, names: Iterable[str], fits: Callable[[str], object]) -> list[str]:
-        """Return the columns with one of ``names`` all of whose cells fit."""
+        """Return the columns of ``names`` in which ``fits`` is true for all cells."""
         names = [name for name in names if name and name in self.columns and self.rows]
         return [name for name in names if all(fits(row[name]) for row in self.rows)]
 
     def key(self, names: Iterable[str]) -> str:
+        """Return the first of ``names`` that is a column, or ''."""
         return next((name for name in names if name in self.columns), '')
 
     def column(self, name: str) -> str:
+        """Return the key of the column with a name as in the file."""
         return self.columns[self.names.index(name)]
 
     def unused(self, *used: str) -> list[str]:
-        """Return the names of columns that are neither image, split, group nor one of ``used``."""
+        """Return the names, as in the file, of columns other than image, split, group and the keys ``used``."""
         known = (self.image, self.split, self.group, *used, '')
         return [name for name, column in zip(self.names, self.columns) if column not in known]
 
@@ -303,7 +310,7 @@ def read_class_tables(tables: list[Table], data: Data) -> tuple[list[Photo], lis
 
 
 def _refuse_several(path: Path, labels: set[str], columns: set[str]) -> None:
-    """Raise an error if some labels are several classes."""
+    """Raise a RunError if a label lists several classes (``cat,dog``); ``columns`` are the keys of label columns."""
     words = Counter(word for name in labels for word in set(re.split(_SEPARATORS, name)))
     for name in sorted(labels, key=lambda name: (-len(name), name)):
         parts = set(re.split(_SEPARATORS, name)) - {name}

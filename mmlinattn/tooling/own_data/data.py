@@ -42,7 +42,11 @@ _PLACEHOLDER = re.compile(r'(sample_?)?submission', re.IGNORECASE)  # of Kaggle:
 
 
 class ConfigArgs(NamedTuple):
-    """Arguments of the command line."""
+    """Arguments of ``tools/make_config.py``, see its ``--help``.
+
+    ``boxes`` is ``'corners'``, ``'sides'`` or ``'centre'``; ``units`` is ``'pixels'`` or ``'shares'`` of the image (0
+    to 1). ``size`` is in pixels, ``batch`` in images per step. ``train`` and ``val`` are lists, folders or label files.
+    """
 
     data: Path
     task: str
@@ -53,8 +57,8 @@ class ConfigArgs(NamedTuple):
     channels: Optional[int] = None
     classes: Optional[list[str]] = None
     scratch: bool = False
-    boxes: Optional[str] = None  # 'corners', 'sides' or 'centre'
-    units: Optional[str] = None  # 'pixels' or 'shares'
+    boxes: Optional[str] = None
+    units: Optional[str] = None
     images: Optional[Path] = None
     labels: Optional[Path] = None
     train: Optional[Path] = None
@@ -76,7 +80,7 @@ class Source(NamedTuple):
 
 
 def container(path: Path) -> str:
-    """Return the kind of a file that holds images or labels in a form that is not read, or ''."""
+    """Return the kind of a container file that is not read (``'a TFRecord'``, ``'an archive'``), or ''."""
     name = path.name.lower()
     for kind, suffixes in _CONTAINERS.items():
         if name.endswith(suffixes) or any(f'{suffix}-' in name for suffix in suffixes):
@@ -122,6 +126,7 @@ class Data:
         return sorted(found)
 
     def _given(self, option: str, path: Optional[Path]) -> Optional[Path]:
+        """Return the absolute path of an option, found from the data folder or the working folder."""
         if path is None:
             return None
         found = next((each.absolute() for each in (self.root / path, Path(path)) if each.exists()), None)
@@ -156,12 +161,12 @@ class Data:
         return some((f'{folder}/ ({count})' for folder, count in counts.items()), 6)
 
     def error(self, said: str) -> RunError:
-        """Return an error of the whole data set."""
+        """Return an error that begins with the data folder and ends with ``said``."""
         return RunError(f'DATA {str(self.root)!r}{said}')
 
     @property
     def unread(self) -> str:
-        """Counts of unreadable images by suffix, and the first such file, as text."""
+        """Text with the counts of unreadable images by suffix, and the first such file."""
         counts = Counter(path.suffix.lower() for path in self.no_images)
         first = f', as {self.name(self.no_images[0])}' if self.no_images else ''
         return some(f'{count} of {suffix}' for suffix, count in counts.items()) + first
@@ -175,8 +180,10 @@ class Data:
             raise self.error(f': no image in it{found}.')
 
     def agreed(self, found: dict[Path, _T], kept: str) -> Optional[_T]:
-        """Return the content that all files share, or None without files. A difference raises a RunError that ends with
-        ``kept``: the subject and the remedy."""
+        """Return the content that all files of ``found`` (content by file) share, or None without files.
+
+        A difference raises a RunError that ends with ``kept``: the subject and the remedy.
+        """
         for path, content in found.items():
             first = next(iter(found))
             if content != found[first]:
@@ -185,10 +192,10 @@ class Data:
         return next(iter(found.values()), None)
 
     def names(self, *files: str) -> Optional[list[str]]:
-        """Return class names: those of ``--classes``, or of the files with one of the names or suffixes, or None.
+        """Return the class names of ``--classes``, else of the files with a name or suffix in ``files``, else None.
 
         Each line has a name, perhaps after its number from 0 or 1. In CVAT's ``labelmap.txt`` a name ends at the colon.
-        Elsewhere empty lines and comments raise a RunError, as do files that differ.
+        In other files, empty lines and comments raise a RunError. Files that differ raise one, too.
         """
         if self.options.classes:
             return list(map(composed, self.options.classes))
@@ -247,6 +254,7 @@ def _is_loop(path: Path) -> bool:
 
 
 def _is_in(path: Path, chosen: Optional[Path]) -> bool:
+    """Return True for the path ``chosen``, and for paths below it; None chooses all."""
     return chosen is None or path == chosen or chosen in path.parents
 
 
@@ -264,18 +272,31 @@ def read_text(path: Path) -> str:
 
 
 class OwnData(NamedTuple):
-    """Data set of the user, as read by one of the readers."""
+    """Data set of the user, as read by one of the readers.
 
-    kind: str  # format, for messages
-    classes: list[str]  # in the order of the labels
-    items: dict[str, list]  # images with their labels by split: 'train', 'val', perhaps 'test'
-    annotations: dict[str, str]  # text of the annotation file by split
-    settings: dict[str, dict]  # further settings of the data set by split
-    notes: list[str]  # for the user, a line each
-    masks: bool = False  # objects have polygons
-    densest: int = 0  # most objects in an image
-    ignores: bool = False  # some objects are neither learnt nor counted
-    labels_of: Optional[Callable[[Path], np.ndarray]] = None  # label map of a mask file
+    Attributes:
+        kind: Format, for messages.
+        classes: Class names in the order of the labels.
+        items: Images with their labels (:class:`~.reading.Photo`) by split: ``'train'``, ``'val'``, perhaps ``'test'``.
+        annotations: Text of the annotation file to write, by split.
+        settings: Config settings of the data set beside the annotation file, e.g. ``data_prefix``, by split.
+        notes: Lines for the user.
+        masks: Objects have polygons, so that a detector can learn masks.
+        densest: Largest number of learnt objects in an image.
+        ignores: Some objects are neither learnt nor counted (crowds).
+        labels_of: Function that reads a mask file as labels (H, W) uint8; None without masks.
+    """
+
+    kind: str
+    classes: list[str]
+    items: dict[str, list]
+    annotations: dict[str, str]
+    settings: dict[str, dict]
+    notes: list[str]
+    masks: bool = False
+    densest: int = 0
+    ignores: bool = False
+    labels_of: Optional[Callable[[Path], np.ndarray]] = None
 
     @property
     def images(self) -> dict[str, list[Path]]:

@@ -20,7 +20,7 @@ _LONGER_SIDE = 640
 
 
 def _chosen(examples: list) -> list:
-    """Return six images, spread over the classes and from few objects to many; without objects only if none has any."""
+    """Return six images, spread over classes and numbers of objects; without objects only if no image has any."""
     labelled = [example for example in examples if example.objects] or examples
     ordered = sorted(labelled, key=lambda example: (example.label, len(example.objects)))
     return [ordered[i] for i in np.unique(np.linspace(0, len(ordered) - 1, _COUNT).round().astype(int))]
@@ -76,7 +76,7 @@ def is_drawn(file: Path) -> bool:
 
 
 def _polygons(segmentation: object) -> list[np.ndarray]:
-    """Return the polygons ``(N, 2)`` of polygons or run lengths."""
+    """Convert polygons ``[x, y, ...]`` or run lengths of COCO to polygons (N, 2); other values give none."""
     if isinstance(segmentation, dict):
         from pycocotools import mask as coco_masks
 

@@ -54,7 +54,7 @@ def read_classes(data: Data) -> OwnData:
 
 
 def _refuse_numbers(data: Data, labels: list[str]) -> None:
-    """Raise an error if the labels are measured numbers, or if each image has its own label."""
+    """Raise a RunError if the labels are measured numbers, or if each image has its own label."""
     classes = set(labels)
     given = f': the {len(classes)} labels ({some(sorted(classes), 3)})'
     has_fractions = any(re.fullmatch(r'-?\d*\.\d*[1-9]\d*', name) for name in classes)
@@ -65,7 +65,8 @@ def _refuse_numbers(data: Data, labels: list[str]) -> None:
 
 
 def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Photo], list[str]]:
-    """Read CSV files, else class folders, and return the format, images and notes."""
+    """Read the labels from CSV files, else from class folders; return the name of the format, images and notes.
+    ``kinds`` are the label files by format, as of :func:`~.formats.recognise_all`."""
     tables = _tables(kinds)
     chosen, notes = data.options.labels, list[str]()
     for source in kinds.get(UNKNOWN, ()):
@@ -104,8 +105,8 @@ def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Photo]
 
 
 def _named_by_folders(items: list[Photo]) -> list[Photo]:
-    """Name the numbers of lists by the class folders of some images, as of ImageNet with ``train/n01440764/`` and all
-    images of val in one folder."""
+    """Replace numbers as labels by the names of class folders, if each number is in one class folder. ImageNet has
+    lists with numbers, class folders (``train/n01440764/``), and all images of val in one folder."""
     labels: dict[Path, set[str]] = {}
     for item in items:
         labels.setdefault(item.path.parent, set()).add(item.label)
@@ -117,7 +118,7 @@ def _named_by_folders(items: list[Photo]) -> list[Photo]:
 
 
 def _tables(kinds: dict[str, list[Source]]) -> list[Table]:
-    """Return the tables of classes; one of boxes that names each image once gives it one class."""
+    """Return the CSV tables with one class for each image; a table of boxes counts if no image has two rows."""
     boxes = [source.content for source in kinds.get('CSV of boxes', ())]
     boxes = [table for table in boxes if table.label and table.has_one_row_an_image and not table.is_plain]
     classes = [source.content for source in kinds.get('CSV of classes', ())]
@@ -175,7 +176,7 @@ def _folder_items(data: Data, notes: list[str], labelled: set[Path]) -> list[Pho
     for top in given or [data.root]:
         found = _in_folders(data, top)
         if not given and any(split for split, _ in found.values()):
-            found = _of_splits(data, found, notes, labelled)
+            found = _inside_splits(data, found, notes, labelled)
         given_names = {*map(composed, data.options.classes or ())}
         found = _of_level(given_names, found)
         _refuse_nested(top, {names for _, names in found.values() if not {*names[:1]} & given_names})
@@ -189,8 +190,8 @@ def _folder_items(data: Data, notes: list[str], labelled: set[Path]) -> list[Pho
 
 
 def _of_level(classes: set[str], found: _Found) -> _Found:
-    """Let the names of images begin with a folder of the given classes, at the one depth that fits all images if there
-    is one. Other images in folders of several classes raise a RunError."""
+    """Cut the folder names of each image so that the first is one of the given ``classes``, if any is. If one depth
+    alone fits all images, it is taken. Otherwise an image in folders of two classes raises a RunError."""
     depths = {
         path: {i for i, name in enumerate(names) if composed(name) in classes} for path, (_, names) in found.items()
     }
@@ -205,11 +206,9 @@ def _of_level(classes: set[str], found: _Found) -> _Found:
 
 
 def _in_folders(data: Data, top: Path) -> _Found:
-    """Return the split of each image below ``top``, and the names of its other folders that tell images apart.
-
-    A folder names a split if it holds other folders or lies beside another split. Names of roles (``images``), and
-    folders around all others tell nothing apart.
-    """
+    """Return the split of each image below ``top``, and the names of its other folders that may be classes. A folder
+    names a split if it holds other folders or lies beside another split. Generic names (``images``) are left out, and
+    so are folders that contain all others."""
     images = [path for path in data.images if top in path.parents]
     folders = {folder for path in images for folder in path.parents if top in folder.parents}
     inner: dict[Path, set[str]] = {}  # names of the folders in a folder
@@ -232,8 +231,10 @@ def _in_folders(data: Data, top: Path) -> _Found:
     return {path: (split, names[around:]) for path, (split, names) in found.items()}
 
 
-def _of_splits(data: Data, found: _Found, notes: list[str], labelled: set[Path]) -> _Found:
-    """Return the images in folders of splits, after checking what lies beside and in them."""
+def _inside_splits(data: Data, found: _Found, notes: list[str], labelled: set[Path]) -> _Found:
+    """Return the images of ``found`` inside folders of splits; ``notes`` get a line about folders beside the splits. A
+    folder that may be a split or a class raises a RunError. So does an image in no class folder, unless it is of test
+    or a CSV file labels it (``labelled``)."""
     inside: _Found = {path: (split, names) for path, (split, names) in found.items() if split}
     splits = {split for split, _ in inside.values()}
     first = next(split for split in ('train', 'val', 'test') if split in splits)
@@ -264,7 +265,8 @@ def _of_splits(data: Data, found: _Found, notes: list[str], labelled: set[Path])
 
 
 def _refuse_nested(top: Path, names: set[tuple[str, ...]]) -> None:
-    """Raise an error if folders of classes hold several folders in place of images."""
+    """Raise a RunError if a class folder holds several folders in place of images. ``names`` are the folder names of
+    each image below ``top``."""
     inner: dict[str, set[str]] = {}
     for first, second, *_ in (each for each in names if len(each) > 1):
         inner.setdefault(first, set()).add(second)

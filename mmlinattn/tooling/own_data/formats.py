@@ -46,11 +46,17 @@ _LISTS = ('.yaml', '.yml', '.names', '.labels', '.data')
 
 
 class Format(NamedTuple):
-    """Format of label files; several rows of the tables below may share its name."""
+    """Format of label files; several rows of the tables below may share a name.
+
+    Attributes:
+        name: Name of the format, for messages.
+        matches: Test of parsed JSON (:class:`_Json`), the root of XML, a table, or a line of text.
+        use: Reader, or the remedy for a format that is not read.
+    """
 
     name: str
-    matches: Callable[[Any], object]  # of parsed JSON (_Json), the root of XML, a table, or a line
-    use: Union[type[Reader], str] = _AS_COCO  # reader, or the remedy for a format that is not read
+    matches: Callable[[Any], object]
+    use: Union[type[Reader], str] = _AS_COCO
 
 
 def _first(value: Any) -> dict:
@@ -60,7 +66,7 @@ def _first(value: Any) -> dict:
 
 
 class _Json:
-    """Parsed JSON, its keys, and its first entries."""
+    """Parsed JSON, with the attributes by which rows of the table of formats recognise it."""
 
     def __init__(self, content: Any):
         self.is_list, self.top = isinstance(content, list), content if isinstance(content, dict) else {}
@@ -208,7 +214,7 @@ def recognise_all(data: Data) -> dict[str, list[Source]]:
 
 
 def described_kind(data: Data, source: Source) -> str:
-    """Return a sentence on a label file of a format that the task does not take."""
+    """Return a sentence about a label file of a format that does not fit the task, for messages."""
     path, kind, content = source
     name, columns = data.name(path), some(content.names) if isinstance(content, Table) else ''
     if kind in (UNKNOWN, 'CSV of classes') and columns:

@@ -31,6 +31,7 @@ def image_size(path: Path) -> tuple[int, int]:
 
 
 def end_of(path: Path) -> bytes:
+    """Return the last bytes of a file."""
     with path.open('rb') as file:
         file.seek(-min(path.stat().st_size, _TAIL), 2)
         return file.read()
@@ -51,7 +52,7 @@ def check_whole(path: Path) -> None:
 
 
 def is_mask(path: Path) -> bool:
-    """Return True for an image of few values, as segmentation masks are."""
+    """Return True for an image with few different values, which is taken as a segmentation mask; False for JPEG."""
     if path.suffix.lower() in _JPEG:
         return False
     try:
@@ -64,8 +65,10 @@ def is_mask(path: Path) -> bool:
 
 
 def file_notes(paths: Iterable[Path], are_drawn_on: bool = False) -> list[str]:
-    """Return notes on image files: pages that loaders do not read, the nodata value, and EXIF rotations if labels
-    ``are_drawn_on`` them."""
+    """Return notes on image files: pages that loaders do not read, the nodata value, and EXIF rotations.
+
+    ``are_drawn_on``: labels are drawn on these images, so that EXIF rotations matter.
+    """
     found: dict[tuple[str, str], list[Path]] = {}
     for path in paths:
         has_pages = path.suffix.lower() in _SEVERAL_PAGES
@@ -87,7 +90,14 @@ def file_notes(paths: Iterable[Path], are_drawn_on: bool = False) -> list[str]:
 
 
 class ImageFormat(NamedTuple):
-    """Median width and height in pixels, and channels; mean and std (colours as BGR), or None for ImageNet's."""
+    """Format of the images of a data set, inferred from a sample.
+
+    Attributes:
+        width, height: Medians in pixels.
+        channels: Channels as read.
+        mean, std: Statistics of each channel, colours as BGR; None for those of ImageNet.
+        notes: Lines for the user.
+    """
 
     width: int
     height: int

@@ -20,11 +20,16 @@ from .reading import Entry, Object, Reader, corners, ellipse, flags_of, from_poi
 
 
 class _Shape(NamedTuple):
+    """Shape of a labelling tool. ``points`` are (N, 2) in pixels, or the pixels of a mask (H, W) bool.
+
+    Polygons of one ``group`` and name are parts of one object.
+    """
+
     name: str
-    points: np.ndarray  # (N, 2) pixels, or the pixels of a mask (H, W) bool
+    points: np.ndarray
     is_polygon: bool
     flags: frozenset
-    group: Hashable = None  # polygons of one group and name are parts of one object
+    group: Hashable = None
 
 
 class _ShapeReader(Reader):
@@ -34,7 +39,7 @@ class _ShapeReader(Reader):
     """
 
     def shapes(self, content: Any, size: tuple[int, int]) -> Iterator[_Shape]:
-        """Yield the shapes of an entry."""
+        """Yield the shapes of an entry with this ``content``; ``size`` is width and height of the image."""
         raise NotImplementedError
 
     def objects(self, content: Any, size: tuple[int, int]) -> Iterator[Object]:
@@ -49,12 +54,13 @@ class _ShapeReader(Reader):
             flags = frozenset().union(*(shape.flags for shape in several)) | ({'parts'} if len(several) > 1 else set())
             name, points = several[0].name, [shape.points for shape in several]
             if points[0].dtype == bool:
-                yield _of_mask(name, np.any(points, axis=0), flags)
+                yield _object_of_mask(name, np.any(points, axis=0), flags)
             else:
                 yield from_points(name, points, flags, several[0].is_polygon)
 
 
-def _of_mask(name: str, mask: np.ndarray, flags: frozenset) -> Object:
+def _object_of_mask(name: str, mask: np.ndarray, flags: frozenset) -> Object:
+    """Return an object with the run lengths of a mask (H, W) bool, and the box around it."""
     from pycocotools import mask as coco_masks
 
     rle = coco_masks.encode(np.asfortranarray(mask.astype(np.uint8)))
@@ -64,7 +70,7 @@ def _of_mask(name: str, mask: np.ndarray, flags: frozenset) -> Object:
 
 
 def _placed(mask: np.ndarray, left: float, top: float, size: tuple[int, int]) -> np.ndarray:
-    """Return a mask of the image ``size``, with the given part placed at ``left``, ``top`` and cut to the image."""
+    """Return a mask of the image ``size`` (width, height), with ``mask`` placed at ``left``, ``top`` and cut."""
     whole = Image.new('1', size)
     whole.paste(Image.fromarray(mask), (int(left), int(top)))
     return np.array(whole)
@@ -174,7 +180,7 @@ class LabelStudio(_ShapeReader):
             self.notes.append(f'{several} tasks have several annotations: the first is read')
 
     def _address(self, data: dict) -> str:
-        """Return the image address of a task: the first string that ends like an image file, or else the first."""
+        """Return path or URL of a task's image: its first string with the ending of an image, else its first string."""
         texts = [value for value in data.values() if isinstance(value, str)]
         names = [text for text in texts if text.lower().partition('?d=')[0].partition('?')[0].endswith(SUFFIXES)]
         names += [text for text in texts if text.lower().endswith(SUFFIXES)]
@@ -218,6 +224,7 @@ class LabelStudio(_ShapeReader):
 
 
 def _names_of(result: dict) -> list:
+    """Return the class names of a result of Label Studio: the value of a key such as ``rectanglelabels``."""
     value = result.get('value')
     values = value.items() if isinstance(value, dict) else ()
     return next((names for key, names in values if key.endswith('labels') and names), [])

@@ -85,7 +85,7 @@ def make_config(args: ConfigArgs) -> tuple[list[str], SmokeResult]:
 
 
 def _base(args: ConfigArgs, data: OwnData) -> str:
-    """Return the name of the config of this project to inherit."""
+    """Return the name of the config of this project that the new config inherits."""
     order = ['retinanet_1x', 'maskrcnn_1x', 'cascade_3x', 'fpn_80k', 'upernet_160k', 'in1k']
     order = order[1:] + order[:1] if data.masks else order
     scope = TASKS[args.task]
@@ -99,7 +99,8 @@ def _base(args: ConfigArgs, data: OwnData) -> str:
 
 
 def _durations(args: ConfigArgs, values: dict, data: OwnData, trial: Optional[SmokeResult]) -> list[str]:
-    """Return a line with the measured time of a step and an estimate for the whole training."""
+    """Return a line with the measured time of a step (``trial``) and an estimate for the whole training. ``values`` are
+    the settings of the new config."""
     if trial is None:
         return []
     height, width = trial.size

@@ -28,14 +28,23 @@ _Reading = tuple[list[str], dict[int, int], str]  # class names in the order of 
 
 
 class ValueCounts(NamedTuple):
-    """Values of masks: numbers, or colours as ``_IS_COLOUR`` + 0xRRGGBB."""
+    """Values of all masks: numbers, or colours as ``_IS_COLOUR`` + 0xRRGGBB.
 
-    values: list[set[int]]  # of each mask
-    pixels: Counter  # number of pixels by value
-    flat: Counter  # number of those with equal neighbours at the right and below
+    Attributes:
+        values: Set of values of each mask.
+        pixels: Number of pixels by value.
+        flat: Number of pixels with equal neighbours at the right and below, by value.
+        coloured: The values are colours.
+        is_plain: MMSegmentation reads the same values.
+        is_indexed: All masks have a palette and the values are its indices.
+    """
+
+    values: list[set[int]]
+    pixels: Counter
+    flat: Counter
     coloured: bool
-    is_plain: bool  # MMSegmentation reads the same values
-    is_indexed: bool  # all have a palette: the values are the indices of classes
+    is_plain: bool
+    is_indexed: bool
 
 
 def _colour(red: int, green: int, blue: int) -> int:
@@ -43,15 +52,17 @@ def _colour(red: int, green: int, blue: int) -> int:
 
 
 def format_value(value: int) -> str:
+    """Format a value of :class:`ValueCounts` for messages: a number, or a colour as ``(red, green, blue)``."""
     colour = value - _IS_COLOUR
     return str(value) if colour < 0 else f'({colour >> 16}, {colour >> 8 & 255}, {colour & 255})'
 
 
 def read_mask(path: Path, coloured: bool = False) -> tuple[np.ndarray, bool]:
-    """Return the values of a mask ``(H, W)``, and True if MMSegmentation reads the same values.
+    """Return the values of a mask, and True if MMSegmentation reads the same values.
 
-    With ``coloured``, grey levels and numbers with a palette are read as colours too. Other values than integers from
-    0 to 65535 raise an error.
+    The values (H, W) are numbers in uint16, or colours as ``_IS_COLOUR`` + 0xRRGGBB in int32. With ``coloured``, grey
+    levels and numbers with a palette are read as colours too. Values other than integers from 0 to 65535 raise a
+    RunError.
     """
     with Image.open(path) as image:
         pixels, mode = np.asarray(image.convert('RGB') if coloured else image), image.mode
@@ -103,7 +114,7 @@ def scan(masks: list[Path]) -> ValueCounts:
 
 
 def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
-    """Return the labels ``(H, W)`` of a mask by a table from values to labels; other values are ignored."""
+    """Return the labels (H, W) uint8 of a mask by a ``table`` from values to labels; :data:`IGNORED` for others."""
     read, _ = read_mask(path, coloured)
     labels = np.full(read.shape, IGNORED, np.uint8)
     for value, label in table.items():
@@ -112,15 +123,19 @@ def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
 
 
 class _Masks(NamedTuple):
-    """Masks of a data set, and the class names that go with them."""
+    """First image and mask of a data set, the values of all masks (``values`` ascending), and class names.
 
-    image: Path  # the first
+    The names are ``listed`` by value or colour in a file, ``named`` in the order of the values, or ``given`` by
+    ``--classes``.
+    """
+
+    image: Path
     mask: Path
     seen: ValueCounts
-    values: list[int]  # ascending
-    listed: dict[int, str]  # class names by value or colour
-    named: Optional[list[str]]  # class names in the order of the values
-    given: Optional[list[str]]  # those of --classes
+    values: list[int]
+    listed: dict[int, str]
+    named: Optional[list[str]]
+    given: Optional[list[str]]
 
 
 def interpret(
@@ -172,8 +187,7 @@ def interpret(
 
 
 def _are_objects(values: list[set[int]]) -> bool:
-    """Return True for values up to n without a gap in half of the masks, with many different n, as instance masks have
-    them."""
+    """Return True for masks of instances: half of them have the values 1 to n without a gap, for three or more n."""
     whole = [max(each) for each in values if each - {0} == {*range(1, max(each) + 1)}]
     return len({*whole}) >= 3 and max(whole) >= 4 and 2 * len(whole) >= len(values)
 
@@ -256,7 +270,8 @@ def read_values(data: Data) -> dict[int, str]:
 def read_indices(values: list[int], names: Optional[list[str]], is_indexed: bool = False) -> _Reading:
     """Interpret ascending numbers as labels, as ranks of the classes, or as background and foreground.
 
-    Without names, gaps need ``is_indexed``. Numbers that do not fit the ``names`` raise a RunError.
+    Without ``names``, many missing numbers raise a RunError, unless the masks have a palette (``is_indexed``). Numbers
+    that do not fit the ``names`` raise one, too.
     """
     labels, same = [value for value in values if value != IGNORED], dict(zip(values, values))
     listed = some(map(str, values))
@@ -282,7 +297,9 @@ def read_indices(values: list[int], names: Optional[list[str]], is_indexed: bool
 
 
 def _of_colours(masks: _Masks) -> Optional[_Reading]:
-    """Read colours: those of a list, of Cityscapes or VOC, or in the order of ``--classes``; black and another."""
+    """Interpret colours by a list, by the palettes of Cityscapes or VOC, or in the order of ``--classes``. Two colours,
+    one of them black, are background and foreground. More than a few pixels of other colours raise a RunError. The
+    result is None for numbers."""
     if not masks.seen.coloured:
         return None
     note, colours, pixels, given = '', masks.values, masks.seen.pixels, masks.given
@@ -311,7 +328,8 @@ def _of_colours(masks: _Masks) -> Optional[_Reading]:
 
 
 def _palette(colours: list[int]) -> tuple[dict[int, str], str]:
-    """Return class names by colour of Cityscapes or VOC, if it has all colours, and a note; else nothing."""
+    """Return the class names by colour in the palette of Cityscapes or VOC, if it has all ``colours``, and a note. The
+    result is ({}, '') for other colours."""
     from mmseg.utils import get_classes, get_palette
 
     for dataset, void in (('cityscapes', 0), ('voc', 0xE0E0C0)):

@@ -28,7 +28,10 @@ _OTHERS = re.compile(r'instance|object|panoptic|_parts|polygon|_color|_colour|co
 
 
 class _Place(NamedTuple):
-    """Folders of an image and its mask, their path below these without ending, and the two endings."""
+    """Folders of an image and its mask, the common path ``stem`` below both, and the two endings of the names.
+
+    ``images/a/1_img.jpg`` and ``masks/a/1.png`` have the stem ``a/1`` and the suffixes ``_img.jpg`` and ``.png``.
+    """
 
     images: Path
     masks: Path
@@ -94,10 +97,8 @@ def read_masks(data: Data, remapped: Path) -> OwnData:
 
 
 def _is_mixed(data: Data, split: str, chosen: list[Photo], places: list[_Place]) -> bool:
-    """Return True if the images or masks of a split have several folders or endings, of which MMSegmentation takes one.
-
-    Their masks are copied to one folder, if ``--labels`` is given. Without the option, a RunError is raised.
-    """
+    """Return True if the images or masks of a split have several folders or endings, as MMSegmentation takes one. Then
+    their masks are copied to one folder, if ``--labels`` is given. Without the option, a RunError is raised."""
     kinds = [place._replace(stem='') for place in places]
     other = next((item for item, kind in zip(chosen, kinds) if kind != kinds[0]), None)
     if other and not data.options.labels:
@@ -134,7 +135,7 @@ def _all_pairs(data: Data) -> list[Photo]:
 
 
 def _paired(data: Data, images: _Keys, masks: _Keys) -> dict[Path, list[Photo]]:
-    """Return the masks with the key and the name of each image."""
+    """Return the pairs of each image, by image: its masks have the same key and a name that begins with its name."""
     named: dict[tuple, list[Path]] = {}
     for path, key in images.items():
         for stem in stems_of_image(path):
@@ -169,10 +170,10 @@ def _paired_by_difference(images: _Keys, masks: _Keys) -> dict[Path, list[Photo]
 
 
 def _folder_keys(data: Data) -> tuple[_Keys, _Keys]:
-    """Return the images and the masks, each with the parts of its folder that are equal for a pair.
+    """Return the images and the masks, each with its key: the parts of its folder that are equal for a pair.
 
-    ``--images`` and ``--labels`` tell images from masks, or names of folders and files do. If both options name one
-    folder, the masks are in its folders of images of few values.
+    ``--images`` and ``--labels`` separate images and masks; else names of folders and files do. If both options name
+    one folder, the masks are in the folders of it whose images have few values.
     """
     top, labels = data.options.images, data.options.labels
     if top and top == labels:
@@ -186,12 +187,12 @@ def _folder_keys(data: Data) -> tuple[_Keys, _Keys]:
         images = {path: path.relative_to(top).parent.parts for path in data.images if top in path.parents}
         return {path: key for path, key in images.items() if path not in masks}, masks
     data.need_images()
-    images, masks = data.pictures.divided(data.images)
+    images, masks = data.pictures.separate_masks(data.images)
     return images, {path: key for path, key in masks.items() if labels is None or labels in path.parents}
 
 
 def _with_words_of(masks: _Keys, images: _Keys) -> _Keys:
-    """Return the keys of images without the words that no folder of masks has."""
+    """Return the keys of ``images`` without the words that no key of ``masks`` has."""
     known = {word for key in masks.values() for part in key for word in part.split()}
     parts = {
         path: [' '.join(word for word in part.split() if word in known) for part in key] for path, key in images.items()
@@ -200,7 +201,8 @@ def _with_words_of(masks: _Keys, images: _Keys) -> _Keys:
 
 
 def _of_classes(data: Data, several: list[Photo]) -> Photo:
-    """Return the pair of an image whose mask is one of classes rather than of objects, parts or previews."""
+    """Return the pair with a mask of classes, among ``several`` pairs of one image with masks of objects or parts too.
+    A second mask of classes, or a mask in JPEG or WebP, raises a RunError."""
     left = [pair for pair in several if pair.file.suffix.lower() in MASK_SUFFIXES] or several
     left = [pair for pair in left if not _OTHERS.search(data.name(pair.file))] or left
     kinds = ([pair for pair in left if kind in pair.file.name] for kind in _KINDS)
@@ -235,10 +237,12 @@ def _refuse_others(data: Data, pairs: list[Photo], masks: Iterable[Path]) -> Non
 
 
 def _has_masks(data: Data, folder: Path) -> bool:
+    """Return True if the first three images of a folder are segmentation masks, by their values."""
     return all(map(is_mask, [path for path in data.images if path.parent == folder][:3]))
 
 
 def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunError:
+    """Return the error for data without a pair: it names a mask and an image, or files that seem to be masks."""
     stems = {path.stem.casefold(): path for path in images}
     for mask in masks:
         image = stems.get(mask.stem.casefold())

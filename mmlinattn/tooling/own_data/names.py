@@ -30,10 +30,8 @@ def plain(name: str) -> str:
 
 
 def _words(name: str) -> list[str]:
-    """Return the words of a name in small letters: ``'TrainData_v2'`` has train, data, v2, ``'val2017'`` val, 2017.
-
-    A word with a number is one word (``v2``, ``oidv6``), unless it names a split or a kind of content (``images2``).
-    """
+    """Return the words of a name in small letters: ``'TrainData_v2'`` has train, data, v2, ``'val2017'`` val, 2017. A
+    word with a number is one word (``v2``, ``oidv6``), unless it names a split or a kind of content (``images2``)."""
     name = re.sub('leftImg8bit|imgsFine', 'images', name).replace('gtFine', 'gt')  # of Cityscapes
     spaced = re.sub(r'(?<=[a-z0-9])(?=[A-Z])', ' ', name).lower()
     words: list[str] = []
@@ -72,6 +70,7 @@ def _template(name: str) -> tuple[str, Optional[str]]:
 
 
 def _splits_by_template(names: Iterable[str]) -> dict[str, set]:
+    """Return the splits that names give, by the template of :func:`_template`: ``{'seg_*': {'train', 'test'}}``."""
     found: dict[str, set] = {}
     for template, split in map(_template, names):
         if split:
@@ -132,7 +131,7 @@ def composed(name: str) -> str:
 
 
 def some(names: Iterable[str], count: int = 12) -> str:
-    """Return the first names, and the number of the others."""
+    """Return a text with the first ``count`` names, and the number of the others."""
     listed = list(names)
     rest = f' and {len(listed) - count} more' if len(listed) > count else ''
     return ', '.join(listed[:count]) + rest

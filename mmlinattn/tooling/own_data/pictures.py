@@ -29,10 +29,10 @@ def _key(name: str) -> str:
 
 
 class Pictures:
-    """Images by the names and paths in label files.
+    """Index of the images of a data set, to find an image by its name or path in a label file.
 
-    An image belongs to a label by its path: by all folders that the label names, else by most of them, else by its
-    base name if that is the only one and no folder contradicts.
+    The best image has all folders of that path, else most of them. An image with the base name alone is found if it is
+    the only one, and no folder contradicts.
     """
 
     def __init__(self, root: Path, images: Sequence[Path], splits: Splits):
@@ -45,7 +45,7 @@ class Pictures:
         self._keys = {shared_key(folder) for folder in folders}
 
     def named(self, name: str) -> list[Path]:
-        """Return the images with the base name of a name, path or URL, perhaps after Label Studio's prefix."""
+        """Return the images with the base name of a name, path or URL; a prefix of Label Studio is removed."""
         base = _parts(name)[-1]
         plain = unquote(base)
         names = [base, plain, plain.partition('?')[0], _parts(unquote(name).partition('?d=')[2])[-1]]
@@ -54,12 +54,13 @@ class Pictures:
         return [path for path in found if base in (path.name, path.stem)] or found
 
     def find(self, file: Path, names: Iterable[str]) -> list[Path]:
-        """Return an image for each name, path or URL in a label file; none, or several, raise an error."""
+        """Return the image of each name, path or URL in a label ``file``; no image, or several, raise a RunError."""
         names = list(map(str, names))
         folders = {part for name in names for part in _parts(name)[:-1]}
         return [self._find(file, name, folders) for name in names]
 
     def _find(self, file: Path, name: str, named: set[str]) -> Path:
+        """Return the image of a ``name`` in a label file; ``named`` are all folders that the file names."""
         folders, split = _parts(name)[:-1], self.splits.of(self.rel(file), is_file=True)
         is_exact, tail = self._is_exact(file, name), _tail(folders)
         picture = self._best(
@@ -82,12 +83,12 @@ class Pictures:
         return picture
 
     def of_label(self, file: Path, name: str, keys: set) -> Path:
-        """Return the image of a file with the labels of one image.
+        """Return the image of a label file for one image.
 
         Args:
             file: The label file.
-            name: Name or path of the image in the file; the name of the file stands for a missing or unknown one.
-            keys: :func:`~.names.shared_key` of the folders of all such files.
+            name: Name or path of the image in the file; the name of the file replaces a missing or unknown one.
+            keys: :func:`~.names.shared_key` of the folders of all label files of the format.
         """
         named, own = self.named(name) if name else [], self.named(file.stem)
         if named and own and not set(named) & set(own):
@@ -120,7 +121,8 @@ class Pictures:
         return picture
 
     def _best(self, file: Path, name: str, found: list[Path], *ranks: Callable[[Path], Any]) -> Path:
-        """Return the image that leads by the first rank, among equals by the next; then the nearest that is no mask."""
+        """Return the image of ``found`` with the highest first rank, among equals with the highest next rank. The last
+        ranks are the nearness to the label file, and being no mask. No or several images raise a RunError."""
         if not found:
             raise RunError(
                 f'{file} names the image {name!r}, which is in no folder below {self.root}. Correct the name, or give '
@@ -134,7 +136,7 @@ class Pictures:
         return found[0]
 
     def nearest(self, file: Path, images: list[Path]) -> list[Path]:
-        """Return the images that share most upper folders with a file."""
+        """Return those of ``images`` that share most upper folders with a file."""
         return _leading(images, self._nearness(file))
 
     def _nearness(self, file: Path) -> Callable[[Path], int]:
@@ -142,12 +144,15 @@ class Pictures:
         return lambda path: len(os.path.commonprefix([of_file, self.rel(path).parts[:-1]]))
 
     def _is_exact(self, file: Path, name: str) -> Callable[[Path], bool]:
-        """Return a rank of images: just this path, from DATA or from the folder of the label file."""
+        """Return a function of an image: True if ``name`` is its path from DATA or from the folder of ``file``."""
         paths = [Path(os.path.normpath(top / name.replace('\\', '/'))) for top in (self.root, file.parent)]
         return lambda path: path in paths
 
-    def divided(self, images: Iterable[Path]) -> tuple[dict[Path, tuple], dict[Path, tuple]]:
-        """Return the images, and the masks by their folders or endings, with the parts of their folders that agree."""
+    def separate_masks(self, images: Iterable[Path]) -> tuple[dict[Path, tuple], dict[Path, tuple]]:
+        """Separate images and segmentation masks by the names of their folders and files.
+
+        Each path has its key (:func:`~.names.shared_key`), which is equal for an image and its mask.
+        """
         found: tuple[dict[Path, tuple], dict[Path, tuple]] = {}, {}
         images = list(images)
         masks = self._masks_by_name(images)
@@ -158,7 +163,8 @@ class Pictures:
         return found
 
     def _masks_by_name(self, images: list[Path]) -> set[Path]:
-        """Return the files in folders of masks, or without such folders those that are masks by their ending."""
+        """Return the masks: all files in folders with a name for masks, without such folders the files with such an
+        ending, else PNG files beside JPEG files of the same name."""
         folders = {folder for path in images for folder in self.rel(path).parents}
         beside = {folder: _BESIDE.match(folder.name) for folder in folders}
         of_masks = {folder for folder, match in beside.items() if match and folder.with_name(match[1]) in folders}
@@ -174,8 +180,8 @@ class Pictures:
         return ended or {path for path in files if path.suffix.lower() == '.png' and path.with_suffix('') in jpegs}
 
     def masks_among(self, images: Iterable[Path]) -> set[Path]:
-        """Return the images of few values that are masks of others by their paths."""
-        others, masks = self.divided(images)
+        """Return the ``images`` that are masks of others by their paths and their few values."""
+        others, masks = self.separate_masks(images)
         stems = {(key, stem) for path, key in others.items() for stem in stems_of_image(path)}
         owned = (path for path, key in masks.items() if any((key, stem) in stems for stem in beginnings(path.stem)))
         return {path for path in owned if is_mask(path)}
@@ -188,16 +194,15 @@ class Pictures:
 
 
 def _leading(paths: list[Path], rank: Callable[[Path], Any]) -> list[Path]:
+    """Return the paths with the highest ``rank``."""
     ranks = {path: rank(path) for path in paths}
     return [path for path in paths if ranks[path] == max(ranks.values())]
 
 
 def _tail(folders: list[str]) -> Callable[[Path], int]:
     """Return a function that counts the parent folders that a path shares with ``folders``, innermost first.
-
     ``folders`` are those of an image name in a label file. For ``['a', 'b']``, ``x/a/b/1.jpg`` counts 2, ``x/b/1.jpg``
-    1 and ``a/x/1.jpg`` 0.
-    """
+    1 and ``a/x/1.jpg`` 0."""
     named = [*map(_key, reversed(folders))]
     return lambda path: len(os.path.commonprefix([[*map(_key, path.parts[-2::-1])], named]))
 
@@ -213,4 +218,5 @@ def beginnings(stem: str) -> list[str]:
 
 
 def stems_of_image(path: Path) -> set[str]:
+    """Return the name of an image without suffix, also without an ending such as ``_leftImg8bit``."""
     return {path.stem, *map(path.stem.removesuffix, _OF_IMAGES)}

@@ -27,14 +27,23 @@ _REGIONS = ('ignore', 'ignored', '__ignore__', 'dontcare', "don't care", 'ignore
 
 
 class Object(NamedTuple):
-    """Annotated object in an image."""
+    """Annotated object in an image.
 
-    name: Optional[str]  # class; None for a region that is ignored for every class
-    box: tuple  # left, top, right, bottom in pixels; if is_raw, the four numbers of the file
-    segmentation: Any = None  # polygons [[x, y, ...], ...] in pixels, or run lengths
-    flags: frozenset = frozenset()  # of the annotation, e.g. 'crowd', 'rotated'
-    area: float = 0.0  # square pixels; 0 if the format has none
-    is_raw: bool = False  # the box is not converted yet: Reader.boxes and Reader.units have its meaning
+    Attributes:
+        name: Class; None for a region that is ignored for every class.
+        box: Left, top, right, bottom in pixels; with ``is_raw`` the four numbers of the file.
+        segmentation: Polygons [[x, y, ...], ...] in pixels, or run lengths as in COCO.
+        flags: Flags of the annotation, e.g. ``'crowd'``, ``'rotated'``.
+        area: Square pixels; 0 if the format has none.
+        is_raw: The box is not converted yet: :class:`Reader` has the meaning of its numbers.
+    """
+
+    name: Optional[str]
+    box: tuple
+    segmentation: Any = None
+    flags: frozenset = frozenset()
+    area: float = 0.0
+    is_raw: bool = False
 
     @property
     def is_ignored(self) -> bool:
@@ -107,7 +116,7 @@ def from_points(name: str, parts: list, flags: Iterable[str] = (), is_polygon: b
 
 
 def bounds(parts: Sequence) -> tuple[float, float, float, float]:
-    """Return left, top, right and bottom of polygons of any shape, each ``N`` pairs of numbers."""
+    """Return left, top, right and bottom of polygons, each an array or nested list of x, y pairs in any shape."""
     points = np.concatenate([np.reshape(np.asarray(part, float), (-1, 2)) for part in parts])
     return (*points.min(0).tolist(), *points.max(0).tolist())
 
@@ -139,17 +148,25 @@ def is_rectangle(polygon: list[float]) -> bool:
 
 
 class Entry(NamedTuple):
-    """Image in a label file, as the file has it."""
+    """Image in a label file, as the file has it.
 
-    name: str  # name, path or URL; '' for that of the label file
-    content: Any  # for Reader.objects
-    size: tuple = (None, None)  # width, height
-    split: str = ''  # name of the split, or of folders that may name it
+    Attributes:
+        name: Name, path or URL of the image; '' for the name of the label file.
+        content: Annotations, the argument of :meth:`Reader.objects`.
+        size: Width and height in pixels; None if the file does not say.
+        split: Name of the split, or of folders that may name it.
+        group: Images of one group belong to one split.
+    """
+
+    name: str
+    content: Any
+    size: tuple = (None, None)
+    split: str = ''
     group: Optional[str] = None
 
 
 class Reader:
-    """Reader of a format. A subclass has the images of a file (:meth:`entries`) and their objects (:meth:`objects`)."""
+    """Base class of readers of label files. A subclass yields the images of a file and the objects of an image."""
 
     boxes: Optional[str] = None  # meaning of raw boxes: 'corners', 'sides' or 'centre'; None: the file does not say
     units: Optional[str] = None  # of raw boxes: 'pixels' or 'shares'; None: the file does not say
@@ -171,11 +188,14 @@ class Reader:
         raise NotImplementedError
 
     def objects(self, content: Any, size: tuple[int, int]) -> Iterable[Object]:
-        """Yield the objects of an entry; ``size`` is that of the image."""
+        """Yield the objects of an entry with this ``content``; ``size`` is width and height of the image in pixels."""
         raise NotImplementedError
 
     def listed(self, found: set[str]) -> Optional[list[str]]:
-        """Return class names of ``--classes`` or a list file, else of the label files and others ``found``, or None."""
+        """Return the class names of ``--classes`` or a list file, else ``classes`` of the label files, or None.
+
+        Names ``found`` at objects follow the ``classes`` of the label files.
+        """
         listed, given = self.data.names(*self.lists), {*self.classes}  # perhaps one name in two forms of Unicode
         own = [composed(name) for name in self.classes if name == composed(name) or composed(name) not in given]
         return [*own, *sort_names(found - {*own})] if listed is None and own else listed
@@ -234,7 +254,7 @@ class Reader:
 
 @contextmanager
 def _guarded(place: str) -> Iterator[None]:
-    """Raise the errors of damaged content as RunError that names the place."""
+    """Convert errors by damaged content in this context to a RunError that names the ``place``."""
     try:
         yield
     except ValueError as error:
@@ -244,16 +264,17 @@ def _guarded(place: str) -> Iterator[None]:
 
 
 def counted(counts: Counter) -> str:
+    """Return the sorted keys with their counts as text: ``a (2), b (1)``."""
     return ', '.join(f'{key} ({count})' for key, count in sorted(counts.items()))
 
 
 def _is_region(name: str) -> bool:
-    """Return True for a class that means a region to ignore."""
+    """Return True for the name of a class of ignored regions, such as KITTI's ``DontCare``."""
     return name.lower() in _REGIONS
 
 
 def _named(item: Object, names: dict[str, str]) -> Object:
-    """Return an object with the name of its class, or a region that is ignored for every class."""
+    """Return an object with its class from ``names`` by label, or without a class if it is a region to ignore."""
     name = names.get(str(item.name), str(item.name))
     return item._replace(name=None, flags=item.flags | {'ignore'}) if _is_region(name) else item._replace(name=name)
 
@@ -268,8 +289,8 @@ def name_table(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the class names in the order of the labels, and the name of each label in ``found``.
 
-    If a label is missing from ``listed``, all have to be numbers of its names, from 0 or from 1. Without ``listed``,
-    the names of ``numbered`` are taken, by number. Other labels raise a RunError.
+    Labels are names in the list ``listed``, or all of them are numbers of its names from 0 or from 1. Without
+    ``listed``, the names of ``numbered`` are taken by number. Other labels raise a RunError.
     """
     if not listed and numbered and (found <= numbered.keys() or found <= {*numbered.values()}):
         return [*numbered.values()], {name: numbered.get(name, name) for name in found}

@@ -26,9 +26,7 @@ class Reference(str):
 
 def _portable(args: ConfigArgs, path: Any) -> str:
     """Return a path relative to the config's folder if it is in or beside that folder, and an absolute path otherwise.
-
-    MMEngine replaces ``{{ fileDirname }}`` by the folder of the config.
-    """
+    MMEngine replaces ``{{ fileDirname }}`` by the folder of the config."""
     path, here = Path(path), args.out.parent
     is_near = here in [path, *path.parents] or here.parent in path.parents and here.parent != Path(here.anchor)
     is_near = is_near and "'" not in str(here)  # would end the text in the config
@@ -40,10 +38,9 @@ def annotation_file(args: ConfigArgs, split: str) -> Path:
 
 
 def _fitted(node: Any, data: OwnData) -> Any:
-    """Return a model config for the classes of the data: all heads, BN for synchronised batch norms, ignored regions.
-
-    Anchors in ignored regions are background in MMDetection's recipes, which leave ``ignore_iof_thr`` off.
-    """
+    """Return a part of a model config with the number of classes, BN in place of synchronised batch norms, and a
+    threshold for ignored regions. Anchors in ignored regions are background in MMDetection's recipes, which leave
+    ``ignore_iof_thr`` off."""
     if isinstance(node, (list, tuple)):
         return type(node)(_fitted(item, data) for item in node)
     if not isinstance(node, dict):
@@ -124,7 +121,8 @@ def config_values(
 def _weights(
     args: ConfigArgs, pixels: ImageFormat, model: dict, stem: str, notes: list[str]
 ) -> tuple[Optional[str], bool]:
-    """Set the weights of the backbone, or return those of the whole model; also True for a start from scratch."""
+    """Set ``init_cfg`` of the backbone in ``model``, or return the checkpoint of the whole model for ``load_from``.
+    Also return True for a start from scratch. ``stem`` is the name of the inherited config."""
     weights = find_backbone(args.backbone, TASKS[args.task]).checkpoint
     is_scratch = args.scratch or pixels.mean is not None or weights is None
     if is_scratch:
@@ -146,7 +144,7 @@ def _weights(
 
 
 def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
-    """Raise a detector's limit of boxes per image to 1.5 times the objects of the densest image, and return it."""
+    """Increase a detector's limit of boxes per image to 1.5 times the objects of the densest image, and return it."""
     test = model.get('test_cfg') or {}
     limits = test.get('rcnn', test)
     most = limits.get('max_per_img', 0)
@@ -162,20 +160,24 @@ def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
 
 
 class _Task(NamedTuple):
-    """Settings that differ by task."""
+    """Settings that differ by task: images per step, pipelines, data preprocessor, data sets and evaluator.
 
-    batch: int  # images per step
-    train: Any  # pipelines
+    ``dataset`` has the settings of all splits, ``of_train`` and ``of_val`` those of one. ``evaluator`` is {} for the
+    inherited evaluator.
+    """
+
+    batch: int
+    train: Any
     test: Any
     preprocessor: dict[str, Any]
-    dataset: dict[str, Any]  # of all splits
+    dataset: dict[str, Any]
     of_train: dict[str, Any]
     of_val: dict[str, Any]
-    evaluator: dict[str, Any]  # {} for the inherited one
+    evaluator: dict[str, Any]
 
 
 def _settings_of_task(args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config, most: int) -> _Task:
-    """Return pipelines, data set, preprocessor and evaluator; ``most`` boxes of an image are evaluated."""
+    """Return the settings that differ by task; ``most`` boxes of an image are evaluated, ``cfg`` is inherited."""
     long, short = max(pixels.width, pixels.height), min(pixels.width, pixels.height)
     loading: dict[str, Any] = dict(type='LoadImageFromFile')
     preprocessor: dict[str, Any] = {}

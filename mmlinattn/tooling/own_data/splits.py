@@ -36,7 +36,7 @@ def divide(
         data: The data set.
         items: Labelled images. ``split`` is that of a column or the name of the label file, or None.
         classes: Class names in the order of the labels.
-        by_folder: Take the split of other images from the names of their folders.
+        by_folder: Names of folders give the split of images without one.
 
     Returns:
         tuple: Images by split, and notes for the user, first the source of the splits.
@@ -47,7 +47,7 @@ def divide(
     """
     for item in items:
         check_whole(item.path)
-    found, source = _splits_of(data, items, by_folder)
+    found, source = _find_splits(data, items, by_folder)
     splits: dict[str, list[Photo]] = {}
     for item, split in zip(items, found):
         splits.setdefault(split or 'none', []).append(item)
@@ -83,14 +83,16 @@ def _notes_on_unused(data: Data, items: list[Photo]) -> list[str]:
     labelled, notes = {path for item in items for path in (item.path, item.file)}, list[str]()
     left = [path for path in data.images if path not in labelled]
     if data.options.task == 'segmentation':
-        masks = data.pictures.divided(data.images)[1].keys() & {*left}
+        masks = data.pictures.separate_masks(data.images)[1].keys() & {*left}
         left = [path for path in left if path not in masks]
         notes += [f'{len(masks)} masks are not used: {data.folders_of(sorted(masks))}'] if masks else []
     return notes + ([f'{len(left)} images without labels are left out: {data.folders_of(left)}'] if left else [])
 
 
-def _splits_of(data: Data, items: list[Photo], by_folder: bool) -> tuple[list[Optional[str]], str]:
-    """Return the split of each image, or None, and their source: the first of the sources that has any."""
+def _find_splits(data: Data, items: list[Photo], by_folder: bool) -> tuple[list[Optional[str]], str]:
+    """Return the split of each image, or None, and the name of the source for messages. The first source with a split
+    decides: ``--train`` and ``--val``, columns and names of label files, lists of images (:data:`_SOURCES`), names of
+    folders. Names of folders count only if ``by_folder``."""
     given = [(split, path) for split, path in (('train', data.options.train), ('val', data.options.val)) if path]
     if given:
         listed, files = _resolve(data, items, given)
@@ -120,14 +122,15 @@ def _splits_of(data: Data, items: list[Photo], by_folder: bool) -> tuple[list[Op
 
 
 def _filled(items: list[Photo], listed: dict[Path, str], folders: list[Optional[str]]) -> list[Optional[str]]:
-    """Return the split of each image by the lists, else by its folder, else train; None if a list has that split."""
+    """Return the split of each image by ``listed``, else by its folder, else train. An image in no list gets None if
+    the split of its folder has a list."""
     known = {*listed.values()}
     rest = [folder or 'train' for folder in folders]
     return [listed.get(item.path, None if own in known else own) for item, own in zip(items, rest)]
 
 
 def _resolve(data: Data, items: list[Photo], sources: Iterable[tuple[str, Path]]) -> _Listed:
-    """Read splits from folders, label files and lists of images."""
+    """Read the splits of images from ``sources``: pairs of a split and its folder, label file or list of images."""
     listed, files, labelled = dict[Path, str](), list[Path](), {item.path for item in items}
     for split, source in sources:
         images = [item.path for item in items if source in (item.file, *item.path.parents, *item.file.parents)]
@@ -157,8 +160,8 @@ def _of_list(data: Data, path: Path, labelled: set[Path], split: str) -> tuple[l
     A line is a path or a file name of an image or its label file, with or without suffix, and may have more words.
 
     Raises:
-        RunError: Half of the lines of a list of images, or more, name no image, or no line names a labelled one. Lists
-            of ``--train`` and ``--val`` are accepted, and all images of test may be missing, or all of its labels.
+        RunError: Half of the lines of a list of images, or more, name no image, or no line names a labelled image.
+            Lists of ``--train`` and ``--val`` are accepted. A list of test may have no image, or no labels.
     """
     lines, found, lost = read_lines(path), list[Path](), list[str]()
     for line in lines:
@@ -185,10 +188,8 @@ def _of_list(data: Data, path: Path, labelled: set[Path], split: str) -> tuple[l
 
 
 def _is_file_name(line: str, labelled: Iterable[Path]) -> bool:
-    """Return True for the name of an image that is not there: by its ending, or a stem like those of other images.
-
-    A number may follow, as in VOC's lists of one class. Prose, class names and boxes of YOLO are no such names.
-    """
+    """Return True if a line of text looks like the name of an image file: by its ending, or a stem like other images'.
+    A number may follow, as in VOC's lists of one class. Prose, class names and boxes of YOLO are no such names."""
     first, *more = line.split()
     if line.lower().endswith(_ENDINGS) or first.lower().endswith(_ENDINGS):
         return True
@@ -236,7 +237,7 @@ def _of_numbers(data: Data, items: list[Photo]) -> Optional[_Listed]:
 
 
 def _of_tables(data: Data, items: list[Photo]) -> Optional[_Listed]:
-    """Read a table that has images, their splits and nothing else."""
+    """Read the splits from a CSV table that has images, their splits and nothing else."""
     for path in [path for path in data.files if path.suffix.lower() in ('.csv', '.tsv') and path not in data.used]:
         table = None
         with suppress(RunError):
@@ -250,10 +251,8 @@ def _of_tables(data: Data, items: list[Photo]) -> Optional[_Listed]:
 
 
 def _of_texts(data: Data, items: list[Photo]) -> Optional[_Listed]:
-    """Read text files that have the name of a split.
-
-    VOC's lists for the task are preferred to others. ``trainval`` takes the place of a missing ``train``.
-    """
+    """Read the splits from text files that have the name of a split. VOC's lists for the task are preferred to others.
+    ``trainval`` takes the place of a missing ``train``."""
     by_folder: dict[Path, dict[str, list[Path]]] = {}
     texts = [path for path in data.files if path.suffix.lower() == '.txt']
     named = {path: split_in(path.stem) for path in texts}
@@ -306,10 +305,9 @@ def _folders_of(items: Sequence[Photo]) -> list[Optional[str]]:
 
 
 def _draw(items: Sequence[Photo], groups: Sequence[Optional[str]]) -> set[int]:
-    """Draw about a fifth of the images of each class, rare classes first; at least one image of each class is left.
-
-    Images of a group (a patient, a photograph before its augmentation, copies) stay together.
-    """
+    """Return the indices of about a fifth of the images of each class, drawn at random, rare classes first. At least
+    one image of each class is left. Images of a group (a patient, a photograph before its augmentation, copies) stay
+    together; None is a group of one image."""
     units: dict[object, list[int]] = {}
     for i, group in enumerate(groups):
         units.setdefault(group or i, []).append(i)
@@ -346,6 +344,7 @@ def _copies(items: list[Photo]) -> list[list[Photo]]:
 
 
 def _notes_on_copies(splits: dict[str, list[Photo]], copies: list[list[Photo]]) -> list[str]:
+    """Return notes on images of val that are copies of training images, and on other repeated images."""
     of_split = {item.path: split for split, chosen in splits.items() for item in chosen}
     places = [{of_split.get(item.path): item.path for item in several} for several in copies]
     shared = [place for place in places if {'train', 'val'} <= place.keys()]
@@ -361,7 +360,7 @@ def _notes_on_copies(splits: dict[str, list[Photo]], copies: list[list[Photo]]) 
 
 
 def _class_table(classes: Sequence[str], splits: dict[str, list[Photo]]) -> list[str]:
-    """Return the numbers of images of each class in train and val, and notes on classes that are in one alone."""
+    """Return the lines of a table with the images of each class in train and val, and notes on missing classes."""
     counts = {split: Counter(name for item in splits[split] for name in item.classes) for split in ('train', 'val')}
     width = max(map(len, [*classes, 'class']))
     lines = [f'{"class":{width}}  train    val  (images)']

@@ -14,12 +14,15 @@ from .reading import Entry, Object, Photo, Reader, flags_of, from_points, is_rec
 
 
 class Yolo(Reader):
-    """Boxes or polygons, with the numbers of classes. Images without file beside others with one are background."""
+    """YOLO text files: a line has the number of a class, then a box or a polygon in shares of the image.
+
+    An image without text file is background if other images of its folder have one.
+    """
 
     boxes, units, lists, has_one_image, is_numbered = 'centre', 'shares', (), True, True
 
     def images(self, sources: list[Source]) -> list[Photo]:
-        """Read all files; refuse a lack of class names, and numbers that are neither boxes nor polygons."""
+        """Read all files; raise a RunError without class names, or for numbers that are neither boxes nor polygons."""
         file, content = self.data.settings
         self.classes, self.has_points = self._class_names(file, content), 'kpt_shape' in content
         self.rows = list[list[float]]()  # numbers of polygons
@@ -38,6 +41,7 @@ class Yolo(Reader):
         return photos
 
     def _class_names(self, file: Optional[Path], content: dict) -> list[str]:
+        """Return the class names of ``--classes``, the settings ``file`` with its ``content``, or a list file."""
         listed = self.data.names('classes.txt', 'labels.txt', '.names', '.labels') or []
         named = _names(file, content)
         if self.data.options.classes:
@@ -55,7 +59,7 @@ class Yolo(Reader):
         return named or listed
 
     def _background(self, photos: list[Photo]) -> list[Photo]:
-        """Return the images without text file beside images with one, except masks."""
+        """Return the images without text file in folders of ``photos``, except masks, and add notes on both."""
         key, owned = self.data.pictures.key, {photo.path for photo in photos}
         folders, keys = {path.parent for path in owned}, {key(photo.file) for photo in photos}
         found = [p for p in self.data.images if p in owned or p.parent in folders or key(p) in keys]
@@ -118,6 +122,7 @@ def _have_points(rows: list[list[float]]) -> bool:
 
 
 def _names(file: Optional[Path], content: dict) -> list[str]:
+    """Return the class names in the ``content`` of a data.yaml; [] without names."""
     names, number = content.get('names'), content.get('nc')
     if names is not None and not isinstance(names, (dict, list)):
         raise RunError(f'{file}: names={names!r}: expected a list, or numbers and their names.')
