@@ -33,7 +33,10 @@ def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
 
 
 def check_names(key: str, meta: dict) -> Iterator[Finding]:
-    """Check that ``classes`` of a ``metainfo`` are names or an existing file, and not spelt ``CLASSES``."""
+    """Check that ``classes`` of a ``metainfo`` are names or an existing file, and not spelt ``CLASSES``.
+
+    Here and below, ``key`` is the config key of the dataloader, for messages.
+    """
     names = meta.get('classes')
     if isinstance(names, str) and names.endswith('.txt') and not osp.isfile(names):
         yield Finding(f'{key}: metainfo.classes = {names!r}: there is no such file of class names.')
@@ -100,6 +103,7 @@ def check_labels(view: View) -> Iterator[Finding]:
 
 
 def _too_small(key: str, head: str, count: int, than: str) -> Finding:
+    """Return the error for a ``head`` whose ``num_classes`` (``count``) is too small; ``than`` says for what."""
     return Finding(
         f'{key}: num_classes = {count} of the head is too small {than}. Set num_classes of the {head}, or '
         'metainfo.classes of the data set to those that count.'
@@ -124,7 +128,7 @@ def _unused(view: View, is_detector: bool) -> Iterator[Finding]:
 
 
 def _other_counts(view: View, heads: dict[str, list[int]]) -> Iterator[Finding]:
-    """Compare ``num_classes`` of the heads with the number of class names."""
+    """Report heads whose ``num_classes``, one number per stage, differs from the number of class names."""
     num = len(view.classes)
     for head, counts in heads.items():
         if len(set(counts)) > 1:
@@ -175,7 +179,7 @@ def _labelled_folders(view: View) -> dict[str, int]:
 
 
 def check_stages(views: Sequence[View]) -> Iterator[Finding]:
-    """Check that each label has the same folder or class name in training, validation and concatenated data sets."""
+    """Check that each label has the same class folder or class name in training, validation and joined data sets."""
     views = [view for view in views if not getattr(view.dataset, 'return_classes', False)]  # they are text to a model
     if not views:
         return

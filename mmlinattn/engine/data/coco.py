@@ -46,6 +46,7 @@ def error_of_coco(content: Any) -> str:
 
 
 def _error_of_structure(content: Any) -> str:
+    """Describe a missing list of images, annotations or categories; '' if all are there."""
     if not isinstance(content, dict):
         return f'holds a {type(content).__name__}, not images, annotations and categories'
     content.setdefault('annotations', [])  # of images to be sent to a server of COCO's
@@ -69,6 +70,7 @@ def _error_of_annotation_ids(annotations: list) -> str:
 
 
 def _error_of_boxes(annotations: list, category_ids: set) -> str:
+    """Describe the first annotation with an unknown category or without four finite numbers; '' if there is none."""
     for entry in annotations:
         name, box = f'annotation {entry.get("id")} of image {entry.get("image_id")}', entry.get('bbox')
         if 'segments_info' in entry:  # a panoptic file
@@ -128,9 +130,9 @@ def _error_of_polygons(content: dict) -> str:
 
 
 def error_of_sizes(images: list, folder: str, turns: bool) -> str:
-    """Describe the first image, of a sample, with another size than in its annotation; '' if there is none.
+    """Describe the first of a sample of ``images`` (entries of a COCO file) with another size than its file.
 
-    ``turns``: images are rotated by their EXIF data when loaded, which is MMCV's default.
+    The result is '' if there is none. ``turns``: loading applies EXIF rotations, which is MMCV's default.
     """
     for image in (images[i] for i in spread(len(images), _NUM_SIZES)):
         with suppress(Exception):  # missing and broken images are reported with the samples
@@ -146,6 +148,7 @@ def error_of_sizes(images: list, folder: str, turns: bool) -> str:
 
 
 def _is_lost(entry: dict, images: Container) -> bool:
+    """Return True for an annotation that MMDetection leaves out: no area, a narrow box, or an id not in ``images``."""
     area = entry.get('area', 1)
     is_flat = isinstance(area, (int, float)) and area <= 0
     return is_flat or min(entry.get('bbox', [0])[2:], default=0) < 1 or entry.get('image_id') not in images
@@ -184,7 +187,8 @@ def check_categories(
 
 
 def _notes(content: dict, labels: dict, view: View) -> Iterator[str]:
-    """Describe objects left out of training, images with too many objects, and classes without an object."""
+    """Describe objects left out of training, images with too many objects, and classes without an object. ``labels`` is
+    the label by category id."""
     images, annotations = {image.get('id') for image in content['images']}, content['annotations']
     boxes = [entry for entry in annotations if 'segments_info' not in entry]  # the others are of panoptic files
     counted = [entry for entry in annotations if not (entry.get('iscrowd') or entry.get('ignore'))]

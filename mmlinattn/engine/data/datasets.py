@@ -19,13 +19,21 @@ class Finding(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Labels read from samples of a data set."""
+    """Labels read from samples of a data set.
 
-    num: int = 0  # number of samples read
-    labels: dict[int, str] = {}  # of objects, images or pixels, each with the path of a file that has it
-    folders: dict[str, set[int]] = {}  # labels by the first folder below the prefix of the images
-    error: str = ''  # an image that cannot be loaded
-    is_part: bool = False  # joined data sets have labels, so this one may be background only
+    Attributes:
+        num: Number of samples read.
+        labels: Labels of objects, images or pixels, each with the path of a file that has it.
+        folders: Labels by the first folder below the prefix of the images.
+        error: Message on an image that cannot be loaded, or ''.
+        is_part: The data sets joined with this one have labels, so that it may be background only.
+    """
+
+    num: int = 0
+    labels: dict[int, str] = {}
+    folders: dict[str, set[int]] = {}
+    error: str = ''
+    is_part: bool = False
 
 
 class View(NamedTuple):
@@ -74,7 +82,7 @@ def leaf_datasets(dataset: Any) -> Iterator[Any]:
 
 
 def infos_of(dataset: Any, count: Optional[int] = None) -> Iterator[dict]:
-    """Yield ``get_data_info`` of all images, or of ``count`` images in each data set inside wrappers."""
+    """Yield the data info of all images, or of ``count`` evenly spaced images in each data set inside wrappers."""
     for leaf in leaf_datasets(dataset):
         if hasattr(leaf, 'get_data_info'):
             infos = map(leaf.get_data_info, range(len(leaf)) if count is None else spread(len(leaf), count))
@@ -87,7 +95,7 @@ def transforms_of(dataset: Any) -> Sequence:
 
 
 def reads_local_files(*parts: Any) -> bool:
-    """Return True if a data set and its loading transforms read local files."""
+    """Return True if ``parts``, a data set and its loading transforms, read local files."""
     backends = (getattr(part, 'backend_args', None) or {} for part in parts)
     return all(backend.get('backend', 'local') == 'local' for backend in backends)
 

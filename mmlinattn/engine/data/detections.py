@@ -13,12 +13,15 @@ import torch
 class Boxes(NamedTuple):
     """Boxes of one image, either annotated objects or detections.
 
-    Annotated objects have score 1, or 0 if evaluation ignores them (crowds).
+    Attributes:
+        boxes: (n, 4) x1, y1, x2, y2 in pixels.
+        labels: (n,) integers.
+        scores: (n,) confidence of detections. Annotated objects have 1, or 0 if evaluation ignores them (crowds).
     """
 
-    boxes: np.ndarray  # (n, 4) x1, y1, x2, y2 in pixels
-    labels: np.ndarray  # (n,)
-    scores: np.ndarray  # (n,)
+    boxes: np.ndarray
+    labels: np.ndarray
+    scores: np.ndarray
 
 
 def objects_of(instances: Sequence[dict]) -> Boxes:
@@ -55,7 +58,9 @@ def count_confusion(matrix: np.ndarray, objects: Boxes, found: Boxes) -> None:
 def precision_over_recall(
     objects: Sequence[Boxes], found: Sequence[Boxes], num_classes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute precision over recall of boxes at IoU 0.5 with pycocotools; ``objects`` and ``found`` are of each image.
+    """Compute precision over recall of boxes at IoU 0.5 with pycocotools.
+
+    ``objects`` are the annotated objects and ``found`` the detections, one entry per image in the same order.
 
     Returns:
         tuple[np.ndarray, np.ndarray]: Precisions and score thresholds at 101 recalls, each of shape (101, classes); -1

@@ -19,7 +19,7 @@ _ENDLESS = {'InfiniteSampler', 'MultiSourceSampler'}
 
 
 def check_sampler(key: str, loop: Any) -> Iterator[Finding]:
-    """Report an infinite sampler in a loop that waits for the end of an epoch."""
+    """Report an infinite sampler in a loop that waits for the end of an epoch; ``key`` is that of its dataloader."""
     if not isinstance(loop, (EpochBasedTrainLoop, ValLoop, TestLoop)):
         return
     samplers = (getattr(loop.dataloader, name, None) for name in ('sampler', 'batch_sampler'))
@@ -32,7 +32,9 @@ def check_sampler(key: str, loop: Any) -> Iterator[Finding]:
 
 
 def _other_image(name: str, file: str, api: Any, info: dict) -> Optional[Finding]:
-    """Report an image for which the data set and the evaluator's annotation file name different files or boxes."""
+    """Report an image for which the data set and the evaluator's annotation file name different files or boxes.
+    ``name`` of the metric and ``file`` are for messages; ``api`` is the index of pycocotools; ``info`` the data
+    info."""
     number, path = info.get('img_id'), info.get('img_path')
     if not isinstance(path, str):
         return None
@@ -83,7 +85,8 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
 
 
 def _check_coco_metric(name: str, file: str, metric: Any, dataset: Any) -> Iterator[Finding]:
-    """Check the content of a metric's annotation file."""
+    """Check the annotation file of a COCO metric: number of images, order of ids, ``iscrowd``, and categories. ``name``
+    of the metric and ``file`` are for messages."""
     content, kinds, classes = metric._coco_api.dataset, {*getattr(metric, 'metrics', ())}, classes_of(dataset)
     images, annotations, categories = (content.get(key, ()) for key in ('images', 'annotations', 'categories'))
     if hasattr(dataset, '__len__') and len(dataset) < len(images):
@@ -112,6 +115,7 @@ def _check_coco_metric(name: str, file: str, metric: Any, dataset: Any) -> Itera
 
 
 def _check_iou_metric(name: str, metric: Any, classes: Sequence, head: Any) -> Iterator[Finding]:
+    """Check that ``IoUMetric`` has more than one class, and the ``ignore_index`` of the decode ``head``."""
     if head is None:
         return
     if len(classes) == 1:

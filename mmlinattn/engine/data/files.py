@@ -30,7 +30,7 @@ def open_image(path: Any) -> Iterator[Image.Image]:
 
 
 def oriented_size(path: Any, turns: bool = True) -> tuple[int, int]:
-    """Return width and height of an image in pixels from its header; with ``turns``, as its EXIF data turns it.
+    """Return width and height of an image in pixels from its header; ``turns`` applies the EXIF rotation.
 
     Pillow's plugins raise errors of any type for a broken file.
     """

@@ -10,7 +10,7 @@ _NO_CLASSES = ('rpn_conv', 'max_depth', 'boundary_threshold')  # attributes of h
 
 
 def counts_of_stages(model: nn.Module) -> dict[str, list[int]]:
-    """Return ``num_classes`` of all stages of each classifying head; models that take names as text have none."""
+    """Return ``num_classes`` of all stages by name of the classifying head; {} for models that take names as text."""
     if hasattr(model, 'language_model'):
         return {}
     found: dict[str, list[int]] = {}

@@ -18,7 +18,7 @@ class Masks:
     """Segmentation masks of a data set of MMSegmentation, read by its own ``LoadAnnotations``.
 
     ``count`` is the number of labels that the decode head knows (0 for other models and data sets), and ``ignored`` the
-    label of ignored pixels.
+    label of ignored pixels. ``reduces`` is True with ``reduce_zero_label``.
     """
 
     def __init__(self, view: View):
@@ -60,10 +60,8 @@ class Masks:
         return Samples(done, dict(sorted(found.items())))
 
     def _labels(self, info: dict, path: str) -> tuple[Any, str]:
-        """Return the label of each pixel of a mask, (H, W), and the reason why it cannot be used ('' if it can).
-
-        The labels are None if the mask cannot be loaded.
-        """
+        """Return the labels of a mask, (H, W), and the reason why the mask cannot be used ('' if it can). The labels
+        are None if the mask cannot be loaded."""
         picture, size = info.get('img_path'), None
         with suppress(Exception):  # Pillow does not know all images
             size = oriented_size(picture)
@@ -114,14 +112,15 @@ def check_masks(view: View, num_images: int) -> Iterator[Finding]:
     if samples.error:
         yield Finding(f'{view.key}: {samples.error}.')
     elif beyond:
-        yield _beyond(view, masks, beyond, samples.labels[beyond[0]])
+        yield _error_beyond(view, masks, beyond, samples.labels[beyond[0]])
     elif len(labels) > 1:
         yield from _missing(view, masks, labels, samples)
     elif samples.num:
         yield _one_class(view, masks, labels, samples)
 
 
-def _beyond(view: View, masks: Masks, labels: list[int], path: str) -> Finding:
+def _error_beyond(view: View, masks: Masks, labels: list[int], path: str) -> Finding:
+    """Return the error for ``labels`` beyond the classes of the head; the mask ``path`` has the first of them."""
     advice = f'Write the numbers 0 to {masks.count - 1} into the masks'
     if labels == [masks.count] and not masks.reduces:
         advice += ', or reduce_zero_label=True where 0 is no class'
@@ -134,6 +133,7 @@ def _beyond(view: View, masks: Masks, labels: list[int], path: str) -> Finding:
 
 
 def _missing(view: View, masks: Masks, labels: list[int], samples: Samples) -> Iterator[Finding]:
+    """Report classes that are in no mask; ``labels`` are the labels found."""
     missing, classes = sorted(set(range(masks.count)) - set(labels)), view.classes
     if masks.reduces and missing == [masks.count - 1] and masks.ignored in samples.labels:
         yield Finding(
@@ -148,6 +148,7 @@ def _missing(view: View, masks: Masks, labels: list[int], samples: Samples) -> I
 
 
 def _one_class(view: View, masks: Masks, labels: list[int], samples: Samples) -> Finding:
+    """Report masks with one label or none (``labels``): an error if all other pixels of training are ignored."""
     names = dict(enumerate(view.classes))
     only = ', '.join(f'label {label} {names.get(label, "")}'.strip() for label in labels) or 'no label at all'
     text = f'{view.key}: {samples.num} of its masks, {next(iter(samples.labels.values()))} among them, have {only}'
