@@ -28,13 +28,14 @@ def _settings(state: dict) -> dict:
 
 
 def _of_other_kinds(own: dict, saved: dict) -> bool:
-    """Return True if each of two settings has names that the other lacks; versions of PyTorch only add names."""
+    """Return True if each of two dicts of settings has keys that the other lacks; versions of PyTorch only add keys."""
     names, others = ({key for key in each if not key.startswith('initial_')} for each in (own, saved))
     return bool(names - others and others - names)
 
 
 def _describe_changes(own: dict, saved: dict) -> dict[str, str]:
-    """Return ``'SAVED (the config has OWN)'`` by name of each setting that the checkpoint replaces."""
+    """Return ``'SAVED (the config has OWN)'`` by name of each setting of the config (``own``) that differs in the
+    checkpoint (``saved``)."""
     both = own.keys() & saved.keys()
     # with a schedule, lr and momentum change by iteration; initial_lr and initial_momentum are the settings
     both -= {key.removeprefix('initial_') for key in both if key.startswith('initial_')}
@@ -43,7 +44,8 @@ def _describe_changes(own: dict, saved: dict) -> dict[str, str]:
 
 
 def _settings_of_checkpoint(runner, optimizer: Optimizer, checkpoint: dict) -> dict[str, str]:
-    """Describe settings that a resumed run takes from the checkpoint; refuse another optimizer or other schedulers."""
+    """Describe, by name, the settings of optimizer and schedulers that a resumed run takes from the checkpoint. Another
+    optimizer or other schedulers raise a RunError."""
     found: dict[str, str] = {}
     owns, olds = map(_settings, optimizer.param_groups), map(_settings, checkpoint['optimizer']['param_groups'])
     for own, old in zip(owns, olds):
@@ -73,8 +75,8 @@ def _settings_of_checkpoint(runner, optimizer: Optimizer, checkpoint: dict) -> d
 
 
 def _check_resumed(runner, checkpoint: dict) -> None:
-    """Warn of state and settings in which a resumed run differs from the config; refuse other optimizers, schedules,
-    and files without a position."""
+    """Warn of state and settings in which a resumed run differs from the config. Other optimizers or schedulers, and a
+    checkpoint without epoch and iteration, raise a RunError."""
     warn, meta = runner.logger.warning, checkpoint.get('meta') or {}
     own = dict(optimizer=runner.optim_wrapper, param_schedulers=runner.param_schedulers)
     lost = [key for key, value in own.items() if value and not checkpoint.get(key)]
@@ -105,10 +107,8 @@ def _check_resumed(runner, checkpoint: dict) -> None:
 
 
 def _modules_of(keys: Collection[str]) -> str:
-    """Return the names of modules with the weights ``keys``, joined by commas, as a value of ``left_out``.
-
-    More than five are replaced by the modules that hold them.
-    """
+    """Return the names of modules with the weights ``keys``, joined by commas, as a value of ``left_out``. More than
+    five modules are replaced by their parent modules."""
     paths, names = [key.split('.')[:-1] for key in keys], dict.fromkeys([''])
     for depth in range(max(map(len, paths)), 0, -1):
         names = dict.fromkeys('.'.join(path[:depth]) for path in paths)
@@ -215,10 +215,8 @@ class CheckpointMatchHook(Hook):
             _check_resumed(runner, checkpoint)
 
     def _check_start(self, model: nn.Module, whole: Fit, fit: Fit, checkpoint: dict) -> None:
-        """Raise a RunError if ``load_from`` has no usable weight, or lacks frozen weights of the backbone.
-
-        ``whole`` compares the checkpoint with the model; ``fit`` is its part that changes outputs (:func:`needed`).
-        """
+        """Raise a RunError if ``load_from`` has no usable weight, or lacks frozen weights of the backbone. ``whole``
+        compares the checkpoint with the model; ``fit`` is its part that changes outputs (:func:`needed`)."""
         if fit.missing and whole.weights.keys().isdisjoint(trained_weights(model)):
             raise RunError(
                 f'nothing in the checkpoint fits the model; it has {some(checkpoint.get("state_dict", checkpoint))}.'

@@ -36,7 +36,7 @@ register_backend(ATOMIC_BACKEND, AtomicLocalBackend, force=True)
 
 @contextmanager
 def _write_errors(target: str, previous: Optional[str]):
-    """Convert an OSError while writing ``target`` to a :class:`RunError` that names the ``previous`` checkpoint."""
+    """Convert an OSError while writing ``target``, in this context, to a RunError that names the ``previous`` file."""
     try:
         yield
     except OSError as error:

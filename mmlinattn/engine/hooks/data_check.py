@@ -25,7 +25,7 @@ def extend_palette(meta: dict) -> dict:
 
 
 def extended(palette: Sequence, count: int) -> list:
-    """Return a palette with random RGB colours, equal in every call, appended up to ``count`` entries.
+    """Return a palette of RGB colours with random ones appended up to ``count`` entries, equal in every call.
 
     A palette with ``count`` or more entries is returned whole.
     """
@@ -93,6 +93,7 @@ class DataCheckHook(Hook):
                 self._report(runner, checks.check_trained_names(f'{stage}_dataloader', dataset, checkpoint))
 
     def _check(self, runner, loops: dict) -> Iterator[Finding]:
+        """Yield the findings of all checks of data sets, samplers and evaluators; ``loops`` are by stage."""
         model, views = unwrapped(runner.model), []
         for stage, loop in loops.items():
             key, whole = f'{stage}_dataloader', loop.dataloader.dataset

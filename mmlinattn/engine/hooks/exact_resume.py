@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import random
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain, repeat
 from typing import Any, Optional
@@ -28,7 +29,8 @@ def seed_everything(*key: int) -> None:
 
 
 class _SeededBatch(list):
-    """Indices of a batch; iterating over them, in the process that loads it, seeds all generators by ``key``."""
+    """Indices of the images of a batch. Iteration, in the process that loads the batch, seeds all random generators by
+    ``key``."""
 
     def __init__(self, indices: list, key: tuple):
         super().__init__(indices)
@@ -59,7 +61,8 @@ class _SeededBatches:
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[_SeededBatch]:
+        """Yield the batches from the current epoch on, each a list of image indices, without the first ``num_done``."""
         number = 0
         while number >= 0:  # until an epoch without batches
             number = -1
@@ -80,6 +83,8 @@ class _SeededBatches:
 
 
 class _Batches(chain):
+    """Iterator over the batches of an iteration-based loop."""
+
     def skip_iter(self, num_iters: int) -> None:
         """Do nothing: the batch sampler skips batches itself. onedl-mmengine's loop calls this method when resuming."""
 
@@ -207,7 +212,8 @@ def is_validation_due(runner: Any) -> bool:
 
 
 def resume_state(runner: Any) -> None:
-    """Count early stopping from the saved metrics of a resumed run, and make a validation that was cut off."""
+    """Restore the counter of early stopping from the saved metrics of a resumed run, and run the validation that was
+    due when the checkpoint was saved."""
     if runner.iter == 0:
         return
     for hook in runner.hooks:

@@ -76,6 +76,7 @@ class ProgressHook(Hook):
         print(*parts, f'eta {datetime.timedelta(seconds=int(hub.get_info("eta", 0.0)))}', sep='  ', flush=True)
 
     def _print_table(self, metrics: Optional[dict], runner, title: str) -> None:
+        """Print a table of metrics in the main process, with the best values of all validations if there are any."""
         from rich.console import Console
         from rich.table import Table
 

@@ -42,7 +42,7 @@ _BOXES = {'bboxes', 'labels', 'scores', 'masks'}
 def unchanged(runner) -> Iterator[contextlib.ExitStack]:
     """Restore random state, training flags, logging and the visualizer's backends at the end of this context.
 
-    Nothing is printed inside, and compiled blocks run eagerly. More can be added to the stack of contexts.
+    Nothing is printed inside, and compiled blocks run eagerly. The caller may add contexts to the yielded stack.
     """
     visualizer = runner.visualizer
     with contextlib.ExitStack() as stack:
@@ -66,7 +66,8 @@ def unchanged(runner) -> Iterator[contextlib.ExitStack]:
 
 @contextlib.contextmanager
 def _one_line(reason: Callable[[Exception], str]) -> Iterator[None]:
-    """Convert errors in this context to a RunError; with ``MMLINATTN_TRACEBACK=1`` they stay as they are."""
+    """Convert errors in this context to a RunError with the message ``reason(error)``, but for RunErrors and with
+    ``MMLINATTN_TRACEBACK=1``."""
     try:
         yield
     except RunError:
@@ -94,7 +95,7 @@ def _few_images(loop: Any) -> DataLoader:
 
 @contextlib.contextmanager
 def _borrowed(metric: Any, folder: str) -> Iterator[None]:
-    """Restore the state of a metric at the end of this context, in which it writes its files to ``folder``."""
+    """Let a metric write its files to ``folder`` in this context, and restore the state of the metric at the end."""
     state = vars(metric)
     before = dict(state)
     for key, value in before.items():
@@ -115,10 +116,9 @@ def _borrowed(metric: Any, folder: str) -> Iterator[None]:
 
 
 def _add_boxes(sample: Any, label: int, counts: list[int]) -> None:
-    """Add boxes of the whole image to the predictions of a detector, until their number is none of ``counts``.
-
-    Without predictions metrics have no names. Some fail only for the last label, or for different numbers of boxes.
-    """
+    """Add boxes of the whole image and the class ``label`` to the predictions of a detector for one image. The new
+    number of boxes is not yet in ``counts``, and is appended. Without predictions, metrics have no names. Some metrics
+    fail only for the last label, or for different numbers of boxes."""
     found = sample.get('pred_instances') if hasattr(sample, 'get') else None
     if found is None or not {'bboxes', 'labels', 'scores'} <= {*found.keys()} <= _BOXES:
         return
@@ -137,8 +137,9 @@ def _add_boxes(sample: Any, label: int, counts: list[int]) -> None:
     sample.pred_instances = found
 
 
-def _rehearsed(evaluator: Any, label: int) -> Any:
-    """Copy an evaluator so that it judges the images of the rehearsal alone. Metrics are shared."""
+def _rehearsal_evaluator(evaluator: Any, label: int) -> Any:
+    """Return a copy of an evaluator that judges the images of the rehearsal alone, with the same metrics. ``label`` is
+    the label of the boxes added to each image (:func:`_add_boxes`)."""
     made = copy.copy(evaluator)
     ids: list = []
     counts: list[int] = []
@@ -189,7 +190,7 @@ class _RehearsalRunner:
 
 
 def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
-    """Run the validation or test loop on two images, and return its metrics.
+    """Run the validation loop (``stage`` 'val') or test loop ('test') on two images, and return its metrics.
 
     The result is None without such a loop, without batches of indices, and for models that compare images with
     prototypes. Model, metrics, drawing hooks and collectives run as in a validation. Weights, random state, metrics and
@@ -220,7 +221,7 @@ def rehearse(runner: Any, stage: str = 'val') -> Optional[dict]:
         for metric in getattr(loop.evaluator, 'metrics', ()):
             stack.enter_context(_borrowed(metric, folder))
         made.dataloader = _few_images(loop)
-        made.evaluator = _rehearsed(loop.evaluator, label)
+        made.evaluator = _rehearsal_evaluator(loop.evaluator, label)
         if isinstance(getattr(made, 'val_loss', None), dict):
             made.val_loss = {}
         metrics = made.run()
@@ -287,7 +288,8 @@ def rehearse_training_data(runner: Any) -> None:
 
 
 def monitored(runner: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield setting, metric and rule of each hook and scheduler that reads a metric of the validation."""
+    """Yield name of the setting, name of the metric, and rule (``'greater'``, ``'less'`` or None) of each hook and
+    scheduler that reads a metric of the validation."""
     for hook in runner.hooks:
         if isinstance(hook, CheckpointHook) and hook.save_best:
             rules = getattr(hook, 'rules', [])
@@ -301,8 +303,10 @@ def monitored(runner: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def check_monitors(runner: Any, metrics: dict) -> None:
-    """Refuse monitored metrics that a validation does not give, that are no number, or that have no rule (for
-    ``save_best='auto'``)."""
+    """Raise a RunError if a monitored metric is not in ``metrics``, is no number, or has no rule (``'auto'``).
+
+    A rule that contradicts the name of the metric gets a warning.
+    """
     names = [*map(str, metrics)]
     for setting, name, rule in monitored(runner):
         if name == 'auto':

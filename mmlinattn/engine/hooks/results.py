@@ -16,6 +16,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from mmengine.structures import BaseDataElement
+from torch.utils.data import DataLoader
 
 from ...utils import atomic_write
 from ..data.datasets import classes_of, infos_of
@@ -33,7 +34,8 @@ def is_rate(key: str) -> bool:
 
 
 def read_rows(path: str, last: float = math.inf, key: str = 'iteration') -> list[dict]:
-    """Return the rows of a ``results.csv`` up to iteration (or epoch) ``last``; no rows if it cannot be read."""
+    """Return the rows of a ``results.csv`` up to ``last``, a value of the column ``key`` (``'iteration'`` or
+    ``'epoch'``); [] for an unreadable file."""
     with suppress(OSError, ValueError, KeyError, TypeError), open(path, newline='') as file:
         rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
         return [row for row in rows if row[key] <= last and 'iteration' in row]
@@ -47,13 +49,14 @@ class _PredictionPlots:
     data set of ``loader``, other labels from the samples.
     """
 
-    def __init__(self, loader):
+    def __init__(self, loader: DataLoader):
         self.dataset, self.size, self.seen = loader.dataset, len(loader.dataset), 0
         self.names = [str(name) for name in classes_of(self.dataset)]
         self.boxes: list[tuple[str, Boxes]] = []  # of a detector, by path
         self.matrix = np.zeros((len(self.names), len(self.names)))  # of the others
 
     def add(self, samples: Sequence) -> None:
+        """Add the data samples of a batch, with predictions and annotations."""
         for sample in samples:
             if not isinstance(sample, BaseDataElement):  # tensors of other models
                 continue
@@ -80,7 +83,8 @@ class _PredictionPlots:
             self.matrix += np.bincount(pairs, minlength=count * count).reshape(count, count)
 
     def write(self, folder: str, prefix: str) -> list[str]:
-        """Write the plots in the main process and return their paths. All processes have to call this method."""
+        """Write the plots in the main process and return their paths; file names begin with ``prefix``. All processes
+        have to call this method."""
         if get_world_size() > 1:
             self.boxes = collect_results(self.boxes, self.size, device='cpu') or []
             all_reduce(torch.as_tensor(self.matrix))
@@ -97,6 +101,7 @@ class _PredictionPlots:
         return [path]
 
     def _write_boxes(self, folder: str, prefix: str) -> list[str]:
+        """Write confusion matrix and precision-recall curves of a detector, and return the paths of the plots."""
         from ..plots import plot_confusion, plot_precision_recall
 
         infos = (info for info in infos_of(self.dataset) if 'instances' in info and 'img_path' in info)
@@ -196,7 +201,7 @@ class ResultsHook(Hook):
         self._log(runner, paths)
 
     def _add_row(self, runner, iteration: int, metrics: Optional[dict] = None, **epoch: int) -> None:
-        """Append a row, or add metrics to the last row if it is of the same iteration; then write the file."""
+        """Append a row, or add metrics to the last row if it is of the same iteration or ``epoch``; write the file."""
         # the length of an epoch, and so the iteration at its end, may differ after resuming
         if not self.rows or self.rows[-1].get(self.unit) != epoch.get('epoch', iteration):
             row: dict[str, Any] = dict(epoch, iteration=iteration, seconds=round(time.time() - self._began, 1))
@@ -217,6 +222,7 @@ class ResultsHook(Hook):
             runner.logger.warning(f'{CSV} could not be written: {error.strerror}. It is written again with more rows.')
 
     def _write(self, path: str) -> None:
+        """Write all rows as CSV, with a column for each key of a row."""
         keys = dict.fromkeys(key for row in self.rows for key in row)
         columns = [key for key in KEYS if key in keys] + [key for key in keys if key not in KEYS]
         text = io.StringIO(newline='')
@@ -230,6 +236,7 @@ class ResultsHook(Hook):
             file.write(text.getvalue().encode())
 
     def _plot(self, runner, path: str) -> None:
+        """Plot losses and learning rates of the message hub, and metrics of the rows, to a PNG file."""
         from ..plots import plot_training
 
         losses, rates = {}, {}

@@ -17,17 +17,18 @@ from ...utils.errors import RunError, meant
 from ..optimizers.saved_groups import PER_GROUP, all_schedulers, by_settings, named_wrappers
 
 
-class Play:
-    """A learning rate schedule, played from iteration ``begin`` to the end of the training by copies of its schedulers.
+class SimulatedSchedule:
+    """Learning rates of a training, simulated from iteration ``begin`` to ``iters`` by copies of the schedulers.
 
-    Groups of equal settings count as one. ``rates`` has the shape (iterations, groups); ``bases`` are the rates without
-    schedule, and ``sizes`` the numbers of parameters. ``epoch`` is the length of an epoch in iterations.
+    ``groups`` are the ``param_groups`` of the optimizer; groups of equal settings count as one. ``rates`` has the shape
+    (iterations, groups); ``bases`` are the rates without schedule, and ``sizes`` the numbers of parameter tensors.
+    ``epoch_length`` is the number of iterations in an epoch, 0 without epochs.
 
     Raises:
         RunError: A scheduler fails before the end.
     """
 
-    def __init__(self, schedulers: list, groups: list[dict], iters: int, epoch: int, begin: int):
+    def __init__(self, schedulers: list, groups: list[dict], iters: int, epoch_length: int, begin: int):
         def settings(i: int) -> tuple:
             kept = {key: value for key, value in groups[i].items() if key not in ('params', 'param_names')}
             return kept, [vars(each)[key][i : i + 1] for each in schedulers for key in PER_GROUP if key in vars(each)]
@@ -37,7 +38,7 @@ class Play:
         # MMEngine's base_param_settings come last and have no parameters
         self.sizes = [sum(len(groups[i].get('params') or ()) for i in same) for same in alike]
         self.bases = [groups[i].get('initial_lr', groups[i]['lr']) for i in chosen]
-        self.iters, self.epoch, self.begin = iters, epoch, begin
+        self.iters, self.epoch_length, self.begin = iters, epoch_length, begin
         without = [{key: value for key, value in groups[i].items() if key != 'params'} for i in chosen]
         step = SimpleNamespace(_with_counter=True)  # MMEngine looks for its counter there
         stage: Any = SimpleNamespace(param_groups=without, step=step, _global_step=1)
@@ -50,7 +51,7 @@ class Play:
         self.rates = np.empty((iters - begin, len(chosen)))
         for i in range(begin, iters):
             self.rates[i - begin] = [group['lr'] for group in without]
-            is_end = epoch and (i + 1) % epoch == 0
+            is_end = epoch_length and (i + 1) % epoch_length == 0
             for actor in actors:
                 if is_end or not actor.by_epoch:
                     try:
@@ -71,22 +72,23 @@ def _reach(scheduler: Any) -> int:
     return scheduler.end if scheduler.end < INF else 0
 
 
-def schedule_errors(schedulers: list, groups: list[dict], iters: int, epoch: int, begin: int = 0) -> Iterator[str]:
-    """Play a learning rate schedule to the end of the training, and describe its errors.
+def schedule_errors(
+    schedulers: list, groups: list[dict], iters: int, epoch_length: int, begin: int = 0
+) -> Iterator[str]:
+    """Simulate a learning rate schedule to the end of the training, and describe its errors.
 
-    These are a rate above its base, a long warm-up, an end too late or too early, and a second rise. In an
-    iteration-based loop, a scheduler by epoch is one, too. ``groups`` are the ``param_groups`` of the optimizer. Of
-    ``iters`` iterations, ``begin`` are done. ``epoch`` is the length of an epoch in iterations, 0 without epochs.
+    Errors are a rate above its base, a long warm-up, an end too late or too early, a second rise, and a scheduler by
+    epoch in an iteration-based loop (``epoch_length`` 0). For the arguments see :class:`SimulatedSchedule`.
     """
     rates = [each for each in schedulers if each.param_name == 'lr' and not getattr(each, 'need_val_args', False)]
-    for name in [type(each).__name__ for each in rates if each.by_epoch and not epoch]:
+    for name in [type(each).__name__ for each in rates if each.by_epoch and not epoch_length]:
         yield f'{name} changes the rate after epochs, and the iteration-based loop has none: set by_epoch=False.'
-    rates = [each for each in rates if epoch or not each.by_epoch]
+    rates = [each for each in rates if epoch_length or not each.by_epoch]
     if not rates or begin >= iters:
         return
-    play = Play(rates, groups, iters, epoch, begin)
-    yield from filter(None, (_above_base(play, rates), _warm_up(play, rates)))
-    yield from filter(None, (_misfit(play, each, rates) for each in rates if not _is_warm_up(each)))
+    found = SimulatedSchedule(rates, groups, iters, epoch_length, begin)
+    yield from filter(None, (_error_above_base(found, rates), _error_of_warm_up(found, rates)))
+    yield from filter(None, (_error_of_end(found, each, rates) for each in rates if not _is_warm_up(each)))
 
 
 def _is_warm_up(scheduler: Any) -> bool:
@@ -95,17 +97,18 @@ def _is_warm_up(scheduler: Any) -> bool:
     return 'Warmup' in type(scheduler).__name__ or start <= getattr(scheduler, 'end_factor', 1.0)
 
 
-def _above_base(play: Play, schedulers: list) -> str:
+def _error_above_base(simulated: SimulatedSchedule, schedulers: list) -> str:
+    """Describe a learning rate that rises above its base; '' if none does."""
     if any(hasattr(each, 'total_steps') for each in schedulers):  # OneCycleLR begins below its maximum
         return ''
-    peaks = play.rates.max(axis=0)
-    ratios = [peak - base * 1.001 if size else 0 for peak, base, size in zip(peaks, play.bases, play.sizes)]
+    peaks = simulated.rates.max(axis=0)
+    ratios = [peak - base * 1.001 if size else 0 for peak, base, size in zip(peaks, simulated.bases, simulated.sizes)]
     at = int(np.argmax(ratios))
     if ratios[at] <= 1e-12:
         return ''
     text = (
-        f'the rate of {play.sizes[at]} parameters rises above {play.bases[at]:.3g}, to which it is set: '
-        f'{peaks[at]:.3g} at iteration {play.begin + int(np.argmax(play.rates[:, at]))} of {play.iters}.'
+        f'the rate of {simulated.sizes[at]} parameters rises above {simulated.bases[at]:.3g}, to which it is set: '
+        f'{peaks[at]:.3g} at iteration {simulated.begin + int(np.argmax(simulated.rates[:, at]))} of {simulated.iters}.'
     )
     floors = [f'eta_min={each.eta_min} of {type(each).__name__}' for each in schedulers if getattr(each, 'eta_min', 0)]
     if floors:
@@ -113,26 +116,29 @@ def _above_base(play: Play, schedulers: list) -> str:
     return text
 
 
-def _warm_up(play: Play, schedulers: list) -> str:
-    at = int(np.argmax(play.bases))
-    rates = play.rates[:, at]
+def _error_of_warm_up(simulated: SimulatedSchedule, schedulers: list) -> str:
+    """Describe a warm-up that has no end, or takes more than half of the training; '' otherwise."""
+    at = int(np.argmax(simulated.bases))
+    rates = simulated.rates[:, at]
     peak = int(np.argmax(rates >= np.max(rates) * (1 - 1e-6)))
     names = [type(each).__name__ for each in schedulers if _is_warm_up(each)]
-    if not names or 2 * (play.begin + peak) <= play.iters or rates[peak] <= rates[0]:
+    if not names or 2 * (simulated.begin + peak) <= simulated.iters or rates[peak] <= rates[0]:
         return ''
-    if peak == len(rates) - 1 and rates[peak] < 0.999 * play.bases[at]:
-        return f'the warm-up of {names[0]} does not end: the last rate is {rates[peak]:.3g} of {play.bases[at]:.3g}.'
-    return f'the warm-up of {names[0]} lasts until iteration {play.begin + peak} of {play.iters}.'
+    if peak == len(rates) - 1 and rates[peak] < 0.999 * simulated.bases[at]:
+        return (
+            f'the warm-up of {names[0]} does not end: the last rate is {rates[peak]:.3g} of {simulated.bases[at]:.3g}.'
+        )
+    return f'the warm-up of {names[0]} lasts until iteration {simulated.begin + peak} of {simulated.iters}.'
 
 
-def _misfit(play: Play, scheduler: Any, schedulers: list) -> str:
-    """Describe a schedule that ends before or after the training, or rises again within it; '' if it fits."""
-    unit, each = ('epoch', play.epoch) if scheduler.by_epoch else ('iteration', 1)
-    total, reach, end, name = play.iters // each, _reach(scheduler), scheduler.end, type(scheduler).__name__
-    last, rate = play.rates[-1], f'{play.rates[-1].max():.3g}'
+def _error_of_end(simulated: SimulatedSchedule, scheduler: Any, schedulers: list) -> str:
+    """Describe a ``scheduler`` that ends before or after the training, or rises again within it; '' if it fits."""
+    unit, each = ('epoch', simulated.epoch_length) if scheduler.by_epoch else ('iteration', 1)
+    total, reach, end, name = simulated.iters // each, _reach(scheduler), scheduler.end, type(scheduler).__name__
+    last, rate = simulated.rates[-1], f'{simulated.rates[-1].max():.3g}'
 
     def since(step: int) -> np.ndarray:
-        return play.rates[max(step * each - play.begin, 0) :]
+        return simulated.rates[max(step * each - simulated.begin, 0) :]
 
     if reach > total:
         return f'{name} changes the rate until {unit} {reach}, and the training ends at {unit} {total}, with {rate}.'
@@ -141,14 +147,17 @@ def _misfit(play: Play, scheduler: Any, schedulers: list) -> str:
     is_followed = any(other.begin >= end for other in schedulers if other.by_epoch == scheduler.by_epoch)
     if end >= total or is_followed or hasattr(scheduler, 'milestones') or hasattr(scheduler, 'step_size'):
         return ''
-    if (since(end) == last).all() and (last < play.rates.max(axis=0) * 0.999).any():
+    if (since(end) == last).all() and (last < simulated.rates.max(axis=0) * 0.999).any():
         return f'{name} ends at {unit} {end}, and the training goes on at the last rate, {rate}, until {unit} {total}.'
     return ''
 
 
 def check_custom_keys(config: Any, model: Any, logger: Any) -> None:
-    """Check that each key of ``paramwise_cfg.custom_keys`` is in the name of a parameter: an error if it would change
-    the learning rate, else a warning."""
+    """Check that each key of ``paramwise_cfg.custom_keys`` is in the name of a parameter.
+
+    ``config`` is that of the optimizer wrapper. A key that would change the learning rate raises a RunError; others get
+    a warning.
+    """
     settings = config.get('paramwise_cfg') if isinstance(config, dict) else None
     names = [name for name, _ in unwrapped(model).named_parameters()]
     for key, value in ((settings or {}).get('custom_keys') or {}).items():
@@ -169,7 +178,7 @@ def _saves(hook: CheckpointHook, runner: Any) -> bool:
 
 
 def loop_errors(runner: Any, by_iteration: bool) -> Iterator[str]:
-    """Describe settings of schedules, checkpoints, validations and hooks that have no effect in a train loop.
+    """Describe settings of schedules, checkpoints, validations and hooks that have no effect in the train loop.
 
     Raises:
         RunError: ``val_interval`` is not a positive integer.
@@ -211,10 +220,10 @@ def loop_errors(runner: Any, by_iteration: bool) -> Iterator[str]:
 
 @HOOKS.register_module(force=True)
 class ScheduleCheckHook(Hook):
-    """Play the learning rate schedule before the first step, and warn if it does not fit the training.
+    """Simulate the learning rate schedule before the first step, and warn if it does not fit the training.
 
-    Copies of the schedulers are played for each parameter group, in a resumed run from its position. The hook also
-    warns in these cases:
+    Copies of the schedulers run for each parameter group, in a resumed run from its position. The hook also warns in
+    these cases:
 
     - a key of ``custom_keys`` without ``lr_mult`` that matches no parameter;
     - an iteration-based loop with gradient accumulation, because MMEngine counts iterations rather than updates;
@@ -243,12 +252,12 @@ class ScheduleCheckHook(Hook):
             return
         for line in loop_errors(runner, by_iteration):
             runner.logger.warning(line)
-        epoch = 0 if by_iteration else len(runner.train_dataloader)
+        epoch_length = 0 if by_iteration else len(runner.train_dataloader)
         for name, wrapper in named_wrappers(runner.optim_wrapper).items():
             schedulers = runner.param_schedulers
             schedulers = all_schedulers(schedulers.get(name) if isinstance(schedulers, dict) else schedulers)
             groups = getattr(wrapper, 'param_groups', None) or []
-            for error in schedule_errors(schedulers, groups, runner.max_iters, epoch, runner.iter):
+            for error in schedule_errors(schedulers, groups, runner.max_iters, epoch_length, runner.iter):
                 said = f'schedule of {name}' if name else 'schedule'
                 runner.logger.warning(f'{said} and length of the training: {error} Set param_scheduler to fit.')
             steps = getattr(wrapper, '_accumulative_counts', 1)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -34,7 +35,7 @@ class _Shielded:
     iteration, and ends them itself. Workers end with the main process, also if it is killed.
     """
 
-    def __init__(self, init_fn):
+    def __init__(self, init_fn: Optional[Callable[[int], None]]):
         self.init_fn = init_fn
         self.main_ends = torch.zeros(1, dtype=torch.bool).share_memory_()
         atexit.register(self.main_ends.fill_, True)  # runs before multiprocessing terminates the workers
@@ -70,18 +71,16 @@ _forking = threading.local()  # mask: signals blocked by a thread before it fork
 
 
 def _owner(number: int) -> Optional['StopHook']:
-    """Return the StopHook that handles a signal, or None."""
+    """Return the StopHook that handles a signal of this number, or None."""
     found = getattr(signal.getsignal(number), '__self__', None)
     return found if isinstance(found, StopHook) else None
 
 
 @functools.cache
 def _reset_in_children() -> None:
-    """Restore the default SIGTERM handler in processes forked while a StopHook handles the signal.
-
-    Process pools (of metrics, for example) end their processes by SIGTERM, and would wait forever if these ignored it.
-    The signal is blocked during the fork, as Python loses a signal that arrives while the child is set up.
-    """
+    """Restore the default SIGTERM handler in processes forked while a StopHook handles the signal. Process pools (of
+    metrics, for example) end their processes by SIGTERM, and would wait forever if these ignored it. The signal is
+    blocked during the fork, as Python loses a signal that arrives while the child is set up."""
 
     def before() -> None:
         blocked = [signal.SIGTERM] if _owner(signal.SIGTERM) else []
@@ -96,7 +95,7 @@ def _reset_in_children() -> None:
 
 
 def _sums(model: torch.nn.Module) -> list[float]:
-    """Return the sums of all floating-point parameters and buffers, which tell if weights were swapped."""
+    """Return the sum of each floating-point parameter and buffer, to detect that EMAHook has swapped weights."""
     values = [value for value in model.state_dict().values() if value.is_floating_point()]
     return torch.stack([value.double().sum() for value in values]).tolist()
 
@@ -147,6 +146,7 @@ class StopHook(Hook):
         resume_state(runner)
 
     def _listen(self, runner) -> None:
+        """Handle the :data:`SIGNALS` that have default handlers, and warn of another handler of SIGTERM."""
         self._terminals = [file for file in (1, 2) if os.isatty(file)]
         for number in SIGNALS:
             owner = _owner(number)  # of a training that ended in an error, or a second one of the config
@@ -170,7 +170,7 @@ class StopHook(Hook):
         wrappers = named_wrappers(runner.optim_wrapper).values()
         # not in gradient accumulation; DeepSpeed's wrapper has no such method
         if self._all_signalled and all(each.should_update() for each in wrappers if hasattr(each, 'should_update')):
-            self._save_and_end(runner, runner.iter + 1)
+            self._save_and_exit(runner, runner.iter + 1)
 
     def before_val(self, runner) -> None:
         """Note the weights of the training: EMAHook may validate averaged ones."""
@@ -199,7 +199,7 @@ class StopHook(Hook):
             store.set(SAVING, '1')
         for hook in self._averages if _sums(runner.model) != self._weights else ():
             hook._swap_ema_parameters()
-        self._save_and_end(runner, runner.iter, store)
+        self._save_and_exit(runner, runner.iter, store)
 
     def after_train(self, runner) -> None:
         for number, handler in self._previous.items():
@@ -212,7 +212,9 @@ class StopHook(Hook):
             for file in self._terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), file)
 
-    def _save_and_end(self, runner, iteration: int, store: Any = None) -> None:
+    def _save_and_exit(self, runner, iteration: int, store: Any = None) -> None:
+        """Save a checkpoint of ``iteration`` if a run can resume from it, and exit with the status of the signal. Other
+        processes learn of the checkpoint by ``store``, the store of the process group, else by a barrier."""
         has_position = any(isinstance(hook, ExactResumeHook) and hook.batches is not None for hook in runner.hooks)
         said = 'this kind of run cannot be continued here, so nothing is saved.'
         if has_position or type(runner.train_loop) is IterBasedTrainLoop:
@@ -227,6 +229,7 @@ class StopHook(Hook):
         raise SystemExit(128 + self._signal)
 
     def _save(self, runner, meta: dict) -> str:
+        """Write ``stopped.pth`` with ``meta``, the epoch and iteration, beside other checkpoints; return its path."""
         hook = next((hook for hook in runner.hooks if isinstance(hook, CheckpointHook)), None)
         folder = getattr(hook, 'out_dir', None) or runner.work_dir
         backend = getattr(hook, 'backend_args', None)

@@ -172,7 +172,7 @@ def test_several_optimizers_accumulate():
     sgd = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01) for _ in range(2)]
     one, two = (OptimWrapper(each, accumulative_counts=3) for each in sgd)
     hook, ended = stop.StopHook(), []
-    hook._save_and_end = lambda runner, iteration: ended.append(iteration)
+    hook._save_and_exit = lambda runner, iteration: ended.append(iteration)
     hook._previous, hook.is_signalled = {signal.SIGTERM: signal.SIG_DFL}, True
     for count in (1, 2, 3):
         for each in (one, two):
