@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.leaves import Leaf, halves
+from ..ops.leaves import Leaf, shared_casts
 from ..ops.linear import check_kernel
 from ..ops.tokens import on_grid, unflatten
 from .mixer import TOKEN_MIXERS, LocalMixer
@@ -14,7 +14,7 @@ class GroupedLinear(Leaf, nn.Conv1d):
     """A grouped 1x1 convolution of vectors (B, C), computed by one batched matmul."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = halves(self.weight, self.bias, x)
+        weight, bias = shared_casts(self.weight, self.bias, x)
         weight = unflatten(weight.squeeze(-1), 0, (self.groups, -1))  # (groups, outputs, inputs)
         x = unflatten(x, -1, (self.groups, -1)).transpose(0, 1)
         # not einsum: traces do not record its casts under autocast

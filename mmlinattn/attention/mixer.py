@@ -12,7 +12,7 @@ from mmengine.model import BaseModule
 from mmengine.registry import Registry
 from torch import Tensor
 
-from ..ops.leaves import Conv2d, halves
+from ..ops.leaves import Conv2d, shared_casts
 from ..ops.tokens import Grid
 
 TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn', locations=['mmlinattn.attention'])
@@ -151,7 +151,7 @@ class RepeatedConv2d(Conv2d):
         return x.repeat(self.repeats, *(1,) * (x.dim() - 1))
 
     def forward(self, image: Tensor) -> Tensor:
-        weight, bias = halves(self.weight, self.bias, image)
+        weight, bias = shared_casts(self.weight, self.bias, image)
         weight, bias = self.repeated(weight), None if bias is None else self.repeated(bias)
         padding = self.padding
         if self.padding_mode != 'zeros':

@@ -9,7 +9,7 @@ from typing import Optional
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from ..ops.leaves import Chain, Conv2d, ConvOfGELU, Linear, halves, linear
+from ..ops.leaves import Chain, Conv2d, ConvOfGELU, Linear, linear, shared_casts
 from ..ops.maps import cut_patches, pad_by, pad_to_multiple
 from ..ops.tokens import to_image
 from .norms import build_branch_norm, build_map_norm, build_token_norm
@@ -71,7 +71,7 @@ class PatchConv2d(Conv2d):
         if (self.stride, self.padding) != (self.kernel_size, (0, 0)):  # a user changed them, e.g. for a finer grid
             return super().forward(x)
         patches = cut_patches(x.permute(0, 2, 3, 1), self.kernel_size[0])
-        weight, bias = halves(self.weight, self.bias, x)
+        weight, bias = shared_casts(self.weight, self.bias, x)
         weight = weight.permute(0, 2, 3, 1).flatten(1)  # (C', rows * columns * C)
         return linear(patches.flatten(3), weight, bias).permute(0, 3, 1, 2)
 

@@ -53,6 +53,7 @@ def angular_attention(
 
 
 def _equation(q, k, v, mask, num_heads, released, unit_output) -> Tensor:
+    """Compute :func:`angular_attention` in operations that autograd records."""
     wide, dtype = accumulation_dtype(q), v.dtype
     q, k, v = (split_heads_5d(t.to(wide), num_heads) for t in (q, k, v))
     q, k = unit(q), unit(k)

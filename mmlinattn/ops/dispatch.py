@@ -23,6 +23,7 @@ CHOICES = ('auto', 'reference')
 
 
 def _checked(choice: str, argument: str) -> str:
+    """Return the name of a backend; another name raises a ValueError that names the ``argument``."""
     if choice == 'triton':
         raise ValueError(f"{argument}='triton': the Triton kernels were removed; compile the blocks with --compile")
     if choice not in CHOICES:
@@ -197,7 +198,7 @@ def function_of(equation: Callable, forward: Optional[Callable] = None, gradient
             with without_autocast(grads[0]):  # the caller may run the backward pass inside an autocast context
                 transformed = any(map(private_apis.is_batched, grads)) or needs_reference(*grads, *inputs)
                 if gradient is None or torch.is_grad_enabled() or transformed:
-                    found = _gradients_of(equation, inputs, wanted, grads, ctx.options)
+                    found = _differentiate(equation, inputs, wanted, grads, ctx.options)
                 else:
                     found = gradient(grads, inputs, kept, wanted, **ctx.options)
             return None, *(grad if want else None for grad, want in zip(found, wanted))
@@ -206,8 +207,8 @@ def function_of(equation: Callable, forward: Optional[Callable] = None, gradient
 
 
 def with_gradient(equation: Callable, *others: Callable) -> Callable:
-    """Return ``op(*tensors, **options)``: ``equation`` if :func:`needs_reference` asks for it, else its
-    :func:`function_of`."""
+    """Return a function ``op(*tensors, **options)`` that calls ``equation`` if :func:`needs_reference` is True, else
+    the autograd function ``function_of(equation, *others)``."""
     function = function_of(equation, *others)
 
     def op(*tensors: Optional[Tensor], **options) -> Any:
@@ -218,7 +219,11 @@ def with_gradient(equation: Callable, *others: Callable) -> Callable:
     return op
 
 
-def _gradients_of(equation, inputs, wanted, grads, options) -> Sequence[Optional[Tensor]]:
+def _differentiate(
+    equation: Callable, inputs: Sequence, wanted: Sequence[bool], grads: Sequence[Tensor], options: dict
+) -> Sequence[Optional[Tensor]]:
+    """Compute ``equation(*inputs, **options)``, and return the gradients of the ``wanted`` inputs by autograd, None for
+    others. ``grads`` are the gradients of the results."""
     twice = torch.is_grad_enabled()
     with torch.enable_grad():
         # Each input is a view of its own, so that two inputs that are one tensor get separate gradients.

@@ -12,8 +12,8 @@ from .tokens import merge_heads_5d, root_weights, split_heads_5d
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: Optional[Tensor] = None) -> Tensor:
     """Efficient attention, O(N d^2) for each head.
 
-    ``out = softmax_channels(q) (softmax_tokens(k)^T v)``: each channel of the keys is a map over the tokens, each
-    query a mixture of these maps.
+    ``out = softmax_channels(q) (softmax_tokens(k)^T v)``: each channel of the keys is a map over the tokens, and each
+    query is a mixture of these maps.
 
     Source: Efficient Attention (Shen et al. 2021), Eq. 4-6.
 

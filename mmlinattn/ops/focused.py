@@ -70,7 +70,7 @@ def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-
 
 
 def smallest_base(dtype: torch.dtype, power: float) -> float:
-    """Return the least ratio of a component to the largest of its token; the power of a smaller ratio counts as 0.
+    """Return the least ratio of a component to the largest component of a token; smaller ratios have the power 0.
 
     At this bound the power is 1e-15 in float32 (1e-75 in float64), far below the rounding of a sum with 1. Without the
     bound the powers, their squares, and their products with gradients would be denormal. Many CPUs compute with
@@ -94,10 +94,8 @@ def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
 
 
 def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float, keeps_base: bool = False) -> tuple[Tensor, ...]:
-    """Return y, proportional to ``r ** power``; the factor (B, N, 1) that gives y the norm of r; r (B, N, C); and |r|.
-
-    ``r = (ReLU(x) + eps) * inverse_scale``. Unless ``keeps_base``, y overwrites r.
-    """
+    """Return y (B, N, C), proportional to ``r ** power``, the factor (B, N, 1) that gives y the norm of r, r, and |r|.
+    ``r = (ReLU(x) + eps) * inverse_scale`` is the base of the power. Unless ``keeps_base``, y overwrites r."""
     r = x.to(inverse_scale.dtype).relu()
     r = torch.addcmul(inverse_scale * eps, r, inverse_scale, out=r)
     norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
@@ -120,10 +118,8 @@ def _focus_with_base(x: Tensor, inverse_scale: Tensor, power: float, eps: float)
 
 def _focus_backward(x, grad, y, r, norm, inverse_scale, power, out) -> Tensor:
     """Write the gradient of the tokens ``x`` to ``out``; return ``inverse_scale`` times its own gradient, (C,).
-
     ``grad`` is the gradient of the focused tokens ``y``; ``y``, ``r`` and ``norm`` come from :func:`_focus_with_base`.
-    ``y`` and ``r`` are overwritten.
-    """
+    ``y`` and ``r`` are overwritten."""
     # y = |r| / |r^p| r^p:  dL/dr = (g.y) r / |r|^2 + p y / r (g - (g.y) y / |r|^2)
     along = torch.linalg.vecdot(grad, y).unsqueeze(-1) / norm.square()
     inner = torch.addcmul(grad, along, y, value=-1)
@@ -138,6 +134,7 @@ def _focus_backward(x, grad, y, r, norm, inverse_scale, power, out) -> Tensor:
 
 
 def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
+    """Return the output, and state, mean keys and floor of the normaliser for :func:`_backward`."""
     wide = accumulation_dtype(q)
     scale = inverse_scale.to(wide)
     batch, count = len(k), count_tokens(k, mask)
@@ -165,6 +162,7 @@ def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
 
 
 def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
+    """Return the gradients of the inputs; for the arguments see :func:`.dispatch.function_of`."""
     (q, k, v, inverse_scale, offset, mask), (state, key_mean, floor), (grad,) = inputs, kept, grads
     scale = inverse_scale.to(state.dtype)
     grad_q, grad_k, grad_v = [torch.empty_like(t) for t in (q, k, v)]

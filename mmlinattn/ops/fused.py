@@ -47,8 +47,8 @@ def may_fuse(x: Tensor) -> bool:
     return not private_apis.has_global_hooks() and (nn.Module.__call__, nn.Module._call_impl) == _CALL
 
 
-class Kernel(NamedTuple):
-    """One operation of a fused chain.
+class FusedStep(NamedTuple):
+    """Layer or function of a chain, fused with the batch norm or GELU after it.
 
     Attributes:
         step (Callable): Layer or function.
@@ -63,6 +63,8 @@ class Kernel(NamedTuple):
     gelu: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Compute the layer or function of ``x``, then norm and GELU. Feature maps are (B, H, W, C) for linear layers
+        and :class:`ResidualDWConv`, and (B, C, H, W) for other convolutions."""
         layer = self.step
         if not self.plain:
             return layer(x)
@@ -90,69 +92,70 @@ def is_plain(layer: Any) -> bool:
     return kind is Linear or (layer.padding_mode == 'zeros' and not isinstance(layer.padding, str))
 
 
-def plan(steps: Sequence[Step]) -> list[Kernel]:
-    """Group the layers and functions of a chain to fused operations, in order.
+def plan(steps: Sequence[Step]) -> list[FusedStep]:
+    """Group the layers and functions of a chain to fused steps, in order.
 
-    A GELU joins the linear layer or convolution before it, a batch norm the convolution before it. Each other step is
-    an operation of its own.
+    A GELU joins the linear layer or convolution before it, a batch norm the convolution before it. Each other layer or
+    function is a step of its own.
     """
-    flat: list[Kernel] = []
+    flat: list[FusedStep] = []
     for step in steps:
         plain = is_plain(step)
         if plain and (type(step) is ConvOfGELU or (type(step) is ResidualDWConv and step.of_gelu)):
-            flat.append(Kernel(F.gelu))  # GELU of the input may belong to the layer before
-        flat.append(Kernel(step, plain))
-    kernels: list[Kernel] = []
-    for kernel in flat:
-        last = kernels[-1] if kernels else kernel
+            flat.append(FusedStep(F.gelu))  # GELU of the input may belong to the layer before
+        flat.append(FusedStep(step, plain))
+    fused: list[FusedStep] = []
+    for each in flat:
+        last = fused[-1] if fused else each
         extends = last.plain and not last.gelu and type(last.step) is not ResidualDWConv
-        if extends and kernel.step is F.gelu:
-            kernels[-1] = last._replace(gelu=True)
-        elif extends and last.norm is None and type(last.step) is not Linear and _folds(kernel.step):
-            kernels[-1] = last._replace(norm=kernel.step)
+        if extends and each.step is F.gelu:
+            fused[-1] = last._replace(gelu=True)
+        elif extends and last.norm is None and type(last.step) is not Linear and _folds(each.step):
+            fused[-1] = last._replace(norm=each.step)
         else:
-            kernels.append(kernel)
-    return kernels
+            fused.append(each)
+    return fused
 
 
 def _folds(step: Any) -> bool:
+    """Return True for a batch norm in eval mode that can be folded into the convolution before it."""
     return isinstance(step, nn.Module) and is_foldable(step) and not step.training
 
 
 def chain(x: Tensor, steps: Sequence[Step]) -> Tensor:
     """Call layers and functions in sequence, with neighbours fused to one kernel where possible, see :func:`plan`."""
-    kernels = plan(steps)
-    if not _fits_strips(x, kernels):
-        return _run(x, kernels)
+    fused = plan(steps)
+    if not _fits_strips(x, fused):
+        return _run(x, fused)
     out: Any = None
     height, width = x.shape[1:3]
-    halo = sum(kernel.step.kernel_size[0] // 2 for kernel in kernels if isinstance(kernel.step, nn.Conv2d))
-    rows = max(STRIP_NUMEL // (width * kernels[0].step.out_features), 8 * halo, 1)
+    halo = sum(each.step.kernel_size[0] // 2 for each in fused if isinstance(each.step, nn.Conv2d))
+    rows = max(STRIP_NUMEL // (width * fused[0].step.out_features), 8 * halo, 1)
     for i in range(x.shape[0]):
         for top in range(0, height, rows):
             bottom = min(top + rows, height)
             first, last = max(top - halo, 0), min(bottom + halo, height)
-            hidden = _run(x[i : i + 1, first:last], kernels[:-1])
-            strip = kernels[-1](hidden[:, top - first : bottom - first])
+            hidden = _run(x[i : i + 1, first:last], fused[:-1])
+            strip = fused[-1](hidden[:, top - first : bottom - first])
             out = strip.new_empty(*x.shape[:-1], strip.shape[-1]) if out is None else out
             out[i, top:bottom] = strip[0]
     return out
 
 
-def _run(x: Tensor, kernels: Sequence[Kernel]) -> Tensor:
-    for kernel in kernels:
-        x = kernel(x)
+def _run(x: Tensor, fused: Sequence[FusedStep]) -> Tensor:
+    for step in fused:
+        x = step(x)
     return x
 
 
-def _fits_strips(x: Tensor, kernels: Sequence[Kernel]) -> bool:
+def _fits_strips(x: Tensor, fused: Sequence[FusedStep]) -> bool:
     """Return True for a large hidden feature map between two linear layers, whose rows depend on few rows of ``x``."""
-    first, last = kernels[0], kernels[-1]
+    first, last = fused[0], fused[-1]
     if x.dim() != 4 or not (first.plain and last.plain and type(first.step) is type(last.step) is Linear):
         return False
     if x.numel() // x.shape[-1] * first.step.out_features <= 2 * STRIP_NUMEL:
         return False
-    return all(kernel.step in _BY_ROW if not kernel.plain else _keeps_rows(kernel.step) for kernel in kernels)
+    return all(each.step in _BY_ROW if not each.plain else _keeps_rows(each.step) for each in fused)
 
 
 def _keeps_rows(layer: nn.Module) -> bool:

@@ -1,4 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from collections.abc import Iterator
 from typing import Any, Optional, Union
 
 import torch
@@ -10,7 +11,7 @@ from ..utils import private_apis
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .softmax import attend
-from .tokens import is_known, masked_bias, merge_heads, split_heads, to_image, unflatten
+from .tokens import Grid, is_known, masked_bias, merge_heads, split_heads, to_image, unflatten
 
 Step = Union[None, Tensor, nn.Module]  # IHH or CHH: its weight, a convolution, or None to skip it
 
@@ -23,7 +24,7 @@ def hallucinated_attention(
     k: Tensor,
     v: Tensor,
     num_heads: int,
-    grid,
+    grid: Grid,
     intra: Step = None,
     cross: Step = None,
     cross_first: bool = False,
@@ -113,7 +114,7 @@ def _wide_heads(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[T
     return attend(q, k, v, bias)[..., :value_width]
 
 
-def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: int) -> Tensor:
+def local_keys(k: Tensor, grid: Grid, intra: Tensor, mask: Optional[Tensor], copies: int) -> Tensor:
     """Apply intra-head hallucination (IHH): a depth-wise 3x3 convolution of the keys, with one kernel per head.
 
     Args:
@@ -136,10 +137,11 @@ def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: i
     # a cyclically shifted window holds up to four parts of the map that do not adjoin
     regions = grid.regions.repeat(k.shape[0] // grid.regions.shape[0], 1).unsqueeze(-1)
     parts = ((regions == region).to(k.dtype) for region in range(4))
-    return sum(part * _convolve_grid(k * part, grid, weight) for part in parts)
+    return sum(part * _convolve_grid(k * part, grid, weight) for part in parts)  # type: ignore[return-value]
 
 
-def _convolve_grid(k: Tensor, grid, weight: Tensor) -> Tensor:
+def _convolve_grid(k: Tensor, grid: Grid, weight: Tensor) -> Tensor:
+    """Convolve keys (B, M, C) depth-wise on their grid; class tokens are unchanged."""
     if is_known(grid.height, grid.width) and 0 in (grid.height, grid.width):  # PyTorch raises for maps without a pixel
         return k
     image = to_image(unflatten(k[:, grid.prefix :], 1, (grid.height, grid.width)))
@@ -174,6 +176,7 @@ def _kernel(step: Step, size: int, groups: int) -> Optional[Tensor]:
 
 
 def _is_other(step: Step, kernel: Optional[Tensor]) -> bool:
+    """Return True for a hallucination step whose weight :func:`_kernel` cannot return."""
     return step is not None and kernel is None
 
 
@@ -184,12 +187,10 @@ def _bias(step: Step) -> Optional[Tensor]:
 # --- modules that are more than their weights: on the maps ------------------------------------------------------------
 
 
-def _by_maps(q, k, v, num_heads, grid, intra: Any, cross: Any, cross_first, mask, bias) -> Tensor:
-    """Compute hallucinated attention (Xu et al. 2023, Eq. 2) by explicit attention maps (B, h, N, M).
-
-    It runs if ``intra`` or ``cross`` is a module other than a plain convolution. Arguments and result as of
-    :func:`hallucinated_attention`.
-    """
+def _by_maps(q, k, v, num_heads, grid: Grid, intra: Any, cross: Any, cross_first, mask, bias) -> Tensor:
+    """Compute hallucinated attention (Xu et al. 2023, Eq. 2) by explicit attention maps (B, h, N, M). It runs if
+    ``intra`` or ``cross`` is a module other than a plain convolution. Arguments and result as of
+    :func:`hallucinated_attention`."""
     half = num_heads // 2
     queries, keys, values = split_heads(q, half), split_heads(k, half), split_heads(v, num_heads)
     maps = real = (queries * int(queries.shape[-1]) ** -0.5) @ keys.transpose(-1, -2)  # (B, h/2, N, M)
@@ -206,7 +207,7 @@ def _by_maps(q, k, v, num_heads, grid, intra: Any, cross: Any, cross_first, mask
     return merge_heads(weights @ values).to(v.dtype)
 
 
-def _on_rows(intra: nn.Module, maps: Tensor, grid) -> Tensor:
+def _on_rows(intra: nn.Module, maps: Tensor, grid: Grid) -> Tensor:
     """Apply IHH to maps (B, h/2, N, M): each row is an image on the grid of the keys."""
     batch, half, queries, keys = maps.shape
     rows = maps.transpose(1, 2).reshape(batch * queries, half, keys)
@@ -252,7 +253,7 @@ def _mixed_maps(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[T
     return out
 
 
-def _blocks(batch: int, queries: int, numel: int):
+def _blocks(batch: int, queries: int, numel: int) -> Iterator[tuple[slice, slice]]:
     """Yield the slices of images and of queries of each block; ``numel`` is the number of logits of one query."""
     budget = _BLOCK_NUMEL * torch.get_num_threads()
     rows = max(min(queries, max(budget // max(numel, 1), _MIN_ROWS)), 1)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ def inline_attention(
 
 
 def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
+    """Compute :func:`inline_attention` in operations that autograd records."""
     dtype = v.dtype
     q, k, v = (split_heads_5d(t, num_heads) for t in (q, k, v))
     if q.dtype == torch.float16:  # it would keep one digit of small deviations from the mean
@@ -81,6 +82,7 @@ def _map_features(x: Tensor, num_heads: int, kernel: str, dtype: torch.dtype) ->
 
 
 def _forward(q, k, v, mask, num_heads, scale, kernel):
+    """Return the output, and scaled covariance, mean key, mean value and token count for :func:`_backward`."""
     wide, products, dtype = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v), v.dtype
     q, k = _map_features(q, num_heads, kernel, products), _map_features(k, num_heads, kernel, products)
     v = split_heads(v, num_heads).to(products)
@@ -109,6 +111,7 @@ def _forward(q, k, v, mask, num_heads, scale, kernel):
 
 
 def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
+    """Return the gradients of the inputs; for the arguments see :func:`.dispatch.function_of`."""
     (q, k, v, mask), (matrix, key_mean, value_mean, count) = inputs, kept
     products, wide = matrix.dtype, key_mean.dtype
     made = [torch.empty_like(t) for t in (q, k, v)]
@@ -143,9 +146,9 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
     return *made, None
 
 
-def _write(place: Tensor, grad: Tensor, shift, mapped: Tensor, kernel: str) -> None:
-    """Write the gradient of the feature map's argument to ``place``. ``grad - shift`` is the gradient of its result
-    ``mapped``."""
+def _write(place: Tensor, grad: Tensor, shift: Union[Tensor, int], mapped: Tensor, kernel: str) -> None:
+    """Write the gradient of the input of the feature map ``kernel`` to ``place``. ``grad - shift`` is the gradient of
+    the output ``mapped``."""
     if kernel == 'identity' and isinstance(shift, Tensor):
         torch.sub(grad, shift, out=place)
     elif kernel == 'identity':

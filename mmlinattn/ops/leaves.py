@@ -26,7 +26,10 @@ _LINEAR, _LINEAR_FORWARD, _NORM_FORWARD = F.linear, nn.Linear.forward, nn.LayerN
 
 
 class Leaf:
-    """Mixin of modules that look up their parameters by :func:`halves`, so that a backbone casts them together."""
+    """Mixin of modules whose float32 weights a backbone casts together under autocast, once per forward pass.
+
+    The modules look up the casts by :func:`shared_casts`.
+    """
 
 
 class EqualClass(type):
@@ -58,8 +61,8 @@ class Casts(threading.local):
 casts = Casts()
 
 
-def halves(weight: Any, bias: Any, x: Tensor) -> tuple[Any, Any]:
-    """Return the casts of weight and bias for an input ``x`` under autocast, or the weights if there are none."""
+def shared_casts(weight: Any, bias: Any, x: Tensor) -> tuple[Any, Any]:
+    """Return the shared casts of weight and bias for an input ``x`` under autocast, or both as given without casts."""
     found = casts.found
     if found and torch.is_autocast_enabled(x.device.type):
         return found.get(id(weight), weight), found.get(id(bias), bias)
@@ -75,7 +78,7 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 def cast_for_matmul(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> tuple[Tensor, Tensor, Optional[Tensor]]:
     """Cast input, weight and bias to :func:`matmul_dtype`."""
     dtype = matmul_dtype(x)
-    weight, bias = halves(weight, bias, x)
+    weight, bias = shared_casts(weight, bias, x)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
@@ -83,14 +86,14 @@ def cast_for_matmul(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> tuple[
 
 
 def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, gelu: bool = False) -> Tensor:
-    """Compute ``x @ weight.T + bias`` of (..., C) or, with ``gelu``, its GELU.
+    """Compute ``x @ weight.T + bias`` of (..., C), with ``gelu`` the GELU of the sum.
 
-    On CPUs without gradients it is one oneDNN kernel, in the type of autocast if that is on.
+    On CPUs without gradients, one kernel of oneDNN computes both, in the dtype of autocast if that is on.
     """
     if not torch.is_grad_enabled() and takes_onednn(x, weight, bias) and weight.is_contiguous():
         x, weight, bias = cast_for_matmul(x, weight, bias)
         return private_apis.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
-    out = F.linear(x, *halves(weight, bias, x))
+    out = F.linear(x, *shared_casts(weight, bias, x))
     return F.gelu(out) if gelu else out
 
 
@@ -107,14 +110,14 @@ def takes_onednn(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> bool:
     return not dispatch.needs_reference(x, weight, bias)
 
 
-def split_linear(x: Tensor, layer: Any, widths: Sequence[int]) -> Sequence[Tensor]:
+def split_linear(x: Tensor, layer: nn.Linear, widths: Sequence[int]) -> Sequence[Tensor]:
     """Apply a linear layer and split its channels: (..., C) -> (..., width) for each of ``widths``.
 
     On CPUs without gradients, each part is a product of its own, contiguous in memory.
     """
     fuses = not torch.is_grad_enabled() and fused.may_fuse(x) and fused.is_plain(layer)
     if fuses and takes_onednn(x, layer.weight, layer.bias):
-        weight, bias = halves(layer.weight, layer.bias, x)
+        weight, bias = shared_casts(layer.weight, layer.bias, x)
         biases = [None] * len(widths) if bias is None else bias.split(widths)
         return [linear(x, *part) for part in zip(weight.split(widths), biases)]
     return layer(x).split(widths, dim=-1)
@@ -129,7 +132,7 @@ class Linear(Leaf, nn.Linear, metaclass=EqualClass):
         if nn.Linear.forward is not _LINEAR_FORWARD:
             return super().forward(x)
         if torch.is_grad_enabled():
-            return F.linear(x, *halves(self.weight, self.bias, x))
+            return F.linear(x, *shared_casts(self.weight, self.bias, x))
         return linear(x, self.weight, self.bias)
 
 
@@ -151,7 +154,7 @@ class LayerNorm(Leaf, nn.LayerNorm, metaclass=EqualClass):
         device = x.device.type
         if not torch.is_autocast_enabled(device) or torch.compiler.is_dynamo_compiling():
             return super().forward(x)
-        weight, bias = halves(self.weight, self.bias, x)
+        weight, bias = shared_casts(self.weight, self.bias, x)
         weight = None if weight is None else weight.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)
         torch.set_autocast_enabled(device, False)
@@ -185,7 +188,7 @@ def add_scaled(x: Tensor, branch: Tensor, gamma: Optional[Tensor], drop_path: nn
     drops = drop_path.training and not isinstance(drop_path, nn.Identity)
     if gamma is None and not drops:
         return x + branch
-    scale = x.new_ones(1) if gamma is None else halves(gamma, None, x)[0]
+    scale = x.new_ones(1) if gamma is None else shared_casts(gamma, None, x)[0]
     if drops:
         scale = drop_path(scale.expand(x.shape[0], *(1,) * (x.dim() - 2), len(scale)))
     branch, scale = branch.to(x.dtype), scale.to(x.dtype)
@@ -212,22 +215,24 @@ class Conv2d(Leaf, nn.Conv2d, metaclass=EqualClass):
     equals = nn.Conv2d
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
-        return super()._conv_forward(input, *halves(weight, bias, input))
+        return super()._conv_forward(input, *shared_casts(weight, bias, input))
 
 
 def residual_conv(x: Tensor, weight: Tensor, bias: Optional[Tensor], stride, padding, dilation, groups) -> Tensor:
-    """Compute ``x + F.conv2d(x, ...)``, (B, C, H, W); on CPUs without gradients a depth-wise one by a single kernel.
+    """Compute ``x + F.conv2d(x, ...)`` of (B, C, H, W).
 
-    A central tap that is larger by 1 adds ``x``. Half precision would round the tap.
+    On CPUs without gradients, one kernel computes a depth-wise convolution with the residual: 1 is added to the central
+    tap of ``weight``. Half precision would round the tap, so it takes two kernels.
     """
     if not torch.is_grad_enabled() and _adds_by_tap(x, weight, bias, (stride, padding, dilation, groups)):
         weight = weight.clone()
         weight[:, :, weight.shape[2] // 2, weight.shape[3] // 2] += 1
         return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    return x + F.conv2d(x, *halves(weight, bias, x), stride, padding, dilation, groups)
+    return x + F.conv2d(x, *shared_casts(weight, bias, x), stride, padding, dilation, groups)
 
 
 def _adds_by_tap(x: Tensor, weight: Tensor, bias: Optional[Tensor], settings: tuple) -> bool:
+    """Return True if the central tap may add the residual; ``settings`` are stride, padding, dilation and groups."""
     dim, inputs, rows, columns = weight.shape
     if settings != ((1, 1), (rows // 2, columns // 2), (1, 1), dim) or inputs != 1:
         return False
@@ -246,8 +251,9 @@ def conv_of_gelu(
 ) -> Tensor:
     """Convolution of ``gelu(x)``, plus ``gelu(x)`` if ``residual``. Only ``x`` is kept for the backward pass.
 
-    The backward pass recomputes GELU, which is cheap. In stems and hidden layers its results are among the largest
-    tensors that autograd would keep. It does so if ``x`` is float32 under autocast, or ``padding`` a string.
+    The backward pass recomputes GELU, which is cheap. In stems and hidden layers the results of GELU are among the
+    largest tensors that autograd would keep. Autograd keeps them if ``x`` is float32 under autocast, or ``padding`` a
+    string.
 
     Args:
         x (Tensor): (B, C, H, W), in any memory format.
@@ -265,7 +271,7 @@ def conv_of_gelu(
     is_plain = is_plain or (x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type))
     if is_plain or dispatch.needs_reference(x, weight, bias):
         return conv_of_gelu_reference(x, weight, bias, **settings)
-    weight, bias = halves(weight, bias, x)
+    weight, bias = shared_casts(weight, bias, x)
     return _ConvOfGELU.apply(settings, x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -273,7 +279,7 @@ def conv_of_gelu_reference(x, weight, bias, stride, padding, dilation, groups, r
     hidden = F.gelu(x)
     if residual:
         return residual_conv(hidden, weight, bias, stride, padding, dilation, groups)
-    return F.conv2d(hidden, *halves(weight, bias, hidden), stride, padding, dilation, groups)
+    return F.conv2d(hidden, *shared_casts(weight, bias, hidden), stride, padding, dilation, groups)
 
 
 def _conv_of_gelu_forward(x, weight, bias, stride, padding, dilation, groups, residual):
@@ -283,6 +289,7 @@ def _conv_of_gelu_forward(x, weight, bias, stride, padding, dilation, groups, re
 
 
 def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, padding, dilation, groups, residual):
+    """Return the gradients of ``x``, ``weight`` and ``bias``; for the arguments see :func:`.dispatch.function_of`."""
     (grad,), (x, weight, _) = grads, inputs
     spans = ([span] * 2 if isinstance(span, int) else list(span) for span in (stride, padding, dilation))
     steps = *spans, False, [0, 0], groups

@@ -211,6 +211,7 @@ def _token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
 
 
 def _backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
+    """Return the gradients of the inputs; for the arguments see :func:`.dispatch.function_of`."""
     (q, k, v, rotary, mask), (mean_query, inverse, weight, key_mean, state) = inputs, kept
     wide, products = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v)
     made, places = empty_pair(q, num_heads)
@@ -311,8 +312,8 @@ IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor],
 
 
 def write_map(kernel: str, out: Tensor, x: Tensor) -> Tensor:
-    """Write the feature map of ``x`` (..., B, heads, N, d) to ``out`` of the same shape, computed in the type of
-    ``out``. Both may be one tensor."""
+    """Write the feature map ``kernel`` of ``x`` (..., B, heads, N, d) to ``out`` of the same shape, computed in the
+    dtype of ``out``. Both may be one tensor."""
     if kernel == 'elu' and dispatch.on_cpu(x):  # one pass over memory instead of a copy and a change in place
         return _write_elu_plus_one(out, x)
     return IN_PLACE[kernel][0](out.copy_(x))

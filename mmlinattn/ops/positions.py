@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import accumulation_dtype
-from .tokens import Grid, arange, as_tensor, is_known, unflatten
+from .tokens import Grid, Size, arange, as_tensor, is_known, unflatten
 
 
 def table_on(table: Tensor, stored: tuple[int, int], grid: Grid, prefix: int = 0) -> Tensor:
@@ -54,19 +54,16 @@ def resize_table_in_graph(table: Tensor, stored: tuple[int, int], grid: Grid, pr
     return torch.cat((table[:, :prefix], image[None]), dim=1)
 
 
-def _bilinear_weights(length: int, count, size, like: Tensor) -> Tensor:
+def _bilinear_weights(length: int, count: Size, size: Size, like: Tensor) -> Tensor:
     """Return the matrix (count, length) that resizes ``length`` values to ``size``, as :func:`resize_table` along one
-    axis.
-
-    Positions from ``size`` to ``count`` (padding) get the last value.
-    """
+    axis. Positions from ``size`` to ``count`` (padding) get the last value."""
     wide = accumulation_dtype(like)
     centres = arange(count, like, wide) + 0.5
     source = (centres * (length / as_tensor(size, like, wide)) - 0.5).clamp(0, length - 1)
     return (1 - (source[:, None] - arange(length, like, wide)).abs()).clamp(min=0)
 
 
-def relative_index(height, width, largest: tuple[int, int], like: Tensor) -> Tensor:
+def relative_index(height: Size, width: Size, largest: tuple[int, int], like: Tensor) -> Tensor:
     """Return the row of a table of relative positions for each pair of tokens of a window.
 
     Args:
@@ -86,7 +83,7 @@ def relative_index(height, width, largest: tuple[int, int], like: Tensor) -> Ten
 CACHED_TOKENS = 1024  # 8 MiB of index
 
 
-def _index(height, width, largest: tuple[int, int], like: Tensor) -> Tensor:
+def _index(height: Size, width: Size, largest: tuple[int, int], like: Tensor) -> Tensor:
     rows, columns = arange(height, like), arange(width, like)
     row = rows[:, None] - rows + largest[0] - 1
     column = columns[:, None] - columns + largest[1] - 1
@@ -95,6 +92,6 @@ def _index(height, width, largest: tuple[int, int], like: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)
-def _cached_index(height, width, largest: tuple[int, int], device: torch.device) -> Tensor:
+def _cached_index(height: int, width: int, largest: tuple[int, int], device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # the cached tensor may be made in inference and used in training
         return _index(height, width, largest, torch.empty(0, device=device))

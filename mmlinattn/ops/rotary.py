@@ -108,6 +108,7 @@ def backwards(table: Tensor) -> Tensor:
 
 
 def _pairs_lie_together(x: Tensor) -> bool:
+    """Return True if channel pairs are adjacent and aligned in memory, so that a complex view is possible."""
     if x.is_contiguous() and x.shape[-1] % 2 == 0 and x.storage_offset() % 2 == 0:
         return True
     *strides, last = x.stride()

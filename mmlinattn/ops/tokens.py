@@ -19,9 +19,10 @@ from .dispatch import accumulation_dtype
 
 # Elements of a block on CPUs. Smaller blocks mean more parallel regions, and each waits for its last thread.
 BLOCK_NUMEL = 2**21
+Size = Any  # int in eager mode, torch.SymInt or 0-d tensor in a graph
 
 
-def is_known(*sizes) -> bool:
+def is_known(*sizes: Size) -> bool:
     """Return True if all sizes are Python numbers rather than symbols or tensors of a graph."""
     may_be_symbol = private_apis.compiler.is_dynamo_compiling()  # there the type of a symbol is int
     for size in sizes:
@@ -32,12 +33,12 @@ def is_known(*sizes) -> bool:
     return True
 
 
-def round_up(size, step: int):
+def round_up(size: Size, step: int) -> Size:
     """Return the smallest multiple of ``step`` >= ``size``, for positive sizes."""
     return (size + step - 1) // step * step
 
 
-def as_tensor(size, like: Tensor, dtype: torch.dtype) -> Tensor:
+def as_tensor(size: Size, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a size to a 0-d tensor on the device of ``like``. A size of a trace, already a tensor, stays on the CPU,
     which operators on every device accept."""
     if isinstance(size, Tensor):
@@ -45,14 +46,14 @@ def as_tensor(size, like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.scalar_tensor(size, dtype=dtype, device=like.device)
 
 
-def arange(count, like: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
+def arange(count: Size, like: Tensor, dtype: torch.dtype = torch.long) -> Tensor:
     """Return 0, 1, ..., ``count - 1`` on the device of ``like``. Traces name no device, so they run on any."""
     if torch.jit.is_tracing() and not torch.onnx.is_in_onnx_export():
         return (like.new_ones(count, dtype=torch.long).cumsum(0) - 1).to(dtype)
     return torch.arange(count, dtype=dtype, device=like.device)
 
 
-def unflatten(x: Tensor, dim: int, sizes) -> Tensor:
+def unflatten(x: Tensor, dim: int, sizes: Sequence[Size]) -> Tensor:
     """Compute ``x.unflatten(dim, sizes)``; one of ``sizes`` may be -1.
 
     ``torch.onnx.export(..., dynamo=False)`` would write the sizes of PyTorch's own method into the graph as constants.
@@ -95,10 +96,13 @@ def from_image(x: Tensor) -> Tensor:
 class Grid(NamedTuple):
     """Layout of a token sequence: ``prefix`` class tokens, then ``height * width`` patch tokens, row by row.
 
-    ``within``: height and width to which position tables are resized, if they differ from ``height`` and ``width``. A
-    window that is cropped at the right or lower border uses the table of the whole window, from its top left. In graphs
-    of dynamic sizes the grid of a window includes padding, and ``within`` is the window cropped to the feature map.
-    ``regions``: (windows, N), 0 to 3, for cyclically shifted windows; tokens of different regions are no neighbours.
+    Attributes:
+        height, width, prefix: Numbers of rows, columns and class tokens.
+        within: Height and width to which position tables are resized, if they differ from ``height`` and ``width``. A
+            window that is cropped at the right or lower border uses the table of the whole window, from its top left.
+            In graphs of dynamic sizes, the grid includes padding, and ``within`` is cropped to the feature map.
+        regions: (windows, N) int64, 0 to 3, for cyclically shifted windows; tokens of different regions are no
+            neighbours.
     """
 
     height: int
@@ -118,7 +122,7 @@ def to_map(x: Tensor, grid: Grid) -> Tensor:
     return clone_if_dynamic(image)
 
 
-def on_grid(conv, x: Tensor, grid: Grid) -> Tensor:
+def on_grid(conv: Callable[[Tensor], Tensor], x: Tensor, grid: Grid) -> Tensor:
     """Apply ``conv``, a convolution of (B, C, h, w) maps, to the patch tokens of (B, N, C). Class tokens have no
     neighbours, so the result is zero there."""
     local = conv(to_map(x, grid)).permute(0, 2, 3, 1).flatten(1, 2)  # a view if the memory is channels-last
@@ -211,7 +215,7 @@ def copy_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def empty_pair(q: Tensor, num_heads: int) -> tuple[Sequence[Tensor], Tensor]:
-    """Allocate the gradients of queries and keys, (B, N, heads * d), and return both with their view by head,
+    """Allocate the gradients of queries and keys, (B, N, heads * d), and return both with one view of the two by head,
     (2, B, heads, N, d)."""
     pair = q.new_empty(2, *q.shape)
     return list(pair), torch.unflatten(pair, -1, (num_heads, -1)).transpose(2, 3)
@@ -219,7 +223,7 @@ def empty_pair(q: Tensor, num_heads: int) -> tuple[Sequence[Tensor], Tensor]:
 
 def have_attention_shapes(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bool:
     """Return True if q, k and v are floating-point, not empty, and of matching shapes. The reference implementation
-    takes others, or raises."""
+    computes other inputs, or raises."""
     for t in (q, k, v):
         if t.dim() != 3 or not t.numel() or not t.is_floating_point():
             return False
@@ -266,7 +270,7 @@ def blocks(x: Tensor, batch: int, tokens: int) -> Iterator[tuple[slice, slice]]:
 
 def widen_blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the tokens of half-precision ``x`` (..., B, heads, N, d), each with a float32 copy. The caller
-    modifies the copy in place, and it is then written back to ``x``."""
+    modifies the copy in place; afterwards the copy is written back to ``x``."""
     for images, rows in blocks(x, x.shape[-4], x.shape[-2]):
         part = x[..., images, :, rows, :]
         wide = part.to(accumulation_dtype(x))

@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from . import dispatch
-from .tokens import Grid, arange, as_tensor, clone_if_dynamic, is_known, round_up, unflatten
+from .tokens import Grid, Size, arange, as_tensor, clone_if_dynamic, is_known, round_up, unflatten
 
 
 class Windows(NamedTuple):
@@ -34,8 +34,8 @@ class Windows(NamedTuple):
     ) -> Union['Windows', 'DynamicWindows']:
         """Return windows of at most ``window``, cropped to the map; :class:`DynamicWindows` for a map of dynamic size.
 
-        ``window=None`` is the whole map, None in it the whole axis. ``shift`` moves windows by half their size, but not
-        along an axis with a single one.
+        ``window`` is (height, width); None is the whole map, None in the tuple the whole axis. ``shift`` moves windows
+        by half their size, but not along an axis with a single window.
         """
         window = window or (None, None)
         if not is_known(height, width):
@@ -46,11 +46,13 @@ class Windows(NamedTuple):
 
     @property
     def padded(self) -> tuple[int, int]:
+        """Height and width of the feature map after padding to whole windows."""
         rows, columns = self.window
         return round_up(self.height, rows), round_up(self.width, columns)
 
     @property
     def counts(self) -> tuple[int, int]:
+        """Numbers of windows along height and width."""
         return self.padded[0] // self.window[0], self.padded[1] // self.window[1]
 
     @property
@@ -157,11 +159,9 @@ class Windows(NamedTuple):
 
 
 def _spans(size: int, window: int) -> list[tuple[slice, slice, int]]:
-    """Split an axis of ``size`` pixels into its whole windows and, if there is one, the partial window at the end.
-
-    Each entry has a slice of window numbers, the slice of their pixels, and the length of each of these windows. Size
-    10 and window 4 give (0:2, 0:8, 4) and (2:, 8:10, 2).
-    """
+    """Split an axis of ``size`` pixels into its whole windows and, if there is one, the partial window at the end. Each
+    entry has a slice of window numbers, the slice of pixels in these windows, and the length of each window. Size 10
+    and window 4 give (0:2, 0:8, 4) and (2:, 8:10, 2)."""
     count, rest = divmod(size, window)
     spans = [(slice(0, count), slice(0, size - rest), window)]
     return spans if not rest else [*spans, (slice(count, None), slice(size - rest, size), rest)]
@@ -174,12 +174,14 @@ class DynamicWindows:
     computed in the traced graph, as it is 0 along an axis with a single window.
 
     Args:
-        height, width: Size of the feature map, as symbols or tensors.
+        height, width: Size of the feature map.
         window: Height and width of a window; None for the whole axis.
         shift (bool): Shift by half a window.
     """
 
-    def __init__(self, height, width, window: tuple[Optional[int], Optional[int]], shift: bool = False) -> None:
+    def __init__(
+        self, height: Size, width: Size, window: tuple[Optional[int], Optional[int]], shift: bool = False
+    ) -> None:
         self.height, self.width = height, width
         self.axes = [Axis(size, length, shift) for size, length in zip((height, width), window)]
 
@@ -198,7 +200,7 @@ class DynamicWindows:
     def grid(self, x: Tensor) -> Grid:
         """Return the grid of the tokens of one window."""
         height, width = self.window
-        return Grid(height, width, within=tuple(axis.clipped(x) for axis in self.axes))
+        return Grid(height, width, within=tuple(axis.clipped_length(x) for axis in self.axes))
 
     def partition(self, x: Tensor) -> Tensor:
         """Pad, shift and cut a map: (B, H, W, C) -> (B * windows, h * w, C), the windows of an image row by row."""
@@ -247,9 +249,12 @@ class DynamicWindows:
 
 
 class Axis:
-    """One axis of :class:`DynamicWindows`: ``size`` positions in windows of length ``window``; None is one window."""
+    """One axis of :class:`DynamicWindows`: ``size`` positions in windows of length ``window``; None is one window.
 
-    def __init__(self, size, window: Optional[int], shift: bool) -> None:
+    ``shift``: windows move by half their length. The argument ``x`` of the methods gives only the device.
+    """
+
+    def __init__(self, size: Size, window: Optional[int], shift: bool) -> None:
         self.size = size
         self.has_windows = window is not None
         self.shifts = shift and self.has_windows
@@ -257,21 +262,22 @@ class Axis:
         self.padded = size if window is None else round_up(size, window)
         self.count = 1 if window is None else self.padded // window
 
-    def clipped(self, x: Tensor):
+    def clipped_length(self, x: Tensor) -> Size:
         """Return the length of a window, at most the size of the feature map."""
         return as_tensor(self.size, x, torch.long).clamp(max=self.window) if self.has_windows else self.size
 
     def shift(self, x: Tensor) -> Tensor:
+        """Return the number of positions by which the axis is shifted, 0-d int64: 0 for a single window."""
         is_several = as_tensor(self.size, x, torch.long) > self.window
         return is_several.long() * (self.window // 2)
 
     def positions(self, x: Tensor) -> Tensor:
-        """Return the indices along the padded axis, window by window: (windows, length of a window)."""
+        """Return the positions along the padded axis, window by window: (windows, length of a window) int64."""
         return (arange(self.count, x) * self.window)[:, None] + arange(self.window, x)
 
     def shifted(self, direction: int, x: Tensor, by_window: bool = False) -> Tensor:
-        """Return the indices that select the shifted axis (``direction`` 1), or undo the shift on the map (-1).
-        With ``by_window`` their shape is that of :meth:`positions`."""
+        """Return the indices that select the shifted axis (``direction`` 1), or undo the shift on the map (-1). The
+        shape is (positions,), with ``by_window`` that of :meth:`positions`."""
         length = self.padded if direction == 1 else self.size
         position = self.positions(x) if by_window else arange(length, x)
         if not self.shifts:
@@ -280,6 +286,7 @@ class Axis:
         return moved + self.padded * ((moved < 0).long() - (moved >= self.padded).long())  # not every exporter knows %
 
     def region(self, x: Tensor) -> Tensor:
-        """Return 1 for padded positions that the cyclic shift brought from the other end of the axis, else 0."""
+        """Return 1 for positions that the cyclic shift brought from the other end of the axis, else 0: the shape of
+        :meth:`positions`."""
         position = self.positions(x)
         return (position >= self.padded - self.shift(x)).long() if self.shifts else position * 0

@@ -16,7 +16,6 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from mmengine.structures import BaseDataElement
-from torch.utils.data import DataLoader
 
 from ...utils import atomic_write
 from ..data.datasets import classes_of, infos_of
@@ -49,7 +48,7 @@ class _PredictionPlots:
     data set of ``loader``, other labels from the samples.
     """
 
-    def __init__(self, loader: DataLoader):
+    def __init__(self, loader: Any):
         self.dataset, self.size, self.seen = loader.dataset, len(loader.dataset), 0
         self.names = [str(name) for name in classes_of(self.dataset)]
         self.boxes: list[tuple[str, Boxes]] = []  # of a detector, by path
