@@ -20,25 +20,33 @@ CLASS_TOKEN, PADDING = -1, -2  # positions of tokens outside the feature map
 
 
 class Window(NamedTuple):
-    """Inputs and output of a mixer in one window of an image; global attention has one window."""
+    """Inputs and output of a mixer in one window of an image; global attention has one window.
+
+    Attributes:
+        mixer: The attention.
+        inputs: Copies of the mixer's arguments for this window, by name, with a batch size of 1.
+        out: Output of the mixer, (N, E).
+        local: Depth-wise convolution of the values, added after the mixer.
+        queries: Positions of the queries, (N,): row * columns + column of the feature map, PADDING or CLASS_TOKEN.
+        keys: Positions of the keys in the feature map of the keys, (M,).
+    """
 
     mixer: TokenMixer
-    inputs: dict  # copies of its arguments for this window, with a batch size of 1
-    out: Tensor  # output, (N, E)
-    local: Optional[nn.Module]  # depth-wise convolution of the values, added after the mixer
-    queries: Tensor  # positions of the queries, (N,): row * columns + column of the feature map, PADDING or CLASS_TOKEN
-    keys: Tensor  # positions of the keys in the feature map of the keys, (M,)
+    inputs: dict
+    out: Tensor
+    local: Optional[nn.Module]
+    queries: Tensor
+    keys: Tensor
 
     @property
-    def values(self) -> Tensor:  # (heads, M, e), in float32 or better
+    def values(self) -> Tensor:
+        """Values, (heads, M, e), in float32 or better."""
         v = self.inputs['v']
         return split_heads(v.to(accumulation_dtype(v)), self.mixer.num_heads)[0]
 
     def weights(self, rows: Tensor, local: bool = False) -> Tensor:
-        """Return the attention weights of the queries ``rows`` of the window, (heads, len(rows), M).
-
-        If ``local``, add those of the convolutions of the values, averaged over the channels of each head.
-        """
+        """Return the attention weights of the queries ``rows`` (indices in the window), (heads, len(rows), M). With
+        ``local``, add the weights of the convolutions of the values, averaged over the channels of each head."""
         inputs = {name: value for name, value in self.inputs.items() if name not in ('v', 'context')}
         weights = mixer_weights(self.mixer, **inputs, rows=rows)[0]
         if has_unit_output(self.mixer):
@@ -48,10 +56,8 @@ class Window(NamedTuple):
         return weights
 
     def convolutions(self, of_mixer: bool = False) -> list[Callable[[Tensor], Tensor]]:
-        """Return the existing convolutions of the values as functions of ``v``, (1, M, E) -> (1, M, E).
-
-        The first is the mixer's own, the second :attr:`local`. With ``of_mixer``, :attr:`local` is left out.
-        """
+        """Return the existing convolutions of the values as functions of ``v``, (1, M, E) -> (1, M, E): that of the
+        mixer, then :attr:`local`. With ``of_mixer``, :attr:`local` is left out."""
         mixer: Any = self.mixer
         grid, context, v = self.inputs['key_grid'], self.inputs['context'], self.inputs['v']
         found: list[Any] = []
@@ -68,8 +74,8 @@ class Window(NamedTuple):
         return None if state is None else state[0]
 
     def error(self, rows: Tensor, weights: Tensor) -> float:
-        """Return the relative difference of the mixer's output from ``weights @ v`` plus its convolution. The queries
-        ``rows`` of the window have ``weights`` (heads, len(rows), M)."""
+        """Return the relative difference of the mixer's output from ``weights @ v`` plus the mixer's convolution, for
+        the queries ``rows`` with ``weights`` (heads, len(rows), M)."""
         out = self.out[rows].to(weights.dtype)
         rest = out - rearrange(weights @ self.values, 'heads n e -> n (heads e)')
         for convolve in self.convolutions(of_mixer=True):
@@ -78,14 +84,23 @@ class Window(NamedTuple):
 
 
 class BlockCall(NamedTuple):
-    """Inputs and outputs of one block's attention in a forward pass on one image."""
+    """Inputs and outputs of one block's attention in a forward pass on one image.
 
-    name: str  # of the block within the model, backbone.stages.0.1
-    branches: list[list[Window]]  # one list for all heads, or one for each direction of stripes
-    size: tuple[int, int]  # height and width of the feature map of the queries
-    key_size: tuple[int, int]  # height and width of the feature map of the keys
-    projected: Tensor  # input of the output projection, (1, H, W, E) or (windows, N, E)
-    ratio: int  # spatial reduction of the keys; 0 for keys on no grid (averages over the token sequence)
+    Attributes:
+        name: Name of the block within the model, e.g. ``backbone.stages.0.1``.
+        branches: One list of windows for all heads, or one for each direction of stripes.
+        size: Height and width of the feature map of the queries.
+        key_size: Height and width of the feature map of the keys.
+        projected: Input of the output projection, (1, H, W, E) or (windows, N, E).
+        ratio: Spatial reduction of the keys; 0 for keys on no grid (averages over the token sequence).
+    """
+
+    name: str
+    branches: list[list[Window]]
+    size: tuple[int, int]
+    key_size: tuple[int, int]
+    projected: Tensor
+    ratio: int
 
     @property
     def windows(self) -> list[Window]:
@@ -110,7 +125,7 @@ class BlockCall(NamedTuple):
         return pairs
 
     def _on_map(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Sort tokens (N, E) by their positions in the feature map, without padding and class tokens."""
+        """Sort tokens (N, E) by ``positions`` (N,) in the feature map, without padding and class tokens: (H * W, E)."""
         out = tokens.new_zeros(self.size[0] * self.size[1], tokens.shape[-1])
         out[positions[positions >= 0]] = tokens[positions >= 0]
         return out
@@ -128,7 +143,9 @@ def arrangements(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def watched(model: nn.Module, on_block: Callable[[BlockCall], None]) -> Iterator[None]:
-    """Context that calls ``on_block`` after each block's attention, in a forward pass on one image without gradients.
+    """Call ``on_block`` after each block's attention, in forward passes on one image within this context.
+
+    Gradients are disabled.
 
     Raises:
         ValueError: The model has no attention of this project, or the batch has several images.
@@ -147,7 +164,7 @@ def watched(model: nn.Module, on_block: Callable[[BlockCall], None]) -> Iterator
 
 
 def _watch(name: str, attention: Any, on_block: Callable) -> list:
-    """Register the hooks of one attention module, and return their handles."""
+    """Register hooks on one attention module that call ``on_block`` after a forward pass; return their handles."""
     calls: list[Any] = []
     projected: list[Tensor] = []
     mixing = [module for module in attention.modules() if isinstance(module, LePEMixer)]
@@ -193,7 +210,7 @@ def _watch(name: str, attention: Any, on_block: Callable) -> list:
 
 
 def _by_window(inputs: dict, number: int) -> Iterator[dict]:
-    """Split the arguments of a mixer, batched over windows, into the arguments of each window."""
+    """Split the arguments of a mixer, batched over ``number`` windows, into the arguments of each window."""
     for i in range(number):
         one = dict(inputs)
         for name in ('q', 'k', 'v', 'mask', 'bias', 'context'):
@@ -206,11 +223,11 @@ def _by_window(inputs: dict, number: int) -> Iterator[dict]:
 
 
 def _token_layout(attention: Any, x: Tensor, calls: list[dict]) -> tuple[tuple, tuple, list]:
-    """Find the sizes of the feature maps of queries and keys, and their positions in each mixer call.
+    """Find the sizes of the feature maps of queries and keys, and the positions of both in each mixer call.
 
     Args:
-        attention (nn.Module): Arrangement of the mixer.
-        x (Tensor): Its input, (1, H, W, C), or (1, N, C) with class tokens.
+        attention (nn.Module): Arrangement of the mixer: global, windowed or striped attention.
+        x (Tensor): Input of the arrangement, (1, H, W, C), or (1, N, C) with class tokens.
         calls (list[dict]): Arguments of each call of the mixer, by name.
 
     Returns:

@@ -32,20 +32,28 @@ MASK_ROIS = 100  # of MMDetection 2.x's get_flops, used by the papers; 3.x agree
 
 
 class Cost(NamedTuple):
-    """Cost of one forward pass of a model with batch size 1."""
+    """Cost of one forward pass of a model with batch size 1.
 
-    shape: tuple  # height and width of the image
-    params: dict  # number of parameters by part, in the order of the forward pass
-    macs: Counter  # multiply-adds by (part, kind); for kinds see KINDS
-    peak_bytes: int  # estimated peak of the activations in float32
-    notes: list  # conventions of the count, one line each
+    Attributes:
+        shape: Height and width of the image in pixels.
+        params: Number of parameters by part (:func:`part_of`), in the order of the forward pass.
+        macs: Multiply-adds by (part, kind of operation), with the kinds :data:`KINDS`.
+        peak_bytes: Estimated peak memory of the activations in float32.
+        notes: Conventions of the count, one line each.
+    """
+
+    shape: tuple
+    params: dict
+    macs: Counter
+    peak_bytes: int
+    notes: list
 
     @property
     def total_params(self) -> int:
         return sum(self.params.values())
 
     def total_macs(self, *kinds: str) -> int:
-        """Return the multiply-adds of the given operation types, or of all types by default."""
+        """Return the multiply-adds of the given ``kinds`` of operations, or of all by default."""
         return sum(macs for (_, kind), macs in self.macs.items() if kind in (kinds or KINDS))
 
     @property
@@ -109,10 +117,8 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
 
 
 def run_two_stage(model: Any, image: torch.Tensor) -> list:
-    """Run a two-stage detector on the largest number of proposals in the config, and return notes on it.
-
-    Empty features replace those of the pooled regions, as these depend on values.
-    """
+    """Run a two-stage detector on the largest number of proposals in the config, and return notes on it. Empty features
+    replace the features of pooled regions, which depend on values. ``image`` is (1, C, H, W)."""
     features = model.extract_feat(image)
     model.rpn_head(features)
     roi_head = model.roi_head

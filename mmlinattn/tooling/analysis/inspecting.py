@@ -64,11 +64,9 @@ def measure_block(
 
 
 def _measure_window(block: BlockCall, window: Window, rows: Tensor, names) -> dict:
-    """Measure the queries ``rows`` (indices within the window) of one window.
-
-    ``names`` are those of :data:`MEASURES`; ``ccs`` is measured elsewhere. The result has ``forward_error``, and a dict
-    for each measure that the window allows. Lists have one number per head.
-    """
+    """Measure the queries ``rows`` (indices within the window) of one window. ``names`` are among :data:`MEASURES`;
+    ``ccs`` is measured elsewhere. The result has ``forward_error``, and a dict for each measure that the window allows.
+    Lists have one number per head."""
     weights = window.weights(rows)
     both = window.weights(rows, local=True) if window.convolutions() else None
     entry: dict = dict(forward_error=window.error(rows, weights))
@@ -118,9 +116,7 @@ def _near(block: BlockCall, window: Window, rows: Tensor) -> Tensor:
 
 def _sample(branch: list[Window], num_queries: int, generator=None) -> list[tuple[Window, Tensor]]:
     """Sample windows and, in each, indices of at most ``num_queries`` queries, without class tokens and padding.
-
-    Windows of a single token are sampled only if there are no others.
-    """
+    Windows of a single token are sampled only if there are no others."""
     limit = NUMEL // (branch[0].mixer.num_heads * max(len(window.keys) for window in branch))
     num_queries = max(2, min(num_queries, limit))  # an attention may have as many heads as channels
     windows = [(window, (window.queries >= 0).nonzero()[:, 0]) for window in branch]
@@ -144,6 +140,7 @@ def maps_of(block: BlockCall, queries: Tensor, keys: Tensor, local: bool = False
     """Return attention weights (heads, n, m) of some queries on some keys; NaN for keys outside a query's window.
 
     ``queries`` (n,) and ``keys`` (m,) are ascending positions, see :class:`~mmlinattn.tooling.analysis.capture.Window`.
+    With ``local``, the weights of the convolutions of the values are added.
     """
     maps = []
     for branch in block.branches:
@@ -217,10 +214,8 @@ def ranks(matrix: Tensor) -> dict[str, list[float]]:
 
 
 def pair_distances(weights: Tensor) -> Tensor:
-    """Return Euclidean distances of the weights of all pairs of queries: (heads, n, M) -> (heads, n (n - 1) / 2).
-
-    Two queries closer than :data:`CONFUSION_DISTANCE` are confused (InLine Def. 1, Fig. 2).
-    """
+    """Return Euclidean distances of the weights of all pairs of queries: (heads, n, M) -> (heads, n (n - 1) / 2). Two
+    queries closer than :data:`CONFUSION_DISTANCE` are confused (InLine Def. 1, Fig. 2)."""
     distance = torch.cdist(weights.double(), weights.double())
     first, second = torch.triu_indices(weights.shape[-2], weights.shape[-2], offset=1, device=weights.device)
     return distance[..., first, second]
@@ -247,10 +242,8 @@ def cross_head_similarity(weights: Tensor) -> float:
 
 
 def averaged(entries: list[tuple[dict, float]], joins_lists: bool = False) -> dict:
-    """Return the weighted average of dicts, given as (dict, weight) pairs, over their common keys.
-
-    Values are numbers, lists of equal length (concatenated with ``joins_lists``), or dicts of these.
-    """
+    """Return the weighted average of dicts, given as (dict, weight) pairs, over their common keys. Values are numbers,
+    lists of equal length (concatenated with ``joins_lists``), or dicts of these."""
     found: dict = {}
     weights = [weight for _, weight in entries]
     for key in entries[0][0]:

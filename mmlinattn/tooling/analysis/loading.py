@@ -19,14 +19,23 @@ from ..images import image_channels, split_pipeline, test_pipeline
 
 
 class Picture(NamedTuple):
-    """Preprocessed image."""
+    """Preprocessed image.
 
-    name: str  # of the file, without suffix
-    shown: np.ndarray  # (h, w, 3) uint8 RGB, resized and cropped, without padding and normalisation
-    inputs: Tensor  # (1, channels, H, W), input of the backbone; H >= h and W >= w
-    sample: object  # data sample of the test pipeline
-    pipeline: Callable[[np.ndarray], np.ndarray]  # test pipeline for grey levels in [0, 1], (height, width) -> (h, w)
-    size: tuple[int, int]  # width and height of the original image
+    Attributes:
+        name: Name of the file, without suffix.
+        shown: (h, w, 3) uint8 RGB, resized and cropped, without padding and normalisation.
+        inputs: (1, channels, H, W), input of the backbone; H >= h and W >= w.
+        sample: Data sample of the test pipeline.
+        pipeline: Test pipeline for grey levels in [0, 1], (height, width) -> (h, w).
+        size: Width and height of the original image in pixels.
+    """
+
+    name: str
+    shown: np.ndarray
+    inputs: Tensor
+    sample: object
+    pipeline: Callable[[np.ndarray], np.ndarray]
+    size: tuple[int, int]
 
     def to_shown(self, x: float, y: float) -> tuple[int, int]:
         """Return (column, row) in :attr:`shown` of the pixel (x, y) of the original image: the test pipeline transforms
@@ -54,7 +63,8 @@ def pixels_a_token(length: int, tokens: int) -> float:
 
 
 def token_at(column: int, row: int, inputs: Tensor, size: tuple[int, int]) -> tuple[int, int]:
-    """Return (row, column) in a feature map of ``size`` of the token that contains a pixel of the backbone's input."""
+    """Return (row, column) of the token that contains a pixel of the ``inputs`` of the backbone, (1, C, H, W), in a
+    feature map of ``size`` (height, width)."""
     sides = zip((row, column), inputs.shape[-2:], size)
     at = [min(int(pixel / pixels_a_token(length, tokens)), tokens - 1) for pixel, length, tokens in sides]
     return at[0], at[1]
@@ -81,8 +91,8 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
 
 
 def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Optional[tuple[int, int]] = None) -> Picture:
-    """Preprocess an image by the test pipeline, or resize it to ``shape`` (height, width), then by the model's own
-    preprocessor. Raise a RunError if it does not fit the model or the pipeline."""
+    """Preprocess an ``image`` (h, w) or (h, w, C) by the test pipeline, or by resizing to ``shape`` (height, width);
+    then by the model's own preprocessor. An image that does not fit model or pipeline raises a RunError."""
     height, width = image.shape[:2]
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     if shape is None and not test_pipeline(cfg):
@@ -127,6 +137,7 @@ def _as_rgb(pixels: np.ndarray) -> np.ndarray:
 
 
 def _resizing(scope: str, height: int, width: int) -> list:
+    """Return the transforms that resize an image and pack it for the models of ``scope`` (``'mmdet'``, ...)."""
     pack = dict(mmdet='PackDetInputs', mmseg='PackSegInputs', mmpretrain='PackInputs')[scope]
     more = {} if scope == 'mmpretrain' else dict(keep_ratio=False)
     return [dict(type='Resize', scale=(width, height), **more), dict(type=pack)]

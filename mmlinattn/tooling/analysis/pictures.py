@@ -19,12 +19,19 @@ TITLE_WIDTH = 7.5  # inches that titles need
 
 
 class QueryMaps(NamedTuple):
-    """Attention maps (heads, h, w) of one query token in one block, over the grid of the keys."""
+    """Attention maps of one query token in one block.
 
-    block: str  # name within the model
-    mixer: str  # name of the attention
-    maps: np.ndarray  # (heads, h, w) over the grid of the keys, NaN outside the token's window
-    size: tuple[int, int]  # height and width of the feature map of the queries
+    Attributes:
+        block: Name of the block within the model.
+        mixer: Name of the attention.
+        maps: (heads, h, w) over the grid of the keys, NaN outside the token's window.
+        size: Height and width of the feature map of the queries.
+    """
+
+    block: str
+    mixer: str
+    maps: np.ndarray
+    size: tuple[int, int]
 
     @property
     def mean(self) -> np.ndarray:
@@ -34,16 +41,15 @@ class QueryMaps(NamedTuple):
 
 
 def collect_query(block: BlockCall, picture: Picture, x: int, y: int, local: bool = False) -> QueryMaps:
-    """Return the attention maps of the token at column ``x`` and row ``y`` in pixels of the preprocessed image."""
+    """Return the attention maps of the token at column ``x`` and row ``y`` in pixels of the preprocessed image. The
+    flag ``local`` includes the convolutions of the values."""
     maps, _ = query_map(block, *token_at(x, y, picture.inputs, block.size), local)
     return QueryMaps(block.name, block.mixer_name, maps.cpu().numpy(), block.size)
 
 
 def overlay(map_: np.ndarray, picture: Picture) -> tuple[np.ndarray, float]:
-    """Draw attention weights over a grey image: positive weights red, negative blue, pixels outside the window dark.
-
-    Return the image (h, w, 3) RGB in [0, 1], and the largest magnitude, drawn in full colour.
-    """
+    """Draw attention weights ``map_`` (h, w) over a grey image: positive weights red, negative blue, pixels outside the
+    window dark. Return the image (h, w, 3) RGB in [0, 1], and the largest magnitude, drawn in full colour."""
     weights = map_
     for axis, (length, shown) in enumerate(zip(picture.inputs.shape[-2:], picture.shown.shape)):
         at = np.arange(shown) / pixels_a_token(length, map_.shape[axis])
@@ -64,11 +70,9 @@ def evenly_spaced(number: int, limit: int) -> list[int]:
 
 
 def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path, cross: tuple = ()) -> None:
-    """Plot a grid with one row per block, at most :data:`SHOWN_BLOCKS` evenly spaced ones.
-
-    ``rows`` have the label of a block, and panels (title, image, options of imshow), each ``size`` (width, height) in
-    inches. ``cross`` is the column and row of a cross in each panel.
-    """
+    """Plot a grid with one row per block, at most :data:`SHOWN_BLOCKS` evenly spaced ones. ``rows`` have the label of a
+    block, and panels (title, image, options of imshow), each ``size`` (width, height) in inches. ``cross`` is the
+    column and row of a cross in each panel."""
     rows = [rows[i] for i in evenly_spaced(len(rows), SHOWN_BLOCKS)]
     columns = max(len(panels) for _, panels in rows)
     width, height = max(size[0] * columns + 1.0, TITLE_WIDTH), size[1] * len(rows) + 0.9
@@ -86,10 +90,8 @@ def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path
 
 
 def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tuple, path: Path) -> None:
-    """Plot the attention maps of a token over the image, with one row per block and one column per head.
-
-    ``query`` is (column, row) of the token in the preprocessed image, ``pixel`` is (x, y) in the original image.
-    """
+    """Plot the attention maps of a token over the image, with one row per block and one column per head. ``query`` is
+    (column, row) of the token in the preprocessed image, ``pixel`` is (x, y) in the original image."""
     rows = []
     for maps in found:
         panels: list[tuple] = [('image and query', picture.shown, {})]
@@ -109,10 +111,8 @@ def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tu
 
 
 def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -> None:
-    """Plot the attention maps of all queries and keys, as in FLatten Fig. 3 and hMHSA.
-
-    ``found`` has the names of block and attention, and the attention maps (heads, n, m), for one row per block.
-    """
+    """Plot the attention maps of all queries and keys, as in FLatten Fig. 3 and hMHSA. ``found`` has the names of block
+    and attention, and the attention maps (heads, n, m), for one row per block."""
     rows = []
     for block, mixer, maps in found:
         panels = []
@@ -162,10 +162,8 @@ def values_of(line: str, entry: dict) -> np.ndarray:
 
 
 def plot_measures(entries: list[dict], names, out: Path, title: str) -> list[Path]:
-    """Plot measures over the blocks in ``summary.json``, and return the paths of the files ``NAME.png``.
-
-    Measures without an entry in :data:`PLOTS` or without numbers are skipped.
-    """
+    """Plot measures over the blocks in ``summary.json``, and return the paths of the files ``NAME.png``. Measures
+    without an entry in :data:`PLOTS` or without numbers are skipped."""
     made = []
     for name in [name for name in names if name in PLOTS]:
         subject, lines = PLOTS[name]

@@ -76,7 +76,7 @@ def mixer_state(mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, *args, **ter
 
 
 class _MatmulResult(TorchFunctionMode):
-    """Function mode that keeps the result of the first matmul of matrices with two given shapes, as ``found``."""
+    """Function mode that keeps the result of the first matmul of matrices with the two ``shapes``, as ``found``."""
 
     def __init__(self, *shapes: tuple[int, int]) -> None:
         super().__init__()
@@ -121,8 +121,8 @@ def has_unit_output(mixer: TokenMixer) -> bool:
 def local_weights(convolve: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows: Rows = None) -> Tensor:
     """Return the matrix of a depth-wise convolution of the values, averaged over the channels of each head.
 
-    ``convolve`` is an affine function of values ``v``, (B, M, E) -> (B, N, E); their numbers have no influence. The
-    matrix is (B, heads, N or len(rows), M), of the outputs ``rows``, by default of all.
+    ``convolve`` is an affine function of values ``v``, (B, M, E) -> (B, N, E); the numbers in ``v`` have no influence.
+    The matrix is (B, heads, N or len(rows), M), of the outputs ``rows``, by default of all.
     """
     with torch.inference_mode(False), torch.enable_grad():
         values = v.detach().clone().requires_grad_()
