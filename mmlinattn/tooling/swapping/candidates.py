@@ -28,10 +28,8 @@ class Candidate(NamedTuple):
 
 
 def candidates(network: dict, measured: Measured, new: ZooBackbone, task: str) -> list[Candidate]:
-    """Return the configs to try, in order, with necks and heads adapted to the new backbone's feature maps.
-
-    The list is empty for detectors and segmentors with a feature map without stride.
-    """
+    """Return the configs to try, in order, with necks and heads adapted to the new backbone's feature maps. The list is
+    empty for detectors and segmentors with a feature map without stride."""
     old = measured.maps
     if task == 'mmpretrain':
         return _for_classifiers(network, measured, new)
@@ -115,8 +113,8 @@ def _head_wiring(
 
 
 def _adapted(network: dict, measured: Measured, new: ZooBackbone, sources: list[int], remark: str) -> Candidate:
-    """Return the candidate with a ``MapAdapter`` to upstream's channels and strides; its output ``i`` is made from
-    stage ``sources[i]``."""
+    """Return the candidate with a ``MapAdapter`` to upstream's channels and strides. Output ``i`` of the adapter comes
+    from stage ``sources[i]`` of the new backbone."""
     old = measured.maps
     # heads of networks with branches read all of them in training
     read = positions_read(network, len(old)) if measured.alone is None else range(len(old))
@@ -136,7 +134,7 @@ def _adapted(network: dict, measured: Measured, new: ZooBackbone, sources: list[
 
 
 def _for_classifiers(network: dict, measured: Measured, backbone: ZooBackbone) -> list[Candidate]:
-    """Return candidates that read the last feature map, or all of them if the neck fuses several."""
+    """Return candidates for a classifier that reads the last feature map, or all maps if its neck fuses several."""
     necks, old, remark = listed(network.get('neck')), measured.maps, ''
     stages = [len(backbone.stages) - 1]
     if len(old) > 1 and not backbone.plain and any(isinstance(n.get('in_channels'), (list, tuple)) for n in necks):
@@ -165,8 +163,8 @@ def _for_classifiers(network: dict, measured: Measured, backbone: ZooBackbone) -
 
 
 def _with_linear_head(wired: Candidate, head: dict, of_backbone: Optional[int], new: ZooBackbone) -> list[Candidate]:
-    """Return a candidate, and one with a linear classifier on the last feature map. The latter alone is for upstream
-    backbones that classify themselves (LeNet, VGG), with ``of_backbone`` classes."""
+    """Return the candidate ``wired`` and one with a linear classifier on the last feature map. Upstream backbones that
+    classify themselves (LeNet, VGG), with ``of_backbone`` classes, get the second alone."""
     classes = head.get('num_classes') or of_backbone
     if not classes:
         return [wired]

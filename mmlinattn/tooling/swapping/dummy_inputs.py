@@ -94,6 +94,7 @@ def batch_for(model: nn.Module, source: Upstream, network: dict, size: Size) -> 
 
 
 def _of_three_channels(model: nn.Module, source: Upstream, network: dict, size: Size) -> Batch:
+    """Return the batch of :func:`batch_for` with images of three channels, whatever the model takes."""
     if source.task == 'mmdet':
         from mmdet.structures import ReIDDataSample, TrackDataSample
 

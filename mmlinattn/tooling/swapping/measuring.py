@@ -38,7 +38,7 @@ def measure(upstream: Upstream) -> Measured:
     """Measure channels and strides of an upstream backbone.
 
     Raises:
-        Unsupported: Its head can read no other, or the backbone returns neither feature maps nor tokens.
+        Unsupported: The head fits this backbone only, or the backbone returns neither feature maps nor tokens.
         RunError: The backbone cannot be built or run here.
     """
     cfg = without_pretrained(upstream.network['backbone'])
@@ -64,11 +64,8 @@ def measure(upstream: Upstream) -> Measured:
 
 
 def _check_supported(upstream: Upstream, backbone: dict) -> None:
-    """Raise Unsupported for a backbone that cannot be swapped.
-
-    Its head reads a class token beside each feature map, the network has no head, or masked image modelling passes
-    masks to the backbone.
-    """
+    """Raise Unsupported for a network whose head reads a class token beside each feature map, without a head, or with
+    masks of masked image modelling as inputs of the backbone."""
     network = upstream.network
     kind = bare_name(network.get('type'))
     if backbone.get('output_cls_token'):
@@ -103,10 +100,8 @@ def run_necks(necks: Sequence[dict], maps: Sequence[FeatureMap], size: tuple[int
 
 
 def _maps(outs: Any, side: int) -> list[FeatureMap]:
-    """Return channels and stride of each output of a backbone for images of height ``side`` in pixels.
-
-    Vectors and tokens have the stride None. The result is [] if an output is no tensor of two to four dimensions.
-    """
+    """Return channels and stride of each output of a backbone for images of height ``side`` in pixels. Vectors and
+    tokens have the stride None. The result is [] if an output is no tensor of two to four dimensions."""
     found = []
     for out in outs if isinstance(outs, (list, tuple)) else [outs]:
         if isinstance(out, (list, tuple)) and out:

@@ -47,8 +47,8 @@ def check_pipelines(cfg: Config) -> None:
 def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tuple[dict, list[str]]:
     """Return the settings of the written config beside its model, and notes for the user.
 
-    The settings are imports, and ``load_from=None`` if upstream loads a model. Without ``keep_optimizer`` they also are
-    the optimizer, the batch size of its rate, and schedules with absolute learning rates scaled.
+    These are imports, and ``load_from=None`` if upstream loads a model. Without ``keep_optimizer``, they include the
+    optimizer, the batch size of its learning rate, and schedules with absolute learning rates scaled.
     """
     cfg = source.cfg.to_dict()
     imports = (cfg.get('custom_imports') or {}).get('imports', [])
@@ -77,7 +77,8 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
 
 
 def _optim_wrapper(upstream: dict, ours: dict) -> dict[str, Any]:
-    """Return the paper's optimizer with upstream's settings of its own heads. The backbone trains at the full rate."""
+    """Return the optimizer of the paper (``ours``) with the settings that ``upstream`` has for its own heads. The
+    backbone trains at the full rate."""
     ours['optimizer'].pop('_scope_', None)
     theirs, paramwise = upstream.get('paramwise_cfg') or {}, dict(ours.get('paramwise_cfg') or {})
     keys = {key: value for key, value in theirs.get('custom_keys', {}).items() if not key.startswith('backbone')}

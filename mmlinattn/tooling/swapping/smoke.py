@@ -21,13 +21,21 @@ from .upstream import Upstream, join_encoder
 
 
 class SmokeResult(NamedTuple):
-    """Result of a smoke test."""
+    """Result of a smoke test.
 
-    failure: str = ''  # the failed step and its error
-    loss: Optional[float] = None  # of the training step; None if it failed
-    without_gradient: tuple[str, ...] = ()  # names of backbone parameters
-    seconds: float = 0.0  # of a second training step, measured on given batches only
-    size: tuple[int, int] = (0, 0)  # height and width of the images in that step
+    Attributes:
+        failure: The failed step and its error, or ''.
+        loss: Loss of the training step; None if the step failed.
+        without_gradient: Names of backbone parameters that got no gradient.
+        seconds: Duration of a second training step, measured on given batches only.
+        size: Height and width of the images in the second step.
+    """
+
+    failure: str = ''
+    loss: Optional[float] = None
+    without_gradient: tuple[str, ...] = ()
+    seconds: float = 0.0
+    size: tuple[int, int] = (0, 0)
 
 
 def smoke_test(
@@ -90,7 +98,8 @@ def _fit(network: dict, source: Upstream, size: tuple[int, int]) -> dict:
 
 
 def _small(node: Any, size: tuple[int, int]) -> Any:
-    """Select PyTorch's synchronised batch norm, images without padding and fewer regions (a hundred take seconds)."""
+    """Return a part of a model config with PyTorch's synchronised batch norm, fewer regions (a hundred take seconds),
+    and images of ``size`` (height, width) without padding."""
     if isinstance(node, (list, tuple)):
         return type(node)(_small(item, size) for item in node)
     if not isinstance(node, dict):
@@ -124,6 +133,7 @@ def _optimizer(model: Any, optim_wrapper: Optional[dict]) -> Any:
 
 
 def _train(model: Any, batch: dict, optimizer: Any) -> float:
+    """Run one training step and return the loss; a NaN or infinite loss raises a ValueError."""
     model.train()
     loss, _ = model.parse_losses(model(**model.data_preprocessor(batch, True), mode='loss'))
     if not torch.isfinite(loss):

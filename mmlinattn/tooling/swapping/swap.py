@@ -49,7 +49,7 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
         raise RunError(f'--out {str(out)!r} exists and is not by tools/{_TOOL}, or was edited. Name another file.')
     source = read_upstream(upstream)
     new = find_backbone(backbone, source.task)
-    new = new._replace(cfg={**new.cfg, **_kept(source.network['backbone'], len(new.stages))})
+    new = new._replace(cfg={**new.cfg, **_inherited_settings(source.network['backbone'], len(new.stages))})
     without_weights = f'none of {backbone} are released'
     if source.image_channels != 3:
         new = new._replace(cfg={**new.cfg, 'in_channels': source.image_channels}, checkpoint=None)
@@ -90,8 +90,9 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
     return Swapped([*lines, "custom_imports: this project's, beside upstream's"], remarks, result)
 
 
-def _kept(given: dict, num_stages: int) -> dict:
-    """Return the settings of memory, and of freezing in our backbones, that the new backbone takes over."""
+def _inherited_settings(given: dict, num_stages: int) -> dict:
+    """Return the settings of upstream's backbone ``given`` that the new backbone of ``num_stages`` inherits:
+    ``with_cp=True``, and if ``given`` is a backbone of this package, ``norm_eval=True`` and ``frozen_stages``."""
     kind = MODELS.get(bare_name(given.get('type')))
     kept: dict = dict(with_cp=True) if given.get('with_cp') is True else {}
     if isinstance(kind, type) and issubclass(kind, Backbone):
@@ -137,7 +138,7 @@ def _without_weights(model: dict) -> dict:
 
 
 def _text(source: Upstream, backbone: str, model: dict, settings: dict) -> str:
-    """Return the text of the written config: settings, then the differences of the model."""
+    """Return the text of the written config: ``settings``, then the differences of ``model`` from upstream's model."""
     text, values = '', dict(settings)
     if source.is_whole:
         values, model = {**source.cfg.to_dict(), **settings}, dict(model)

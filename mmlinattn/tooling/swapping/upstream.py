@@ -34,13 +34,21 @@ class NoModel(RunError):
 
 
 class Upstream(NamedTuple):
-    """An upstream config."""
+    """An upstream config.
 
-    base: str  # name for _base_: mmdet::... or an absolute path
-    cfg: Config  # as inherited
-    task: str  # mmdet, mmseg or mmpretrain
-    inner: str = ''  # part of the model with the backbone: 'detector' of trackers and semi-supervised training
-    is_whole: bool = False  # a pure Python config: no text config can inherit it, so the written file holds all of it
+    Attributes:
+        base: Name for ``_base_``: ``mmdet::...`` or an absolute path.
+        cfg: The config as inherited.
+        task: ``'mmdet'``, ``'mmseg'`` or ``'mmpretrain'``.
+        inner: Part of the model with the backbone: ``'detector'`` of trackers and semi-supervised training.
+        is_whole: The config is pure Python. No text config can inherit it, so the written file holds all of it.
+    """
+
+    base: str
+    cfg: Config
+    task: str
+    inner: str = ''
+    is_whole: bool = False
 
     @property
     def model(self) -> dict:

@@ -23,7 +23,7 @@ _NO_READERS = ('backbone', 'neck', 'train_cfg', 'test_cfg', 'data_preprocessor',
 def assign_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap], deepest_last: bool) -> Optional[list[int]]:
     """Return the stages, ascending, that replace upstream's feature maps.
 
-    They match by stride. The last feature maps of dilated networks share a stride and match by order. Among equal
+    Stages match by stride. The last feature maps of dilated networks share a stride and match by order. Among equal
     matches the deepest is taken. With ``deepest_last`` the last one is the deepest stage; not in detectors, as anchors
     depend on strides. The result is None for too many feature maps, or strides that do not ascend.
     """
@@ -44,10 +44,8 @@ def nearest_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap]) -> l
 
 
 def positions_read(network: dict, count: int) -> list[int]:
-    """Return the indices of the feature maps that a network reads, of ``count`` that its backbone returns.
-
-    They follow from ``start_level`` of its first neck, or ``in_index`` of its heads.
-    """
+    """Return the indices of the feature maps that a network reads, of ``count`` that its backbone returns. The indices
+    follow from ``start_level`` of the first neck, or ``in_index`` of the heads."""
     necks, found = listed(network.get('neck')), set[int]()
     if necks:
         return list(range(count))[necks[0].get('start_level') or 0 :]
@@ -72,8 +70,8 @@ class Wiring:
         old: The upstream feature maps.
         new: The replacement of each.
         keep: Ascending indices of the feature maps that the new backbone returns; None for all.
-        deep: Rewrite single numbers without ``in_index`` below the first level, too. They may be unrelated: decoders
-            inside heads often have as many channels as one of several feature maps.
+        deep: Rewrite single numbers without ``in_index`` below the first level, too. Such numbers may be unrelated:
+            decoders inside heads often have as many channels as one of several feature maps.
     """
 
     def __init__(
@@ -93,6 +91,7 @@ class Wiring:
         return {key: value if key in _NO_READERS else self(value, 0, key) for key, value in network.items()}
 
     def __call__(self, node: Any, depth: int = 0, parent: str = '') -> Any:
+        """Return a rewritten copy of ``node``, a part of a config at this ``depth`` below the key ``parent``."""
         if isinstance(node, (list, tuple)):
             return type(node)(self(item, depth, parent) for item in node)
         if not isinstance(node, dict):

@@ -19,7 +19,7 @@ _SIGNATURE = '# by tools/{} of mmlinattn, checksum '
 
 
 def signed(body: str, tool: str, title: str) -> str:
-    """Return the text of a config with a comment above it: a title, the tool, and a checksum that shows later edits."""
+    """Return the text ``body`` of a config below a comment: title, tool, and a checksum that shows later edits."""
     comment = ''.join(f'# {line}\n' for line in textwrap.wrap(printable(title), 118, break_on_hyphens=False))
     return f'{comment}{_SIGNATURE.format(tool)}{zlib.crc32(body.encode()):08x}\n{body}'
 
@@ -52,10 +52,8 @@ def difference(old: dict, new: dict) -> dict:
 
 
 def changes(old: Any, new: Any, path: str = '') -> list[str]:
-    """Return one line per changed value, such as ``neck.in_channels: [256, 512] -> [64, 128]``.
-
-    ``Config.diff`` prints lines of both files without the keys around them.
-    """
+    """Return one line per changed value, such as ``neck.in_channels: [256, 512] -> [64, 128]``. ``Config.diff`` prints
+    lines of both files without the keys around them."""
     if isinstance(old, dict) and isinstance(new, dict) and old.get('type') == new.get('type'):
         keys = [key for key in dict.fromkeys([*new, *old]) if key != '_scope_']
         return [line for key in keys for line in changes(old.get(key), new.get(key), f'{path}.{key}'.lstrip('.'))]

@@ -29,17 +29,25 @@ class FeatureMap(NamedTuple):
 
 
 class ZooBackbone(NamedTuple):
-    """A backbone of our configs."""
+    """A backbone of our configs.
 
-    name: str  # beginning of its config names, such as inline_swin_s
-    cfg: dict  # without settings of the task
-    checkpoint: Optional[str]  # mmlinattn://NAME of the released ImageNet weights
+    Attributes:
+        name: Beginning of the names of its configs, such as ``inline_swin_s``.
+        cfg: Config of the backbone without settings of the task.
+        checkpoint: ``mmlinattn://NAME`` of the released ImageNet weights.
+        stages: Channels and stride of each stage.
+        plain: The backbone has one stage of blocks at stride 16.
+    """
+
+    name: str
+    cfg: dict
+    checkpoint: Optional[str]
     stages: tuple[FeatureMap, ...]
-    plain: bool  # one stage of blocks at stride 16
+    plain: bool
 
     def with_outputs(self, stages: Sequence[int]) -> dict:
-        """Return the config of the backbone with outputs at ``stages``; for a plain backbone these stand for evenly
-        spaced blocks."""
+        """Return the config of the backbone with outputs at ``stages`` (indices). In a plain backbone with several
+        stages, a stage is one of as many evenly spaced blocks."""
         cfg = copy.deepcopy(self.cfg)
         if self.plain:
             cfg['out_type'] = 'featmap'

@@ -12,7 +12,7 @@ from mmengine.registry import MODELS, init_default_scope
 
 from mmlinattn.tooling.swapping import Unsupported, swap_backbone
 from mmlinattn.tooling.swapping.dummy_inputs import batch_for
-from mmlinattn.tooling.swapping.swap import _kept
+from mmlinattn.tooling.swapping.swap import _inherited_settings
 from mmlinattn.utils.building import build_model
 from mmlinattn.utils.errors import RunError
 from mmlinattn.utils.registering import bare_name
@@ -43,7 +43,7 @@ def swap(tmp_path):
     ],
 )
 def test_settings_of_memory_and_freezing_are_kept(given, kept):
-    assert _kept(given, 4) == {key: given[key] for key in kept.split()}
+    assert _inherited_settings(given, 4) == {key: given[key] for key in kept.split()}
 
 
 @pytest.mark.parametrize('task', ['mmdet', 'mmseg'])
