@@ -68,6 +68,8 @@ class Coco:
 
     @classmethod
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
+        """Write image ``number`` of a split, of ``size`` (width, height); return its ``image`` and ``instances`` in the
+        annotation file."""
         scene = draw_scene(rng, size, num_shapes=shapes_of(number))
         name = f'{number:012d}.jpg'
         save_picture(root / f'{split}2017' / name, scene.image)
@@ -107,6 +109,8 @@ class Ade:
 
     @classmethod
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
+        """Write image ``number`` of a split, of ``size`` (width, height), and its segmentation mask. Return its name,
+        the scene, and the number of pixels by label plus one."""
         scene = draw_scene(rng, size, num_shapes=shapes_of(number), kinds=(*SHAPES, UNLABELLED_SHAPE))
         values = [ADE_CLASSES.index(kind) + 1 for kind in SHAPES] + [0]
         segmentation = np.full(scene.image.shape[:2], ADE_CLASSES.index(scene.background) + 1, np.uint8)
@@ -144,6 +148,7 @@ class ImageNet:
 
     @classmethod
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> str:
+        """Write image ``number`` of a split, of ``size`` (width, height); return its line in a list: path and label."""
         label = (number - 1) % len(IMAGENET_CLASSES)
         shape, fill = divmod(label, len(FILLS))
         plain = ('gradient', 'clouds')  # the others look like striped shapes
