@@ -107,11 +107,8 @@ def is_transformed() -> bool:
 
 
 def is_traced() -> bool:
-    """Return True while a graph is recorded (``torch.compile``, ``torch.export``, ``torch.jit.trace``).
-
-    Graphs record the reference implementation: compilers fuse it, and it stays right at sizes other than the traced
-    one.
-    """
+    """Return True while a graph is recorded (``torch.compile``, ``torch.export``, ``torch.jit.trace``). Graphs record
+    the reference implementation: compilers fuse it, and it stays right at sizes other than the traced one."""
     return torch.compiler.is_compiling() or private_apis.is_jit_tracing()
 
 

@@ -93,11 +93,8 @@ def is_plain(layer: Any) -> bool:
 
 
 def plan(steps: Sequence[Step]) -> list[FusedStep]:
-    """Group the layers and functions of a chain to fused steps, in order.
-
-    A GELU joins the linear layer or convolution before it, a batch norm the convolution before it. Each other layer or
-    function is a step of its own.
-    """
+    """Group the layers and functions of a chain to fused steps, in order. A GELU joins the linear layer or convolution
+    before it, a batch norm the convolution before it. Each other layer or function is a step of its own."""
     flat: list[FusedStep] = []
     for step in steps:
         plain = is_plain(step)

@@ -86,10 +86,8 @@ def cast_for_matmul(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> tuple[
 
 
 def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, gelu: bool = False) -> Tensor:
-    """Compute ``x @ weight.T + bias`` of (..., C), with ``gelu`` the GELU of the sum.
-
-    On CPUs without gradients, one kernel of oneDNN computes both, in the dtype of autocast if that is on.
-    """
+    """Compute ``x @ weight.T + bias`` of (..., C), with ``gelu`` the GELU of the sum. On CPUs without gradients, one
+    kernel of oneDNN computes both, in the dtype of autocast if that is on."""
     if not torch.is_grad_enabled() and takes_onednn(x, weight, bias) and weight.is_contiguous():
         x, weight, bias = cast_for_matmul(x, weight, bias)
         return private_apis.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
@@ -111,10 +109,8 @@ def takes_onednn(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> bool:
 
 
 def split_linear(x: Tensor, layer: nn.Linear, widths: Sequence[int]) -> Sequence[Tensor]:
-    """Apply a linear layer and split its channels: (..., C) -> (..., width) for each of ``widths``.
-
-    On CPUs without gradients, each part is a product of its own, contiguous in memory.
-    """
+    """Apply a linear layer and split its channels: (..., C) -> (..., width) for each of ``widths``. On CPUs without
+    gradients, each part is a product of its own, contiguous in memory."""
     fuses = not torch.is_grad_enabled() and fused.may_fuse(x) and fused.is_plain(layer)
     if fuses and takes_onednn(x, layer.weight, layer.bias):
         weight, bias = shared_casts(layer.weight, layer.bias, x)

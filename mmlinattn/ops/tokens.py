@@ -54,10 +54,8 @@ def arange(count: Size, like: Tensor, dtype: torch.dtype = torch.long) -> Tensor
 
 
 def unflatten(x: Tensor, dim: int, sizes: Sequence[Size]) -> Tensor:
-    """Compute ``x.unflatten(dim, sizes)``; one of ``sizes`` may be -1.
-
-    ``torch.onnx.export(..., dynamo=False)`` would write the sizes of PyTorch's own method into the graph as constants.
-    """
+    """Compute ``x.unflatten(dim, sizes)``; one of ``sizes`` may be -1. ``torch.onnx.export(..., dynamo=False)`` would
+    write the sizes of PyTorch's own method into the graph as constants."""
     if not dispatch.is_traced():
         return torch.unflatten(x, dim, sizes)
     dim, known, open_at = dim % x.dim(), 1, None
@@ -73,10 +71,8 @@ def unflatten(x: Tensor, dim: int, sizes: Sequence[Size]) -> Tensor:
 
 
 def clone_if_dynamic(x: Tensor) -> Tensor:
-    """Return a contiguous clone of ``x`` in a graph with a dynamic size that may be 1, otherwise ``x`` itself.
-
-    For a non-contiguous tensor PyTorch compares the size with 1, and export would add this comparison as a guard.
-    """
+    """Return a contiguous clone of ``x`` in a graph with a dynamic size that may be 1, otherwise ``x`` itself. For a
+    non-contiguous tensor PyTorch compares the size with 1, and export would add this comparison as a guard."""
     for size in x.shape:
         if type(size) is not int and isinstance(size, torch.SymInt) and not private_apis.is_surely_above_one(size):
             return x.clone(memory_format=torch.contiguous_format)
@@ -283,9 +279,7 @@ def widen_blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def count_tokens(x: Tensor, mask: Optional[Tensor]) -> Union[int, Tensor]:
     """Return the number of valid tokens of (B, heads, N, d) in eager mode, at least 1: N, or (B, 1, 1, 1) with a mask.
-
-    Reference implementations use :func:`root_weights` instead, as graphs in float16 cannot hold large counts.
-    """
+    Reference implementations use :func:`root_weights` instead, as graphs in float16 cannot hold large counts."""
     if mask is None:
         return max(x.shape[-2], 1)
     count = getattr(mask, 'token_count', None)

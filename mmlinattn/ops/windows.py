@@ -94,10 +94,8 @@ class Windows(NamedTuple):
         return *pair.split((q, k), dim=-1), values
 
     def merge(self, x: Tensor, batch: int = -1) -> Tensor:
-        """Invert :meth:`partition`: (B * windows, h * w, C) -> (B, H, W, C).
-
-        ``batch`` = B is used by :class:`DynamicWindows` alone: exporters cannot divide by a symbolic size.
-        """
+        """Invert :meth:`partition`: (B * windows, h * w, C) -> (B, H, W, C). ``batch`` = B is used by
+        :class:`DynamicWindows` alone: exporters cannot divide by a symbolic size."""
         if self.is_whole:
             return unflatten(x, 1, self.window)
         (rows, columns), (h, w) = self.counts, self.window

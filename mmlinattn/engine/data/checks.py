@@ -18,11 +18,8 @@ _OF_PIXELS = ('decode_head', 'auxiliary_head')  # their labels are in segmentati
 
 
 def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
-    """Return the first label for which two lists have different class names, or None if there is none.
-
-    Only the common length is compared, and only letters and digits, without case. Two lists of one name each never
-    differ.
-    """
+    """Return the first label for which two lists have different class names, or None if there is none. Only the common
+    length is compared, and only letters and digits, without case. Two lists of one name each never differ."""
 
     def normalised(name: Any) -> str:
         return ''.join(c for c in str(name).lower() if c.isalnum()) or str(name)
@@ -33,10 +30,8 @@ def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
 
 
 def check_names(key: str, meta: dict) -> Iterator[Finding]:
-    """Check that ``classes`` of a ``metainfo`` are names or an existing file, and not spelt ``CLASSES``.
-
-    Here and below, ``key`` is the config key of the dataloader, for messages.
-    """
+    """Check that ``classes`` of a ``metainfo`` are names or an existing file, and not spelt ``CLASSES``. Here and
+    below, ``key`` is the config key of the dataloader, for messages."""
     names = meta.get('classes')
     if isinstance(names, str) and names.endswith('.txt') and not osp.isfile(names):
         yield Finding(f'{key}: metainfo.classes = {names!r}: there is no such file of class names.')
@@ -148,9 +143,7 @@ def _other_counts(view: View, heads: dict[str, list[int]]) -> Iterator[Finding]:
 
 def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
     """Check that no hidden folder is a class, and that ``metainfo.classes`` has the order of the class folders.
-
-    MMPretrain numbers class folders alphabetically.
-    """
+    MMPretrain numbers class folders alphabetically."""
     folders, classes = getattr(dataset, 'folder_to_idx', None), classes_of(dataset)
     if not isinstance(folders, dict) or not classes:
         return

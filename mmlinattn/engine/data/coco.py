@@ -130,10 +130,8 @@ def _error_of_polygons(content: dict) -> str:
 
 
 def error_of_sizes(images: list, folder: str, turns: bool) -> str:
-    """Describe the first of a sample of ``images`` (entries of a COCO file) with another size than its file.
-
-    The result is '' if there is none. ``turns``: loading applies EXIF rotations, which is MMCV's default.
-    """
+    """Describe the first of a sample of ``images`` (entries of a COCO file) with another size than its file. The result
+    is '' if there is none. ``turns``: loading applies EXIF rotations, which is MMCV's default."""
     for image in (images[i] for i in spread(len(images), _NUM_SIZES)):
         with suppress(Exception):  # missing and broken images are reported with the samples
             expected = image['width'], image['height']

@@ -30,10 +30,8 @@ def open_image(path: Any) -> Iterator[Image.Image]:
 
 
 def oriented_size(path: Any, turns: bool = True) -> tuple[int, int]:
-    """Return width and height of an image in pixels from its header; ``turns`` applies the EXIF rotation.
-
-    Pillow's plugins raise errors of any type for a broken file.
-    """
+    """Return width and height of an image in pixels from its header; ``turns`` applies the EXIF rotation. Pillow's
+    plugins raise errors of any type for a broken file."""
     with open_image(path) as image:
         is_turned = turns and image.getexif().get(_ORIENTATION) in _ROTATED
         return image.size[::-1] if is_turned else image.size

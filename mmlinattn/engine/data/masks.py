@@ -35,10 +35,8 @@ class Masks:
         self.reduces = any(getattr(part, 'reduce_zero_label', None) for part in (self.load, self.dataset))
 
     def read(self, num_images: int) -> Samples:
-        """Read the labels of a sample of ``num_images`` masks, with the label of ignored pixels.
-
-        While only one label and ignored pixels have been found, up to ten times as many masks are read.
-        """
+        """Read the labels of a sample of ``num_images`` masks, with the label of ignored pixels. While only one label
+        and ignored pixels have been found, up to ten times as many masks are read."""
         if not reads_local_files(self.dataset, self.load):
             return Samples()
         found: dict[int, str] = {}

@@ -157,10 +157,7 @@ class CheckpointMatchHook(Hook):
 
     def before_train(self, runner) -> None:
         """Set ``norm_eval`` if an adapter (MMPretrain's LoRA) does not save running statistics, so that they stay
-        constant.
-
-        Warn of frozen weights that no checkpoint has set.
-        """
+        constant. Warn of frozen weights that no checkpoint has set."""
         model = unwrapped(runner.model)
         if not runner._load_from and _frozen(model, model.state_dict()):
             random = _frozen(model, needed(model, compare(model, {}), self.left_out).missing)

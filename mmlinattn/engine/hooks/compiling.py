@@ -79,10 +79,8 @@ def _block_call(block: nn.Module, compiled: Any) -> Any:
 
 
 def share_drop_paths(backbone: nn.Module) -> None:
-    """Replace stochastic depth layers by :class:`SharedDropPath`, in place.
-
-    The identity in place of a layer of rate 0 (first block) is replaced too, unless all rates are 0.
-    """
+    """Replace stochastic depth layers by :class:`SharedDropPath`, in place. The identity in place of a layer of rate 0
+    (first block) is replaced too, unless all rates are 0."""
     found = [
         (parent, name, path)
         for parent in backbone.modules()

@@ -25,10 +25,8 @@ def extend_palette(meta: dict) -> dict:
 
 
 def extended(palette: Sequence, count: int) -> list:
-    """Return a palette of RGB colours with random ones appended up to ``count`` entries, equal in every call.
-
-    A palette with ``count`` or more entries is returned whole.
-    """
+    """Return a palette of RGB colours with random ones appended up to ``count`` entries, equal in every call. A palette
+    with ``count`` or more entries is returned whole."""
     more = np.random.default_rng(0).integers(0, 256, (max(count - len(palette), 0), 3)).tolist()
     return [*palette, *map(tuple, more)]
 

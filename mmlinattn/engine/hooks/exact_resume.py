@@ -45,11 +45,9 @@ class _SeededBatch(list):
 
 
 class _SeededBatches:
-    """Wrapper of a batch sampler that yields each list of indices as a :class:`_SeededBatch`.
-
-    The process that loads a batch seeds its generators by ``(*key, epoch, number)``; the batches of an epoch are
-    numbered from 0. If it ``is_endless``, it continues with the next epoch at the end of one.
-    """
+    """Wrapper of a batch sampler that yields each list of indices as a :class:`_SeededBatch`. The process that loads a
+    batch seeds its generators by ``(*key, epoch, number)``; the batches of an epoch are numbered from 0. If it
+    ``is_endless``, it continues with the next epoch at the end of one."""
 
     def __init__(self, batch_sampler: Any, key: tuple, is_endless: bool):
         self.batch_sampler = batch_sampler
@@ -174,10 +172,8 @@ class ExactResumeHook(Hook):
         EpochBasedTrainLoop.run_iter(loop, self._num_trained, data_batch)
 
     def after_val_epoch(self, runner, metrics=None) -> None:
-        """Record the iteration of the validation in the message hub, so that the next checkpoint contains it.
-
-        The best checkpoint is saved after this call. :func:`is_validation_due` reads the record on resuming.
-        """
+        """Record the iteration of the validation in the message hub, so that the next checkpoint contains it. The best
+        checkpoint is saved after this call. :func:`is_validation_due` reads the record on resuming."""
         runner.message_hub.update_info(_VALIDATED, runner.iter)
 
     def before_train_epoch(self, runner) -> None:

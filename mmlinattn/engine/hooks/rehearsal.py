@@ -40,10 +40,8 @@ _BOXES = {'bboxes', 'labels', 'scores', 'masks'}
 
 @contextlib.contextmanager
 def unchanged(runner) -> Iterator[contextlib.ExitStack]:
-    """Restore random state, training flags, logging and the visualizer's backends at the end of this context.
-
-    Nothing is printed inside, and compiled blocks run eagerly. The caller may add contexts to the yielded stack.
-    """
+    """Restore random state, training flags, logging and the visualizer's backends at the end of this context. Nothing
+    is printed inside, and compiled blocks run eagerly. The caller may add contexts to the yielded stack."""
     visualizer = runner.visualizer
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
@@ -303,10 +301,8 @@ def monitored(runner: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def check_monitors(runner: Any, metrics: dict) -> None:
-    """Raise a RunError if a monitored metric is not in ``metrics``, is no number, or has no rule (``'auto'``).
-
-    A rule that contradicts the name of the metric gets a warning.
-    """
+    """Raise a RunError if a monitored metric is not in ``metrics``, is no number, or has no rule (``'auto'``). A rule
+    that contradicts the name of the metric gets a warning."""
     names = [*map(str, metrics)]
     for setting, name, rule in monitored(runner):
         if name == 'auto':

@@ -42,11 +42,9 @@ def read_rows(path: str, last: float = math.inf, key: str = 'iteration') -> list
 
 
 class _PredictionPlots:
-    """Plots of the predictions of a validation or test: ``add`` the predicted samples, then ``write``.
-
-    All tasks get a confusion matrix; detectors also get curves of precision over recall. Annotated boxes come from the
-    data set of ``loader``, other labels from the samples.
-    """
+    """Plots of the predictions of a validation or test: ``add`` the predicted samples, then ``write``. All tasks get a
+    confusion matrix; detectors also get curves of precision over recall. Annotated boxes come from the data set of
+    ``loader``, other labels from the samples."""
 
     def __init__(self, loader: Any):
         self.dataset, self.size, self.seen = loader.dataset, len(loader.dataset), 0

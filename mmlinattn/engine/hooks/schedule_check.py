@@ -153,11 +153,8 @@ def _error_of_end(simulated: SimulatedSchedule, scheduler: Any, schedulers: list
 
 
 def check_custom_keys(config: Any, model: Any, logger: Any) -> None:
-    """Check that each key of ``paramwise_cfg.custom_keys`` is in the name of a parameter.
-
-    ``config`` is that of the optimizer wrapper. A key that would change the learning rate raises a RunError; others get
-    a warning.
-    """
+    """Check that each key of ``paramwise_cfg.custom_keys`` is in the name of a parameter. ``config`` is that of the
+    optimizer wrapper. A key that would change the learning rate raises a RunError; others get a warning."""
     settings = config.get('paramwise_cfg') if isinstance(config, dict) else None
     names = [name for name, _ in unwrapped(model).named_parameters()]
     for key, value in ((settings or {}).get('custom_keys') or {}).items():

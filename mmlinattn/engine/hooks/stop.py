@@ -30,10 +30,8 @@ STOP, SAVING, SAVED = (f'mmlinattn/stop/{name}' for name in ('asked', 'saving', 
 
 class _Shielded:
     """``worker_init_fn`` of a DataLoader that ignores Ctrl-C and :data:`SIGNALS` in the worker, then calls ``init_fn``.
-
     Terminals and Slurm send signals to all processes of a run. The main process needs its workers for the rest of the
-    iteration, and ends them itself. Workers end with the main process, also if it is killed.
-    """
+    iteration, and ends them itself. Workers end with the main process, also if it is killed."""
 
     def __init__(self, init_fn: Optional[Callable[[int], None]]):
         self.init_fn = init_fn
@@ -178,10 +176,8 @@ class StopHook(Hook):
         self._weights = _sums(runner.model) if self._averages else []
 
     def before_val_iter(self, runner, batch_idx: int, data_batch=None) -> None:
-        """Save and exit at once: a validation does not change weights.
-
-        The first process saves. Others that got the signal ask it by the store of the process group, and wait.
-        """
+        """Save and exit at once: a validation does not change weights. The first process saves. Others that got the
+        signal ask it by the store of the process group, and wait."""
         if not self._previous:
             return
         store = default_store() if get_world_size() > 1 else None

@@ -27,9 +27,7 @@ class Coco(Reader):
 
     def images(self, sources: list[Source]) -> list[Photo]:
         """Read the images, except from files of key points and stuff beside COCO's ``instances_*.json``.
-
-        Supercategories without objects are removed from ``classes``.
-        """
+        Supercategories without objects are removed from ``classes``."""
         with_boxes = {source.path.parent for source in sources if source.path.name.startswith('instances')}
         others = ('person_keypoints', 'stuff')
         chosen = [s for s in sources if not (s.path.name.startswith(others) and s.path.parent in with_boxes)]

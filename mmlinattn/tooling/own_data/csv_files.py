@@ -280,10 +280,8 @@ _SEPARATORS = r'[\s,;|]+'
 
 
 def read_class_tables(tables: list[Table], data: Data) -> tuple[list[Photo], list[str]]:
-    """Return the images of tables, and notes for the user.
-
-    A table has a row for each image: a column with the class, or a 0/1 column for each class.
-    """
+    """Return the images of tables, and notes for the user. A table has a row for each image: a column with the class,
+    or a 0/1 column for each class."""
     notes, items, columns = list[str](), dict[Path, Photo](), set[str]()
     for table in tables:
         named = table.label_of(data.options.classes)

@@ -180,10 +180,8 @@ class Data:
             raise self.error(f': no image in it{found}.')
 
     def agreed(self, found: dict[Path, _T], kept: str) -> Optional[_T]:
-        """Return the content that all files of ``found`` (content by file) share, or None without files.
-
-        A difference raises a RunError that ends with ``kept``: the subject and the remedy.
-        """
+        """Return the content that all files of ``found`` (content by file) share, or None without files. A difference
+        raises a RunError that ends with ``kept``: the subject and the remedy."""
         for path, content in found.items():
             first = next(iter(found))
             if content != found[first]:

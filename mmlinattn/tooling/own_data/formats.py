@@ -182,11 +182,8 @@ def _kind(formats: list[Format], content: Any) -> str:
 
 
 def recognise_all(data: Data) -> dict[str, list[Source]]:
-    """Return the label files of a data set by format.
-
-    Text files with the name of an image take the most frequent format of such files in their folder. If all files
-    there are empty, it is that of the data set.
-    """
+    """Return the label files of a data set by format. Text files with the name of an image take the most frequent
+    format of such files in their folder. If all files there are empty, it is that of the data set."""
     found: dict[str, list[Source]] = {}
     texts: dict[Path, list[Source]] = {}
     files = data.labels

@@ -66,9 +66,7 @@ def is_mask(path: Path) -> bool:
 
 def file_notes(paths: Iterable[Path], are_drawn_on: bool = False) -> list[str]:
     """Return notes on image files: pages that loaders do not read, the nodata value, and EXIF rotations.
-
-    ``are_drawn_on``: labels are drawn on these images, so that EXIF rotations matter.
-    """
+    ``are_drawn_on``: labels are drawn on these images, so that EXIF rotations matter."""
     found: dict[tuple[str, str], list[Path]] = {}
     for path in paths:
         has_pages = path.suffix.lower() in _SEVERAL_PAGES

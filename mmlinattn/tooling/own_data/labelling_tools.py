@@ -20,10 +20,8 @@ from .reading import Entry, Object, Reader, corners, ellipse, flags_of, from_poi
 
 
 class _Shape(NamedTuple):
-    """Shape of a labelling tool. ``points`` are (N, 2) in pixels, or the pixels of a mask (H, W) bool.
-
-    Polygons of one ``group`` and name are parts of one object.
-    """
+    """Shape of a labelling tool. ``points`` are (N, 2) in pixels, or the pixels of a mask (H, W) bool. Polygons of one
+    ``group`` and name are parts of one object."""
 
     name: str
     points: np.ndarray
@@ -33,10 +31,8 @@ class _Shape(NamedTuple):
 
 
 class _ShapeReader(Reader):
-    """Base class of the readers of LabelMe, CVAT and Label Studio files, which hold shapes.
-
-    Polygons and masks of one name and group become one object. Masks become run lengths.
-    """
+    """Base class of the readers of LabelMe, CVAT and Label Studio files, which hold shapes. Polygons and masks of one
+    name and group become one object. Masks become run lengths."""
 
     def shapes(self, content: Any, size: tuple[int, int]) -> Iterator[_Shape]:
         """Yield the shapes of an entry with this ``content``; ``size`` is width and height of the image."""

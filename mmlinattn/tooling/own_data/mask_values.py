@@ -79,10 +79,8 @@ def read_mask(path: Path, coloured: bool = False) -> tuple[np.ndarray, bool]:
 
 
 def scan(masks: list[Path]) -> ValueCounts:
-    """Collect the values of all masks: colours if a file has RGB colours or two palettes differ, else numbers.
-
-    More than 256 values raise a RunError.
-    """
+    """Collect the values of all masks: colours if a file has RGB colours or two palettes differ, else numbers. More
+    than 256 values raise a RunError."""
     palettes: dict[int, bytes] = {}
     coloured, is_indexed = False, True
     for path in masks:
@@ -123,11 +121,8 @@ def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
 
 
 class _Masks(NamedTuple):
-    """First image and mask of a data set, the values of all masks (``values`` ascending), and class names.
-
-    The names are ``listed`` by value or colour in a file, ``named`` in the order of the values, or ``given`` by
-    ``--classes``.
-    """
+    """First image and mask of a data set, the values of all masks (``values`` ascending), and class names. The names
+    are ``listed`` by value or colour in a file, ``named`` in the order of the values, or ``given`` by ``--classes``."""
 
     image: Path
     mask: Path
@@ -141,11 +136,8 @@ class _Masks(NamedTuple):
 def interpret(
     data: Data, image: Path, mask: Path, seen: ValueCounts, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
-    """Return the class names, and a table from values to labels; extend the notes.
-
-    ``image`` and ``mask`` are the first of the data set. Values missing in the table are ignored. Unclear values raise
-    a RunError.
-    """
+    """Return the class names, and a table from values to labels; extend the notes. ``image`` and ``mask`` are the first
+    of the data set. Values missing in the table are ignored. Unclear values raise a RunError."""
     values, listed = sorted(seen.pixels), read_values(data)
     greys = {i: listed[_IS_COLOUR + i * _GREY] for i in range(256) if _IS_COLOUR + i * _GREY in listed}
     listed = greys if greys.keys() >= {*values} else listed
@@ -242,10 +234,8 @@ def _of_list(masks: _Masks) -> Optional[_Reading]:
 
 
 def read_values(data: Data) -> dict[int, str]:
-    """Return class names by value from a file that lists both, or {}; values are as in :class:`ValueCounts`.
-
-    Such files are label_colors.txt of CamVid, labelmap.txt of CVAT, class_dict.csv and _classes.csv of Roboflow.
-    """
+    """Return class names by value from a file that lists both, or {}; values are as in :class:`ValueCounts`. Such files
+    are label_colors.txt of CamVid, labelmap.txt of CVAT, class_dict.csv and _classes.csv of Roboflow."""
     found: dict[Path, dict[int, str]] = {}
     for path in [path for path in data.files if path.suffix.lower() in ('.txt', '.csv')]:
         is_other = path.suffix.lower() == '.csv' and not _OF_CLASSES.search(path.stem)

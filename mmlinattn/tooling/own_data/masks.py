@@ -29,9 +29,7 @@ _OTHERS = re.compile(r'instance|object|panoptic|_parts|polygon|_color|_colour|co
 
 class _Place(NamedTuple):
     """Folders of an image and its mask, the common path ``stem`` below both, and the two endings of the names.
-
-    ``images/a/1_img.jpg`` and ``masks/a/1.png`` have the stem ``a/1`` and the suffixes ``_img.jpg`` and ``.png``.
-    """
+    ``images/a/1_img.jpg`` and ``masks/a/1.png`` have the stem ``a/1`` and the suffixes ``_img.jpg`` and ``.png``."""
 
     images: Path
     masks: Path

@@ -113,9 +113,7 @@ class Splits:
 @cache
 def shared_key(folder: PurePath) -> tuple[str, ...]:
     """Return the parts of a relative folder without words for roles: equal for the folders of labels and images.
-
-    ``labels/train/cam1``, ``images/train/cam1`` and ``train/annotations/cam1`` have the key ``('train', 'cam1')``.
-    """
+    ``labels/train/cam1``, ``images/train/cam1`` and ``train/annotations/cam1`` have the key ``('train', 'cam1')``."""
     kept = (' '.join(_SPLITS.get(word, word) for word in _words(part) if word not in _ROLES) for part in folder.parts)
     return tuple(filter(None, kept))
 

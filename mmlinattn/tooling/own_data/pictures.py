@@ -149,10 +149,8 @@ class Pictures:
         return lambda path: path in paths
 
     def separate_masks(self, images: Iterable[Path]) -> tuple[dict[Path, tuple], dict[Path, tuple]]:
-        """Separate images and segmentation masks by the names of their folders and files.
-
-        Each path has its key (:func:`~.names.shared_key`), which is equal for an image and its mask.
-        """
+        """Separate images and segmentation masks by the names of their folders and files. Each path has its key
+        (:func:`~.names.shared_key`), which is equal for an image and its mask."""
         found: tuple[dict[Path, tuple], dict[Path, tuple]] = {}, {}
         images = list(images)
         masks = self._masks_by_name(images)

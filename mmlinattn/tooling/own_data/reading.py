@@ -105,10 +105,8 @@ def _is_set(value: Any) -> bool:
 
 
 def from_points(name: str, parts: list, flags: Iterable[str] = (), is_polygon: bool = True) -> Object:
-    """Return an object with the polygons ``parts``, each ``(N, 2)`` in pixels, and the box around them.
-
-    Without ``is_polygon`` it has the box alone. Missing points and NaN raise a ValueError.
-    """
+    """Return an object with the polygons ``parts``, each ``(N, 2)`` in pixels, and the box around them. Without
+    ``is_polygon`` it has the box alone. Missing points and NaN raise a ValueError."""
     if not any(map(len, parts)) or not all(np.isfinite(np.asarray(part, float)).all() for part in parts):
         raise ValueError('a point that is no number')
     segmentation = [np.ravel(np.asarray(part, float)).tolist() for part in parts if len(part) >= 3]
@@ -192,10 +190,8 @@ class Reader:
         raise NotImplementedError
 
     def listed(self, found: set[str]) -> Optional[list[str]]:
-        """Return the class names of ``--classes`` or a list file, else ``classes`` of the label files, or None.
-
-        Names ``found`` at objects follow the ``classes`` of the label files.
-        """
+        """Return the class names of ``--classes`` or a list file, else ``classes`` of the label files, or None. Names
+        ``found`` at objects follow the ``classes`` of the label files."""
         listed, given = self.data.names(*self.lists), {*self.classes}  # perhaps one name in two forms of Unicode
         own = [composed(name) for name in self.classes if name == composed(name) or composed(name) not in given]
         return [*own, *sort_names(found - {*own})] if listed is None and own else listed

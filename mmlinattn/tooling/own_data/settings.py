@@ -58,10 +58,8 @@ def _fitted(node: Any, data: OwnData) -> Any:
 def config_values(
     args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg: Config, stem: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of the new config by name, and notes on them for the user.
-
-    ``cfg`` is the inherited config, ``stem`` its name without suffix.
-    """
+    """Return the settings of the new config by name, and notes on them for the user. ``cfg`` is the inherited config,
+    ``stem`` its name without suffix."""
     whole, notes = cfg.to_dict(), list[str]()
     values: dict[str, Any] = dict(data_root=f'{_portable(args, args.root).rstrip("/")}/')
     values['metainfo'] = dict(classes=tuple(data.classes))
@@ -160,11 +158,9 @@ def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
 
 
 class _Task(NamedTuple):
-    """Settings that differ by task: images per step, pipelines, data preprocessor, data sets and evaluator.
-
-    ``dataset`` has the settings of all splits, ``of_train`` and ``of_val`` those of one. ``evaluator`` is {} for the
-    inherited evaluator.
-    """
+    """Settings that differ by task: images per step, pipelines, data preprocessor, data sets and evaluator. ``dataset``
+    has the settings of all splits, ``of_train`` and ``of_val`` those of one. ``evaluator`` is {} for the inherited
+    evaluator."""
 
     batch: int
     train: Any
@@ -226,10 +222,8 @@ def _settings_of_task(args: ConfigArgs, data: OwnData, pixels: ImageFormat, cfg:
 
 
 def schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
-    """Return loops, learning rate schedule and checkpoint settings for ``steps`` iterations per epoch.
-
-    Iteration-based recipes are shortened for small data sets.
-    """
+    """Return loops, learning rate schedule and checkpoint settings for ``steps`` iterations per epoch. Iteration-based
+    recipes are shortened for small data sets."""
     if task == 'segmentation':
         total = min(cfg.train_cfg.max_iters, max(4000, round(50 * steps)))
         every, warm = max(1, total // 10), min(1500, total // 10)
