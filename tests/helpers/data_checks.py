@@ -51,10 +51,11 @@ BOX = dict(iscrowd=0, area=100, bbox=[2, 2, 10, 10])
 NAMES = ('cat', 'dog', 'owl')
 
 
-def coco(folder, names=NAMES, name='a.json', box=(), **changes):
-    """Write images, and a COCO file with an object of each category and gaps between their ids. Return its path.
+def write_coco(folder, names=NAMES, name='a.json', box=(), **changes):
+    """Write two images, and a COCO file with an object of each category and gaps between the ids. Return its path.
 
-    ``box`` replaces fields of the objects.
+    ``names`` are the categories and ``name`` is the file. ``box`` replaces fields of the objects, ``changes`` replace
+    the lists ``images``, ``annotations`` and ``categories``.
     """
     for entry in IMAGES:
         Image.new('RGB', (40, 30)).save(folder / entry['file_name'])

@@ -41,8 +41,11 @@ def text(path, content):
     return path
 
 
-def coco(files, classes=('b', 'a'), size=(WIDTH, HEIGHT), **more):
-    """Return COCO JSON with an object of the first class in each file, with further fields."""
+def coco_dict(files, classes=('b', 'a'), size=(WIDTH, HEIGHT), **more):
+    """Return the dict of a COCO file with an object of the first class in each image of ``files``.
+
+    ``size`` is width and height of the images; ``more`` are further fields of the objects.
+    """
     more.setdefault('bbox', [4, 8, 20, 30])
     images = [dict(id=10 + i, file_name=file, width=size[0], height=size[1]) for i, file in enumerate(files)]
     annotations = [dict(id=i, image_id=image['id'], category_id=7, **more) for i, image in enumerate(images, 1)]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.engine_toys import refused
-from helpers.own_files import coco, text
+from helpers.own_files import coco_dict, text
 from mmengine.registry import DATA_SAMPLERS, DATASETS, MODELS, init_default_scope
 
 import mmlinattn_console
@@ -158,7 +158,7 @@ def test_modules_are_named_by_their_place_in_the_model():
 
 def test_a_coco_file_of_other_classes_is_named_with_its_categories(tmp_path):
     pytest.importorskip('mmdet.datasets')
-    text(tmp_path / 'a.json', coco(['a.jpg'], ['disc'], iscrowd=0, area=600))
+    text(tmp_path / 'a.json', coco_dict(['a.jpg'], ['disc'], iscrowd=0, area=600))
     data = dict(type='mmdet.CocoDataset', ann_file=str(tmp_path / 'a.json'), metainfo=dict(classes=('cat',)))
     with pytest.raises(RunError, match='holds no image with .*; the categories of .*a.json are disc'):
         with command_line.setup_errors('c.py'):

@@ -8,7 +8,7 @@ import runpy
 
 import numpy as np
 import pytest
-from helpers.own_files import coco, picture, text
+from helpers.own_files import coco_dict, picture, text
 from helpers.tool_runs import QUICK, ROOT, TOOLS, in_this_process
 from PIL import Image
 
@@ -43,7 +43,7 @@ def test_objects_are_drawn_once_and_in_the_colour_of_their_class(tmp_path, capsy
     """Include two predictions of different classes on one object, and one of a low score."""
     picture(tmp_path / 'a.png', np.full((100, 100, 3), 90, np.uint8))
     box, other = [10, 10, 40, 40], [60, 60, 30, 30]
-    truth = text(tmp_path / 'truth.json', coco(['a.png'], size=(100, 100), bbox=box, area=1600, iscrowd=0))
+    truth = text(tmp_path / 'truth.json', coco_dict(['a.png'], size=(100, 100), bbox=box, area=1600, iscrowd=0))
     found = [(7, box, 0.9), (3, [11, 10, 40, 40], 0.8), (3, other, 0.3)]
     found = [dict(image_id=10, category_id=key, bbox=bbox, score=score) for key, bbox, score in found]
     words = ['--annotations', truth, '--images', tmp_path]

@@ -6,7 +6,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from helpers.data_checks import BOX, DETECTOR, IMAGES, build, coco, coco_data, model
+from helpers.data_checks import BOX, DETECTOR, IMAGES, build, coco_data, model, write_coco
 from PIL import Image
 
 from mmlinattn.engine.data import coco as coco_files
@@ -24,7 +24,7 @@ from mmlinattn.engine.data import files
 )
 def test_classes_that_differ_from_the_categories(look, tmp_path, classes, words):
     """Look inside wrappers, in training and in tests; ``fault`` warns or skips."""
-    file = coco(tmp_path)
+    file = write_coco(tmp_path)
     joined = dict(type='ConcatDataset', datasets=[coco_data(file, classes)] * 2)
     dataset = build('mmdet', dict(type='RepeatDataset', times=2, dataset=joined))
     line, _ = look(DETECTOR, train=[dataset])
@@ -57,7 +57,7 @@ def boxes(*changes):
     ],
 )
 def test_errors_of_a_coco_file(look, tmp_path, changes, words):
-    file = coco(tmp_path, **changes)
+    file = write_coco(tmp_path, **changes)
     line, _ = look(DETECTOR, train=[coco_data(file)])
     assert words in line and bool(line) == bool(words)
     assert not words or line.startswith(f'train_dataloader: {file} ')
@@ -78,7 +78,7 @@ POLYGON = [[2, 2, 12, 2, 12, 12]]
     ],
 )
 def test_polygons_for_masks(look, tmp_path, polygon, is_right):
-    file = coco(tmp_path, annotations=boxes(dict(segmentation=POLYGON), dict(segmentation=polygon)))
+    file = write_coco(tmp_path, annotations=boxes(dict(segmentation=POLYGON), dict(segmentation=polygon)))
     loads = dict(type='LoadAnnotations', with_bbox=True, with_mask=True)
     line, _ = look(DETECTOR, train=[coco_data(file, pipeline=[loads])])
     assert ('annotation 2 of image 1: segmentation' in line) != is_right and bool(line) != is_right
@@ -94,7 +94,7 @@ def test_polygons_for_masks(look, tmp_path, polygon, is_right):
     ],
 )
 def test_objects_and_classes_that_do_not_train_are_named(look, tmp_path, annotations, words):
-    dataset = coco_data(coco(tmp_path, annotations=annotations))
+    dataset = coco_data(write_coco(tmp_path, annotations=annotations))
     line, warnings = look(DETECTOR, train=[dataset])
     assert not line and any(words in warning for warning in warnings)
     assert not any('has no object' in text for text in look(DETECTOR, val=[dataset])[1])
@@ -102,7 +102,7 @@ def test_objects_and_classes_that_do_not_train_are_named(look, tmp_path, annotat
 
 def test_more_objects_than_a_detector_gives(look, tmp_path):
     annotations = boxes(*(dict(category_id=7 * (i % 3) + 3) for i in range(12)))
-    dataset, detector = coco_data(coco(tmp_path, annotations=annotations)), model(bbox_head=3)
+    dataset, detector = coco_data(write_coco(tmp_path, annotations=annotations)), model(bbox_head=3)
     detector.bbox_head.test_cfg = dict(max_per_img=10)
     line, (warning,) = look(detector, val=[dataset])
     assert not line and 'has up to 12 objects an image, and max_per_img = 10' in warning
@@ -118,7 +118,7 @@ def test_panoptic_categories_that_begin_with_stuff(look, tmp_path, order):
     ids = {entry['name']: entry['id'] for entry in categories}
     segments = [dict(id=i, category_id=ids[name], iscrowd=0, bbox=[0, 0, 9, 9], area=81) for i, name in enumerate(ids)]
     annotations = [dict(image_id=i, file_name=f'{i}.png', segments_info=segments) for i in (1, 2)]
-    file = coco(tmp_path, categories=categories, annotations=annotations)
+    file = write_coco(tmp_path, categories=categories, annotations=annotations)
     classes = ('leaf', 'root', 'soil')
     meta = dict(classes=classes, thing_classes=classes[:2], stuff_classes=classes[2:])
     line, _ = look(model(bbox_head=2), train=[coco_data(file, type='CocoPanopticDataset', metainfo=meta)])
@@ -127,7 +127,7 @@ def test_panoptic_categories_that_begin_with_stuff(look, tmp_path, order):
 
 
 def test_images_without_content(look, tmp_path):
-    dataset = coco_data(coco(tmp_path))
+    dataset = coco_data(write_coco(tmp_path))
     (tmp_path / '2.png').write_bytes(b'')
     assert f'the image {tmp_path}/2.png has no bytes' in look(DETECTOR, train=[dataset])[0]
     (tmp_path / '2.png').unlink()
@@ -160,7 +160,7 @@ def test_photographs_turned_by_exif(look, tmp_path):
     exif = Image.Exif()
     exif[274] = 6
     images = [dict(IMAGES[0], file_name='turned.jpg', width=30, height=40), dict(IMAGES[1], file_name='gone.png')]
-    file = coco(tmp_path, images=images, annotations=boxes(dict(bbox=[5, 5, 0, 3], iscrowd=1)))
+    file = write_coco(tmp_path, images=images, annotations=boxes(dict(bbox=[5, 5, 0, 3], iscrowd=1)))
     Image.new('RGB', (40, 30)).save(tmp_path / 'turned.jpg', exif=exif)
     assert coco_files.load_coco(str(file))[1] == coco_files.error_of_sizes(images, str(tmp_path), True) == ''
     swapped = [dict(images[0], width=40, height=30)]
@@ -175,7 +175,7 @@ def test_photographs_turned_by_exif(look, tmp_path):
 
 def test_images_without_objects(look, tmp_path):
     (tmp_path / 'none').mkdir()
-    some, none = coco_data(coco(tmp_path)), coco_data(coco(tmp_path / 'none', annotations=[]))
+    some, none = coco_data(write_coco(tmp_path)), coco_data(write_coco(tmp_path / 'none', annotations=[]))
     line, warnings = look(DETECTOR, train=[SimpleNamespace(datasets=[some, none])])
     assert not line and any('no image of' in warning for warning in warnings)
     assert "has an object of metainfo.classes = ('cat', 'dog', 'owl')" in look(DETECTOR, train=[none])[0]

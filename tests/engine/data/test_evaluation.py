@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers.data_checks import BOX, DETECTOR, IMAGES, NAMES, coco, coco_data, model, segmentation
+from helpers.data_checks import BOX, DETECTOR, IMAGES, NAMES, coco_data, model, segmentation, write_coco
 from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.registry import METRICS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, ValLoop
@@ -22,7 +22,7 @@ def coco_metric(file, **settings):
 def test_classes_of_the_config_and_categories_of_the_metric(look, tmp_path):
     """Some of the classes in the order of the file are right. A last class of the config alone is a note in training;
     in validation the metric would run out of categories."""
-    file = coco(tmp_path)
+    file = write_coco(tmp_path)
     assert look(model(bbox_head=2), val=[coco_data(file, ['cat', 'owl']), coco_metric(file)]) == ('', [])
     dataset, cfg = coco_data(file, (*NAMES, 'bat')), dict(val_evaluator=[dict(ann_file=str(file))])
     line, warnings = look(model(bbox_head=4), train=[dataset])
@@ -42,14 +42,14 @@ def test_classes_of_the_config_and_categories_of_the_metric(look, tmp_path):
 )
 def test_a_metric_with_another_file(look, tmp_path, changes, words):
     """The file of the training set has ids from 1 as well. Other boxes are a warning: they may be the better ones."""
-    dataset, file = coco_data(coco(tmp_path)), str(coco(tmp_path, name='b.json', **changes))
+    dataset, file = coco_data(write_coco(tmp_path)), str(write_coco(tmp_path, name='b.json', **changes))
     line, warnings = look(DETECTOR, val=[dataset, coco_metric(file)], cfg=dict(val_evaluator=dict(ann_file=file)))
     assert bool(warnings) == ('box' in words) != bool(line)
     assert re.search(rf'val_evaluator \(CocoMetric\): {words.format(file)}', ''.join([line, *warnings]))
 
 
 def test_images_of_the_file_that_the_data_set_lacks(look, tmp_path):
-    file = coco(tmp_path)
+    file = write_coco(tmp_path)
     dataset = coco_data(file, indices=1)
     line, (warning,) = look(DETECTOR, val=[dataset, coco_metric(file)])
     assert not line and 'its ann_file has 2 images, and the data set 1: objects in the others count as' in warning
@@ -60,7 +60,7 @@ def test_ids_of_annotations(look, tmp_path, number, said):
     """pycocotools never matches an object of id 0; MMDetection takes two of one id for one."""
     boxes = [dict(BOX, id=i, image_id=1, category_id=3) for i in (1, 2)] + [dict(BOX, image_id=2, category_id=3)]
     boxes[2].update(dict(id=number) if number is not None else {})
-    file = coco(tmp_path)
+    file = write_coco(tmp_path)
     data, metric = coco_data(file), coco_metric(file)
     file.write_text(json.dumps(dict(json.loads(file.read_text()), annotations=boxes)))
     metric = metric if number is None else coco_metric(file)
@@ -68,11 +68,11 @@ def test_ids_of_annotations(look, tmp_path, number, said):
 
 
 def test_results_by_class_need_sorted_category_ids(look, tmp_path):
-    file = coco(tmp_path, categories=[dict(id=i, name=name) for i, name in zip((17, 10, 3), NAMES)])
+    file = write_coco(tmp_path, categories=[dict(id=i, name=name) for i, name in zip((17, 10, 3), NAMES)])
     for classwise in (True, False):
         line, _ = look(DETECTOR, val=[coco_data(file), coco_metric(file, classwise=classwise)])
         assert ('[17, 10, 3] in its ann_file' in line) == classwise == bool(line)
-    file = coco(tmp_path, categories=[dict(id=i, name=name) for i, name in zip((3, 17, 10), NAMES)])
+    file = write_coco(tmp_path, categories=[dict(id=i, name=name) for i, name in zip((3, 17, 10), NAMES)])
     assert look(DETECTOR, val=[coco_data(file, ['cat', 'owl']), coco_metric(file, classwise=True)]) == ('', [])
 
 
@@ -80,7 +80,7 @@ def test_results_by_class_need_sorted_category_ids(look, tmp_path):
 def test_objects_without_iscrowd(look, tmp_path, kind):
     """pycocotools would raise a KeyError at such an object, which a rehearsal with two images may miss."""
     lacking = dict(id=1, image_id=1, category_id=3, area=100, bbox=[2, 2, 10, 10])
-    file = coco(tmp_path, annotations=[dict(lacking, id=2, iscrowd=0), lacking])
+    file = write_coco(tmp_path, annotations=[dict(lacking, id=2, iscrowd=0), lacking])
     line, _ = look(DETECTOR, val=[coco_data(file), coco_metric(file, metric=kind)])
     assert ('annotation 1 of its ann_file has no iscrowd; write 0' in line) == (kind == 'bbox')
 
@@ -118,7 +118,7 @@ def test_two_data_sets_that_are_judged_apart(look, tmp_path):
     for name in 'ab':
         (tmp_path / name).mkdir()
         images = [dict(each, id=each['id'] + 10 * (name == 'b')) for each in IMAGES]
-        file = coco(tmp_path / name, images=images, box=dict(image_id=images[0]['id']))
+        file = write_coco(tmp_path / name, images=images, box=dict(image_id=images[0]['id']))
         parts.append((coco_data(file), coco_metric(file)))
     joined = SimpleNamespace(datasets=[data for data, _ in parts], metainfo=[data.metainfo for data, _ in parts])
     evaluator = SimpleNamespace(metrics=[metric for _, metric in parts], dataset_prefixes=['a', 'b'])

@@ -2,7 +2,7 @@
 """Processes and palettes of the hook; its checks: tests/engine/data."""
 
 import pytest
-from helpers.data_checks import build, coco, coco_data, model
+from helpers.data_checks import build, coco_data, model, write_coco
 from helpers.engine_toys import make_runner
 
 from mmlinattn.engine import DataCheckHook, RunError
@@ -22,7 +22,7 @@ def test_an_empty_data_set(tmp_path, monkeypatch):
 
 def test_more_classes_than_colours(look, tmp_path):
     names = tuple(f'kind {i}' for i in range(90))
-    dataset = build('mmdet', dict(type='RepeatDataset', times=2, dataset=coco_data(coco(tmp_path, names), names)))
+    dataset = build('mmdet', dict(type='RepeatDataset', times=2, dataset=coco_data(write_coco(tmp_path, names), names)))
     assert look(model(bbox_head=90), train=[dataset], fault='skip') == ('', [])
     assert len(dataset.metainfo['palette']) == len(dataset.dataset.metainfo['palette']) == 90
     made = extend_palette(dict(classes=names, palette=((1, 2, 3),) * 2))['palette']

@@ -9,7 +9,19 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 import pytest
-from helpers.own_files import HEIGHT, WIDTH, assert_refused, boxes_of, coco, counts, images, picture, read, text, voc
+from helpers.own_files import (
+    HEIGHT,
+    WIDTH,
+    assert_refused,
+    boxes_of,
+    coco_dict,
+    counts,
+    images,
+    picture,
+    read,
+    text,
+    voc,
+)
 from PIL import Image
 from pycocotools import mask as coco_masks
 
@@ -214,7 +226,7 @@ TURNED = ('bar', (10, 18, 54, 30))  # its upright box after a turn by 90 degrees
 
 def rotated_coco(root):
     more = dict(bbox=[10, 18, 44, 12], area=528, iscrowd=0, segmentation=[], attributes=dict(rotation=90.0))
-    text(root / 'all.json', coco([f'images/{name}.jpg' for name in OBJECTS], ['bar'], **more))
+    text(root / 'all.json', coco_dict([f'images/{name}.jpg' for name in OBJECTS], ['bar'], **more))
 
 
 def rotated_cvat(root):

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers.own_files import assert_refused, coco, picture, text
+from helpers.own_files import assert_refused, coco_dict, picture, text
 from mmengine.config import Config
 
 from mmlinattn.tooling.own_data import making, settings
@@ -29,7 +29,7 @@ def boxes(root, outline=(), shape=(480, 640, 3), dtype=np.uint8):
         picture(root / f'{i}.png', noise(shape, dtype))
     more = dict(segmentation=[list(outline)]) if outline else {}
     files, size = [f'{i}.png' for i in range(10)], shape[1::-1]
-    text(root / 'all.json', coco(files, ('cell', 'dust'), size, bbox=[2, 2, 20, 20], **more))
+    text(root / 'all.json', coco_dict(files, ('cell', 'dust'), size, bbox=[2, 2, 20, 20], **more))
     return root
 
 

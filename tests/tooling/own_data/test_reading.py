@@ -7,7 +7,19 @@ import re
 
 import numpy as np
 import pytest
-from helpers.own_files import HEIGHT, WIDTH, assert_refused, boxes_of, coco, counts, images, picture, read, text, voc
+from helpers.own_files import (
+    HEIGHT,
+    WIDTH,
+    assert_refused,
+    boxes_of,
+    coco_dict,
+    counts,
+    images,
+    picture,
+    read,
+    text,
+    voc,
+)
 from helpers.tool_runs import ROOT
 from PIL import Image
 
@@ -53,7 +65,7 @@ def test_layouts_of_the_page(tmp_path, kind, paths):
         elif path.endswith('.png'):
             picture(file, np.resize(np.array([0, 1], np.uint8), (HEIGHT, WIDTH)))
         elif path.endswith('.json'):
-            text(file, coco([name for name in pictures if stem in (*name.split('/'), 'result')]))
+            text(file, coco_dict([name for name in pictures if stem in (*name.split('/'), 'result')]))
         elif path.endswith('.xml'):
             text(file, voc(WHEEL))
         elif path.endswith('.yaml'):
@@ -210,8 +222,8 @@ def test_a_test_file_without_boxes_is_no_val(tmp_path):
     """Challenges keep back the labels of their test images."""
     for i in range(6):
         picture(tmp_path / f'{i}.jpg')
-    text(tmp_path / 'train.json', coco([f'{i}.jpg' for i in range(4)]))
-    text(tmp_path / 'test.json', dict(coco(['4.jpg', '5.jpg']), annotations=[]))
+    text(tmp_path / 'train.json', coco_dict([f'{i}.jpg' for i in range(4)]))
+    text(tmp_path / 'test.json', dict(coco_dict(['4.jpg', '5.jpg']), annotations=[]))
     data = read(tmp_path)
     assert counts(data, 'train', 'val') == [3, 1]
     assert 'the 2 images of test have no labels: val is tested on' in data.notes
@@ -243,7 +255,7 @@ def test_links_are_followed(tmp_path):
 
 
 def test_files_beside_those_of_coco_boxes(tmp_path):
-    given = {split: coco([f'{split}{i}.jpg' for i in range(2)]) for split in ('train', 'val', 'test')}
+    given = {split: coco_dict([f'{split}{i}.jpg' for i in range(2)]) for split in ('train', 'val', 'test')}
     for split in given:
         for i in range(2):
             picture(tmp_path / split / f'{split}{i}.jpg')
@@ -262,9 +274,9 @@ def test_coco_files_with_images_in_two_folders(tmp_path):
     for folder in ('gt', 'images', 'train', 'val'):
         for i in range(2):
             picture(tmp_path / folder / f'{i}.jpg')
-    text(tmp_path / 'val.json', coco(['0.jpg', '1.jpg']))
+    text(tmp_path / 'val.json', coco_dict(['0.jpg', '1.jpg']))
     for area in (None, 0):
-        text(tmp_path / 'train.json', coco(['./0.jpg', '1.jpg'], area=area))
+        text(tmp_path / 'train.json', coco_dict(['./0.jpg', '1.jpg'], area=area))
         found = boxes_of(read(tmp_path))
         assert [name for name, *_ in found] == [f'{split}/{i}.jpg' for split in ('train', 'val') for i in range(2)]
         assert [entry['area'] for entry in found.values()] == [600] * 4
@@ -278,7 +290,7 @@ def test_a_group_of_categories_is_no_class(tmp_path):
     """Roboflow's files begin with one. COCO's persons name themselves, with or without objects."""
     for i in range(3):
         picture(tmp_path / f'{i}.jpg')
-    content = coco(['0.jpg', '1.jpg', '2.jpg'])
+    content = coco_dict(['0.jpg', '1.jpg', '2.jpg'])
     content['categories'].insert(1, dict(id=0, name='animals'))
     for category, group in zip(content['categories'], ('animals', 'none', 'a')):  # of the classes b, animals, a
         category['supercategory'] = group
@@ -290,7 +302,7 @@ def test_a_group_of_categories_is_no_class(tmp_path):
 def test_polygons_are_learnt_if_all_objects_have_them(tmp_path):
     for i in range(4):
         picture(tmp_path / f'{i}.jpg')
-    content = coco([f'{i}.jpg' for i in range(4)], segmentation=[[4, 8, 24, 8, 24, 38]])
+    content = coco_dict([f'{i}.jpg' for i in range(4)], segmentation=[[4, 8, 24, 8, 24, 38]])
     assert read(text(tmp_path / 'result.json', content)).masks
     content['annotations'][0]['segmentation'] = []
     data = read(text(tmp_path / 'result.json', content))
@@ -299,7 +311,7 @@ def test_polygons_are_learnt_if_all_objects_have_them(tmp_path):
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
-XML, ONE = voc(('a', (1, 1, 9, 9)), size=(HEIGHT, WIDTH)), coco(['0.jpg'])
+XML, ONE = voc(('a', (1, 1, 9, 9)), size=(HEIGHT, WIDTH)), coco_dict(['0.jpg'])
 PASSED = 'pass the edge of their image, as (30, 8, 60, 40) in 64x48, read as left, top, width'
 
 
@@ -311,16 +323,16 @@ def labelled(line, **names):
 @pytest.mark.parametrize(
     'files, said',
     [
-        ({'train.json': dict(coco([]))}, 'train.json has no images'),
+        ({'train.json': dict(coco_dict([]))}, 'train.json has no images'),
         (
-            {'train.json': coco(['0.jpg'], 'ac'), 'val.json': coco(['0.jpg'])},
+            {'train.json': coco_dict(['0.jpg'], 'ac'), 'val.json': coco_dict(['0.jpg'])},
             "val.json has the categories ['b', 'a']: expected different names, the same in all files",
         ),
-        ({'train.json': coco(['0.jpg', '1.jpg'])}, "train.json names the image '1.jpg'"),
+        ({'train.json': coco_dict(['0.jpg', '1.jpg'])}, "train.json names the image '1.jpg'"),
         ({'train.json': dict(ONE, categories=[dict(id=1, name='a')])}, 'category_id 7 is the id of none'),
         ({'train.json': ONE, 'val.json': ONE}, 'labelled twice: by train.json (train) and by val.json (val)'),
-        ({'train.json': coco(['0.jpg'], bbox=[30, 8, 60, 40])}, PASSED),
-        ({'train.json': coco(['0.jpg'], classes=(None, 'a'))}, 'has a category without a name'),
+        ({'train.json': coco_dict(['0.jpg'], bbox=[30, 8, 60, 40])}, PASSED),
+        ({'train.json': coco_dict(['0.jpg'], classes=(None, 'a'))}, 'has a category without a name'),
         ({'0.xml': XML.replace('9', 'nan').replace('48', '0')}, 'a box that is no number'),
         ({'0.xml': XML}, '0.xml has an image of 48x64'),
         ({'0.xml': '<annotation><object>'}, '0.xml cannot be read'),

@@ -6,7 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.own_files import HEIGHT, NAMES, WIDTH, assert_refused, boxes_of, coco, images, picture, read, text, voc
+from helpers.own_files import (
+    HEIGHT,
+    NAMES,
+    WIDTH,
+    assert_refused,
+    boxes_of,
+    coco_dict,
+    images,
+    picture,
+    read,
+    text,
+    voc,
+)
 from PIL import Image
 
 from mmlinattn.tooling.own_data import drawing
@@ -33,7 +45,7 @@ def csv_of(box, columns='x,y,w,h'):
 
 def coco_file(root, box=SIDES, name='all.json', names=NAMES):
     images(root, names)
-    text(root / name, coco([f'{each}.jpg' for each in names], ['car'], bbox=list(box)))
+    text(root / name, coco_dict([f'{each}.jpg' for each in names], ['car'], bbox=list(box)))
 
 
 def voc_files(root, box=CORNERS, folder='', names=NAMES):
@@ -456,7 +468,7 @@ def test_classes_of_the_command_line_choose_the_level_of_folders(tmp_path):
 def test_label_files_of_both_splits_leave_others_out(tmp_path):
     coco_file(tmp_path, name='all.json')
     for name, names in dict(fold0_a='abcd', fold0_b='ef').items():
-        text(tmp_path / f'{name}.json', coco([f'{each}.jpg' for each in names], ['car'], bbox=list(SIDES)))
+        text(tmp_path / f'{name}.json', coco_dict([f'{each}.jpg' for each in names], ['car'], bbox=list(SIDES)))
     assert_refused('or --train and --val', read, tmp_path)
     data = read(tmp_path, train='fold0_a.json', val='fold0_b.json')
     assert {split: len(paths) for split, paths in data.images.items()} == dict(train=4, val=2)
@@ -512,7 +524,7 @@ def test_numbered_objects_are_no_classes(tmp_path, classes):
 def test_categories_in_another_order_and_with_blanks(tmp_path):
     images(tmp_path, NAMES)
     for split, names, classes in (('train', 'abcd', ('car', 'bus')), ('val', 'ef', ('bus ', 'car'))):
-        text(tmp_path / f'{split}.json', coco([f'{name}.jpg' for name in names], classes, bbox=list(SIDES)))
+        text(tmp_path / f'{split}.json', coco_dict([f'{name}.jpg' for name in names], classes, bbox=list(SIDES)))
     data = read(tmp_path)
     assert data.classes == ['car', 'bus']
     assert [{name for _, name, _ in boxes_of(data, split)} for split in ('train', 'val')] == [{'car'}, {'bus'}]
