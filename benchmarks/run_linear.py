@@ -93,7 +93,8 @@ def attention_calls(name, reference, train, tokens, heads):
     return at(256), at(tokens)
 
 
-def run_attention(args, report):
+def report_attention(args: argparse.Namespace, report: Report) -> None:
+    """Add the times and peak memory of the attentions beside their reference implementations to the report."""
     report.add('', f'### Attention, N = {args.tokens}, d = {HEAD_DIM}, {args.heads} heads, batch 1')
     report.table('', 'ours', 'reference', 'ratio', 'target', 'met')
     for name in ATTENTIONS:
@@ -108,7 +109,7 @@ def run_attention(args, report):
             compare(report, f'peak extra memory, {title}', ours, reference, mib, Target(0.5, False))
 
 
-def run_traffic(args, report):
+def report_traffic(args: argparse.Namespace, report: Report) -> None:
     """Time focused attention beside one pass that reads q, k and v and writes the result."""
     width = args.heads * HEAD_DIM
     qkv = torch.randn(1, args.map_tokens, 3 * width).chunk(3, dim=-1)
@@ -140,7 +141,8 @@ def model_call(name, size):
     return call
 
 
-def run_models(args, report):
+def report_models(args: argparse.Namespace, report: Report) -> None:
+    """Add the multiply-adds, times and operators of Swin-T with each attention to the report."""
     size = tuple(args.size)
     report.add('', f'### Swin-T at {size[0]}x{size[1]}, forward, batch 1')
     report.table('', 'multiply-adds', 'time', 'against softmax (at least 1)', 'time by operator')
@@ -166,7 +168,8 @@ def training_step(model, x):
     return call
 
 
-def run_training(args, report):
+def report_training(args: argparse.Namespace, report: Report) -> None:
+    """Add the times of a training step of backbones beside MMDetection's Swin-T to the report."""
     from mmdet.models.backbones.swin import SwinTransformer
 
     side = args.train_side
@@ -187,7 +190,7 @@ def run_training(args, report):
         report.row(name, ms(seconds), f'{seconds / theirs:.2f}x')
 
 
-def run_backbones(args, report):
+def report_backbones(args: argparse.Namespace, report: Report) -> None:
     """Compare each backbone with itself under ``ops.use('reference')``."""
     batch, side = args.batch, args.backbone_side
     report.add('', f'### Backbones at {batch} x {side}x{side} against the reference implementations of their ops')
@@ -221,7 +224,8 @@ def in_form(form, call):
         call()
 
 
-def run_growth(args, report):
+def report_growth(args: argparse.Namespace, report: Report) -> None:
+    """Add the time per pixel of a global InLine-Swin-T at growing image sizes to the report."""
     name = 'InLine-Swin-T, global'
     runs = {side: model_call(name, (side, side)) for side in args.sides}
     times = measure.interleaved_times(runs, args.repeats)
@@ -234,12 +238,12 @@ def run_growth(args, report):
 
 
 PARTS = dict(
-    attention=run_attention,
-    traffic=run_traffic,
-    models=run_models,
-    growth=run_growth,
-    training=run_training,
-    backbones=run_backbones,
+    attention=report_attention,
+    traffic=report_traffic,
+    models=report_models,
+    growth=report_growth,
+    training=report_training,
+    backbones=report_backbones,
 )
 
 
