@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Build models of configs without reading pretrained weights."""
 
+import copy
 import os
 from typing import Any, Optional
 
@@ -58,7 +59,7 @@ def without_pretrained(node: Any) -> Any:
 
 
 def build_model(cfg: Config, pretrained: bool = False) -> nn.Module:
-    """Build the model of a config, without initialising its weights.
+    """Build the model of a config, without initialising its weights. The config stays as it is.
 
     Args:
         cfg (Config): Config of a detector, segmentor or classifier.
@@ -75,7 +76,7 @@ def build_model(cfg: Config, pretrained: bool = False) -> nn.Module:
     init_default_scope(scope_of(cfg) or 'mmengine')
     given = cfg.model.to_dict()
     model = ConfigDict(given if pretrained else without_pretrained(given))
-    model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
+    model.setdefault('data_preprocessor', copy.deepcopy(cfg.get('data_preprocessor')))  # classifiers add keys
     try:
         return MODELS.build(model)
     except Exception as error:  # a wrong argument shows in errors of any kind
