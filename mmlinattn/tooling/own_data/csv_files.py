@@ -66,6 +66,9 @@ class Table:
         padding = [''] * len(self.columns)
         cells = (zip(self.columns, [*row, *padding]) for row in rows)
         self.rows = [{column: cell for column, cell in row if column} for row in cells]
+        # pandas writes whole numbers as 1.0 if a cell of their column is blank
+        for name in self._columns_of(_CLASS, lambda cell: re.fullmatch(r'(\d+\.0)?', cell)):
+            self.rows = [{**row, name: row[name].removesuffix('.0')} for row in self.rows]
         of_files = self._columns_of(self.columns, lambda cell: cell.lower().endswith(SUFFIXES))
         self.image = self.key([*_IMAGE, *(of_files if len(of_files) == 1 else []), *_ROWS])
         self.file_columns = [] if self.image else of_files  # several, of which one may name the images

@@ -13,12 +13,13 @@ import numpy as np
 import yaml
 
 from ...utils.errors import RunError, described, printable
-from .images import SUFFIXES
+from .images import MASKS_ONLY, SUFFIXES
 from .names import Splits, composed, some
 from .pictures import Pictures
 
 _T = TypeVar('_T')
 _LABELS = ('.json', '.xml', '.csv', '.tsv', '.txt', '.yaml', '.yml', '.names', '.labels', '.data')
+_CLASSES = ('class_names.txt', 'label_list.txt')  # beside classes.txt; of Paddle's tools
 _WITH_LABELS = ('.json', '.xml')  # others may be lists
 _NO_IMAGES = '.gif .heic .heif .avif .ppm .pgm .pnm .jp2 .dcm .nii .npy .npz .svg .raw .dng .psd'.split()
 _CONTAINERS = {
@@ -107,11 +108,12 @@ class Data:
         folders = {part for path in every for part in path.relative_to(self.root).parts[:-1]}
         self.splits = Splits(folders, {path.stem for path in every if path.suffix.lower() in _LABELS})
         chosen = self.options.images
-        self.images = [path for path in every if path.suffix.lower() in SUFFIXES and _is_in(path, chosen)]
+        read = {*SUFFIXES, *(MASKS_ONLY if self.options.task == 'segmentation' else ())}
+        self.images = [path for path in every if path.suffix.lower() in read and _is_in(path, chosen)]
         # that may hold labels, lists or names
         self.files = [path for path in every if path.suffix.lower() in _LABELS and not _ABOUT.match(path.name)]
         self.containers = [path for path in every if container(path) and _is_in(path, self.options.labels)]
-        self.no_images = [path for path in every if path.suffix.lower() in _NO_IMAGES]
+        self.no_images = [path for path in every if path.suffix.lower() in {*_NO_IMAGES} - read]
         self.used = set[Path]()  # files that were read; readers add theirs
         self.lost = dict[Path, int]()  # numbers of lines that name no image, by list
 
@@ -198,6 +200,7 @@ class Data:
         if self.options.classes:
             return list(map(composed, self.options.classes))
         found: dict[Path, list[str]] = {}
+        files += _CLASSES if 'classes.txt' in files else ()
         for path in [path for file in files for path in self.files if file in (path.name, path.suffix)]:
             lines = [line.strip() for line in composed(read_text(path)).rstrip().splitlines()]
             if path.name == 'labelmap.txt':

@@ -15,6 +15,7 @@ from ...utils.errors import RunError, described
 
 _JPEG = ('.jpg', '.jpeg', '.jfif')
 SUFFIXES = (*_JPEG, '.png', '.bmp', '.tif', '.tiff', '.webp')
+MASKS_ONLY = ('.gif',)  # read by Pillow, as masks are, and not by OpenCV
 _SEVERAL_PAGES = ('.tif', '.tiff', '.webp')
 _NODATA, _SUBFILE, _ORIENTATION = 42113, 254, 274  # TIFF and EXIF tags
 _NUM_READ = 50  # images that are decoded to infer their format

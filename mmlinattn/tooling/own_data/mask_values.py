@@ -141,7 +141,7 @@ def interpret(
     values, listed = sorted(seen.pixels), read_values(data)
     greys = {i: listed[_IS_COLOUR + i * _GREY] for i in range(256) if _IS_COLOUR + i * _GREY in listed}
     listed = greys if greys.keys() >= {*values} else listed
-    named = data.names('classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt', *[] if listed else ['labels.txt'])
+    named = data.names('classes.txt', 'labelmap.txt', 'codes.txt', *[] if listed else ['labels.txt'])
     if not named and not seen.coloured and len(listed) == values[-1] + 1 and min(listed) >= _IS_COLOUR:
         named = list(listed.values())
         notes.append('the numbers of the masks are named in the order of the list of colours')

@@ -14,7 +14,7 @@ from PIL import Image
 from ...utils.errors import RunError
 from .data import Data, OwnData
 from .formats import recognise_all, refusal
-from .images import check_whole, file_notes, image_size, is_mask
+from .images import MASKS_ONLY, check_whole, file_notes, image_size, is_mask
 from .mask_values import IGNORED, format_value, interpret, remap, scan
 from .names import some
 from .pictures import MASK_SUFFIXES, beginnings, stems_of_image
@@ -114,6 +114,7 @@ def _all_pairs(data: Data) -> list[Photo]:
     that of the image. If no mask has an image by these names, words in folders of images alone are ignored.
     """
     images, masks = _folder_keys(data)
+    images = {path: key for path, key in images.items() if path.suffix.lower() not in MASKS_ONLY}
     found = _paired(data, images, masks) or _paired(data, _with_words_of(masks, images), masks)
     if not found and data.options.images and data.options.labels:
         shared = _with_words_of(masks, images), _with_words_of(images, masks)
@@ -180,7 +181,7 @@ def _folder_keys(data: Data) -> tuple[_Keys, _Keys]:
         masks = {path: key for path, key in keys.items() if path.parent in of_masks}
         return {path: key for path, key in keys.items() if path not in masks}, masks
     if top and labels and labels.is_dir():
-        data.images = Data(data.root).images  # those of --labels too
+        data.images = Data(data.root, data.options._replace(images=None)).images  # those of --labels too
         masks = {path: path.relative_to(labels).parent.parts for path in data.images if labels in path.parents}
         images = {path: path.relative_to(top).parent.parts for path in data.images if top in path.parents}
         return {path: key for path, key in images.items() if path not in masks}, masks

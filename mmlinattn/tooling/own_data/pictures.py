@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ...utils.errors import RunError
-from .images import is_mask
+from .images import MASKS_ONLY, is_mask
 from .names import MASK_ENDING, Splits, composed, has_role_only, shared_key, without_split
 
 # folders, in small letters
@@ -18,7 +18,7 @@ _MASKS = frozenset(
     gt labeledapproved_full groundtruth ground_truth segmentation segmentations""".split()
 )
 _ROLES = _MASKS | {'img_dir', 'image_2', '701_stillsraw_full'}
-MASK_SUFFIXES = ('.png', '.tif', '.tiff', '.bmp')
+MASK_SUFFIXES = ('.png', '.tif', '.tiff', '.bmp', *MASKS_ONLY)
 _BESIDE = re.compile(r'(.+?)[_-]?(annot|annotations?|labels?|masks?|gt)$', re.IGNORECASE)  # train and trainannot
 _OF_IMAGES = ('_leftImg8bit', '_sat', '_image', '_img', '_rgb')  # endings of images
 _UPLOAD = re.compile(r'[0-9a-f]{8}-')  # before names of files, by Label Studio

@@ -19,6 +19,7 @@ from .names import has_role_only, some, split_in
 from .reading import Photo
 
 _ENDINGS = (*SUFFIXES, '.xml', '.txt', '.json')  # of images and label files in lists
+_LISTS = ('.txt', '.csv', '.tsv')
 _PREFERRED = {'detection': 'Main', 'segmentation': 'Segmentation'}  # VOC's folders of lists
 _LEAST_FOLDERS = 4  # that are drawn as a whole: one of fewer is more than a quarter
 _Listed = tuple[dict[Path, str], list[Path]]  # splits of images by lists, and the files that list them
@@ -176,6 +177,8 @@ def _of_list(data: Data, path: Path, labelled: set[Path], split: str) -> tuple[l
             images = data.pictures.nearest(path, exact or images)
         found += images
         lost += [] if any(images for _, images in known) else [line]
+    if path.suffix.lower() != '.txt' and lost and lost[0] == lines[0]:  # the header of a table
+        lines, lost = lines[1:], lost[1:]
     is_list = len(lost) < len(lines) or bool(lines) and _is_file_name(lines[0], labelled)
     if is_list and path not in (data.options.train, data.options.val):
         remedy = 'correct or remove it, or give --train and --val.'
@@ -251,10 +254,10 @@ def _of_tables(data: Data, items: list[Photo]) -> Optional[_Listed]:
 
 
 def _of_texts(data: Data, items: list[Photo]) -> Optional[_Listed]:
-    """Read the splits from text files that have the name of a split. VOC's lists for the task are preferred to others.
+    """Read the splits from text or CSV files with the name of a split. VOC's lists for the task are preferred.
     ``trainval`` takes the place of a missing ``train``."""
     by_folder: dict[Path, dict[str, list[Path]]] = {}
-    texts = [path for path in data.files if path.suffix.lower() == '.txt']
+    texts = [path for path in data.files if path.suffix.lower() in _LISTS and path not in data.used]
     named = {path: split_in(path.stem) for path in texts}
     if not any(named.values()):  # car_train.txt
         named = {path: data.splits.of_file(path.stem) for path in texts}

@@ -172,6 +172,7 @@ def test_lists_of_the_command_line(tmp_path, options, train, val):
         (dict(train='a b c', val='d x.jpg'), "val.txt: 1 of 2 lines name no image, the first is 'x.jpg'"),
         (dict(train='a b c', val='x.jpg/1 y.jpg/1'), "val.txt: 2 of 2 lines name no image, the first is 'x.jpg 1'"),
         (dict(train='a b', val='c d x'), 'ab cd'),
+        ({'train.csv': 'image a.jpg b.jpg', 'val.csv': 'image,age c.jpg,1 d.jpg,2'}, 'ab cd'),
         (dict(train='a b c d e', test='x.jpg y.jpg'), 'abce d'),  # test images that were not copied, and a val drawn
         (dict(train='a b c d e', val='cat dog'), 'abce d'),  # names of classes
         (dict(train='a b c d e', val='My/notes/on Its/first/images 0/0.5/0.5/0.2/0.2'), 'abce d'),
@@ -390,6 +391,9 @@ def test_columns_by_their_content(tmp_path):
         '\n'.join(['frame,label,is_train', *(f'{row.rpartition(",")[0]},{i % 2}' for i, row in enumerate(rows))]),
     )
     assert_refused('val has images of', read, tmp_path, 'classification')
+    rows = [f'{name}.jpg,{i % 2}.0' for i, name in enumerate(NAMES[:-1])]  # of pandas, for a blank cell
+    text(tmp_path / 'all.csv', '\n'.join(['image,label', *rows]))
+    assert read(tmp_path, 'classification').classes == ['0', '1']
 
 
 @pytest.mark.parametrize(
@@ -442,13 +446,14 @@ def test_numbers_of_lists_are_named_by_class_folders(tmp_path):
     assert read(tmp_path, 'classification').classes == ['cat', 'dog']
 
 
-def test_lists_of_images_and_classes(tmp_path):
+@pytest.mark.parametrize('file', ['classes.txt', 'label_list.txt'])
+def test_lists_of_images_and_classes(tmp_path, file):
     images(tmp_path / 'train', 'abcd')
     images(tmp_path / 'val', 'ef')
     for split, names in dict(train='abcd', val='ef').items():
         lines = [f'{name}.jpg {i % 2}' for i, name in enumerate(names)]
         text(tmp_path / 'meta' / f'{split}.txt', '\n'.join(lines))
-    text(tmp_path / 'meta/classes.txt', '1 cat\n2 dog')
+    text(tmp_path / f'meta/{file}', '1 cat\n2 dog')
     data = read(tmp_path, 'classification')
     assert (data.kind, data.classes) == ('lists of images and classes', ['cat', 'dog'])
     assert {split: len(paths) for split, paths in data.images.items()} == dict(train=4, val=2)
@@ -507,6 +512,17 @@ def test_masks_with_names_of_their_own(tmp_path):
     assert 'that differ, as 10_training.jpg and manual_10.png' in ' '.join(data.notes)
     (tmp_path / 'photos/9_training.jpg').unlink()
     assert_refused('begin with that of its image', read, tmp_path, 'segmentation', images='photos', labels='vessels')
+
+
+def test_masks_in_gif_files_are_read_and_photographs_are_not(tmp_path):
+    for i in range(6):
+        picture(tmp_path / f'images/{i}.{"gif" if i == 5 else "jpg"}')
+        picture(tmp_path / f'masks/{i}.gif', np.resize([0, 255], (HEIGHT, WIDTH)).astype(np.uint8))
+    data = read(tmp_path, 'segmentation')
+    masks = {item.file.name for items in data.items.values() for item in items}
+    assert masks == {f'{i}.gif' for i in range(5)}
+    assert np.unique(data.labels_of(tmp_path / 'masks/0.gif')).tolist() == [0, 1]
+    assert_refused('7 of .gif', read, tmp_path)
 
 
 @pytest.mark.parametrize('classes', [None, [f'c{i}' for i in range(6)]])
