@@ -38,7 +38,7 @@ _TASKS = {
     ),
     'classification': (
         'write a CSV file with filename,label',
-        'one folder of images per class, and CSV files of images and classes',
+        'one folder of images per class, and CSV files with a header (filename, label)',
     ),
 }
 _GLIMPSE = 1 << 16  # characters of text files

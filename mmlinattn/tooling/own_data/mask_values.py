@@ -295,7 +295,7 @@ def _of_colours(masks: _Masks) -> Optional[_Reading]:
     note, colours, pixels, given = '', masks.values, masks.seen.pixels, masks.given
     listed = {value: name for value, name in masks.listed.items() if value >= _IS_COLOUR}
     if not listed:
-        listed, note = _palette(colours)
+        listed, note = _palette(colours, given)
     if not listed and given and len(given) == len(colours):
         note = 'names are given to colours in the order of their red, green and blue'
         return given, {colour: label for label, colour in enumerate(colours)}, note
@@ -304,7 +304,7 @@ def _of_colours(masks: _Masks) -> Optional[_Reading]:
     if not listed:
         raise RunError(
             f'{masks.mask} and others have the colours {some(map(format_value, colours))}: write label_colors.txt into '
-            'DATA, one line "R G B NAME" per class.'
+            'DATA, one line "R G B NAME" per class, or give --classes NAME ..., in this order.'
         )
     unknown = {colour: pixels[colour] for colour in colours if colour not in listed}
     if sum(unknown.values()) > sum(pixels.values()) / 1000:
@@ -317,14 +317,19 @@ def _of_colours(masks: _Masks) -> Optional[_Reading]:
     return given if given and len(given) == len(names) else names, table, note
 
 
-def _palette(colours: list[int]) -> tuple[dict[int, str], str]:
-    """Return the class names by colour in the palette of Cityscapes or VOC, if it has all ``colours``, and a note. The
-    result is ({}, '') for other colours."""
+def _palette(colours: list[int], given: Optional[list[str]]) -> tuple[dict[int, str], str]:
+    """Return the class names by colour in the palette of Cityscapes or VOC, and a note.
+
+    The result is ({}, '') unless the palette has all ``colours``. Labelling tools take VOC's first colours for classes
+    of any name: these have to be half of the palette, or have its void. Another number of ``given`` names than the
+    palette has contradicts it, too.
+    """
     from mmseg.utils import get_classes, get_palette
 
     for dataset, void in (('cityscapes', 0), ('voc', 0xE0E0C0)):
         palette = [_colour(*rgb) for rgb in get_palette(dataset)]
         known = {**dict(zip(palette, get_classes(dataset))), _IS_COLOUR + void: 'void'}
-        if set(colours) <= known.keys() and len(colours) > 2:
+        is_clear = dataset == 'cityscapes' or 2 * len(colours) >= len(known) or _IS_COLOUR + void in colours
+        if set(colours) <= known.keys() and len(colours) > 2 and is_clear and len(given or palette) == len(palette):
             return known, f'the colours are those of {dataset}, and no file says others: they are named as there'
     return {}, ''

@@ -177,6 +177,8 @@ def test_colours_of_a_list(tmp_path, file):
         ('0 0 0 ground\n64 0 128 car\n64 0 128 bus', (VOID, (64, 0, 128)), None, "(64, 0, 128) is 'car' and 'bus'"),
         (COLOUR_FILES['label_colors.txt'], (ROAD, SKY, (1, 2, 3)), None, 'the colour (1, 2, 3), which the list of'),
         ('', (ROAD, (0, 0, 142), VOID), ['road', 'sidewalk', 'building'], 'those of cityscapes'),
+        ('', (VOID, (128, 0, 0), (0, 128, 0)), None, 'or give --classes'),  # the first colours of VOC, of any class
+        ('', (VOID, (128, 0, 0), (224, 224, 192)), ['background', 'aeroplane', 'bicycle'], 'those of voc'),
         ('', (VOID, (9, 8, 7), (200, 3, 4)), None, '(0, 0, 0), (9, 8, 7), (200, 3, 4): write label_colors.txt'),
         ('', (VOID, (200, 3, 4)), ['background', 'foreground'], ''),
         # not CamVid's, by their number
@@ -190,6 +192,15 @@ def test_values_by_a_list_of_colours_or_without(tmp_path, listed, values, classe
         assert data.classes[:3] == classes and said in ' '.join(data.notes)
     else:
         assert_refused(said, layout, tmp_path / 'data', 'CamVid of Kaggle', lambda number: halves(*values))
+
+
+@pytest.mark.parametrize('second', [(128, 0, 0), (0, 0, 142)])  # of VOC's palette and of Cityscapes'
+def test_given_names_are_those_of_the_colours(tmp_path, second):
+    images = {i: halves(VOID, second, (128, 64, 128) if second[2] else (0, 128, 0)) for i in range(4)}
+    for i, pixels in images.items():
+        picture(tmp_path / f'images/{i}.jpg', pixels)
+        picture(tmp_path / f'masks/{i}.png', pixels)
+    assert read(tmp_path, 'segmentation', classes=['a', 'b', 'c']).classes == ['a', 'b', 'c']
 
 
 def test_palettes_that_differ_are_colours(tmp_path):
