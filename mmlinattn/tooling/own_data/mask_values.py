@@ -312,9 +312,26 @@ def _of_colours(masks: _Masks) -> Optional[_Reading]:
         raise RunError(f'the masks have the colour {format_value(worst)}, which the list of colours does not name.')
     if unknown:
         note = f'{sum(unknown.values())} pixels of {len(unknown)} colours that are not listed are ignored'
-    names = list(dict.fromkeys(listed.values()))
+    if given:
+        listed = _renamed(listed, given)
+    names = list(dict.fromkeys([*(given or ()), *listed.values()]))
     table = {colour: names.index(name) for colour, name in listed.items()} | dict.fromkeys(unknown, IGNORED)
-    return given if given and len(given) == len(names) else names, table, note
+    return names, table, note
+
+
+def _renamed(listed: dict[int, str], given: list[str]) -> dict[int, str]:
+    """Return ``listed`` with the names of ``--classes`` in the order of the list, unless both have the same names.
+    Another number of names raises a RunError; void may be left out."""
+    names = list(dict.fromkeys(listed.values()))
+    kept = [name for name in names if name.strip().lower() not in _VOID]
+    known = names if len(given) == len(names) else kept
+    if len(given) != len(known):
+        raise RunError(
+            f'--classes has {len(given)} names, and the list of colours {len(known)} ({some(known)}): give as many, or '
+            'leave the option out.'
+        )
+    renamed = {} if {*given} == {*known} else dict(zip(known, given))
+    return {colour: renamed.get(name, name) for colour, name in listed.items()}
 
 
 def _palette(colours: list[int], given: Optional[list[str]]) -> tuple[dict[int, str], str]:

@@ -201,6 +201,12 @@ def test_given_names_are_those_of_the_colours(tmp_path, second):
         picture(tmp_path / f'images/{i}.jpg', pixels)
         picture(tmp_path / f'masks/{i}.png', pixels)
     assert read(tmp_path, 'segmentation', classes=['a', 'b', 'c']).classes == ['a', 'b', 'c']
+    text(tmp_path / 'label_colors.txt', f'0 0 0 void\n{second[0]} 0 {second[2]} car\n128 64 128 road\n0 128 0 bus')
+    for classes, of_second in ((['bus', 'road', 'car'], 2), (['x', 'y', 'z'], 0), (['void', 'road', 'car', 'bus'], 1)):
+        data = read(tmp_path, 'segmentation', classes=classes)
+        assert data.classes == [name for name in classes if name != 'void']
+        assert data.labels_of(tmp_path / 'masks/0.png')[0, 1] == of_second
+    assert_refused('--classes has 2 names', read, tmp_path, 'segmentation', classes=['car', 'road'])
 
 
 def test_palettes_that_differ_are_colours(tmp_path):
