@@ -76,10 +76,9 @@ def synchronise(device: str) -> None:
 
 
 def matmul_call(device: str, dtype: torch.dtype, size: Optional[int] = None):
-    """Return a call of a large matrix product and its multiply-adds, to measure the speed of the machine.
+    """Return a function that multiplies two large matrices, and its number of multiply-adds.
 
-    Args:
-        size (int, optional): Rows and columns; by default they suit the device.
+    Its time tells the speed of the machine. ``size`` is the number of rows and columns; by default it suits the device.
     """
     size = size or (8192 if device == 'cuda' else 1536)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))

@@ -75,8 +75,11 @@ def at_once(name: str, mode: str, sides: tuple[int, int], dim: int, heads: int) 
 
 
 def run_times(args, mode: str) -> dict[tuple[str, int], float]:
-    """Return seconds by (attention, side). The attentions run in turns at each side; those predicted to exceed
-    ``args.max_seconds`` are skipped."""
+    """Measure run times in seconds, by (attention, side of the square feature map in tokens).
+
+    The attentions run in turns at each side. Those with a predicted time above ``args.max_seconds`` are skipped.
+    ``mode`` is ``'forward'`` or ``'train'`` (forward and backward).
+    """
     seconds: dict[tuple[str, int], float] = {}
     for i, side in enumerate(args.sides):
         pairs = {}
@@ -95,8 +98,11 @@ def run_times(args, mode: str) -> dict[tuple[str, int], float]:
 
 
 def run_memory(args, mode: str, seconds: dict) -> dict[tuple[str, int], int]:
-    """Return the peak memory growth in bytes by (attention, side), at the two largest sides with a time in
-    ``seconds``."""
+    """Measure the peak memory of a run in bytes, by (attention, side).
+
+    Only the two largest measured sides of each attention are used: those with a time in ``seconds``, the result of
+    :func:`run_times`. ``mode`` is ``'forward'`` or ``'train'`` (forward and backward).
+    """
     found = {}
     for name in args.only:
         for side in [side for side in args.sides if (name, side) in seconds][-2:]:

@@ -72,7 +72,11 @@ def preload_counter() -> None:
 
 
 class Regions:
-    """Number and median length of the parallel regions since :meth:`forget`; empty without a counter."""
+    """Counter of OpenMP's parallel regions since the last :meth:`forget`.
+
+    :meth:`read` formats their number and median duration in microseconds as table cells. The cells are empty if the
+    counter library is not loaded.
+    """
 
     def __init__(self) -> None:
         path = os.environ.get('MMLINATTN_REGIONS')

@@ -157,7 +157,7 @@ def report_models(args: argparse.Namespace, report: Report) -> None:
 
 
 def training_step(model, x):
-    """Return a call that clears gradients, then runs the forward and backward pass."""
+    """Return a function that clears the gradients and runs one forward and backward pass."""
     model.train()
 
     def call():

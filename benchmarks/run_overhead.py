@@ -75,7 +75,7 @@ def begin(cfg: Config) -> Runner:
 
 
 def stepper(runner: Runner) -> Callable[[], None]:
-    """Return a call that trains one iteration; an epoch-based loop draws batches without end, without epoch hooks."""
+    """Return a function that trains one iteration, without the hooks before and after an epoch."""
     loop = runner.train_loop
     if isinstance(loop, IterBasedTrainLoop):
         return lambda: loop.run_iter(next(loop.dataloader_iterator))

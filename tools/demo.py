@@ -112,11 +112,16 @@ def find_pictures(path: str) -> list:
 
 
 def read_sizes(pictures: list, cfg) -> tuple[dict, list[str]]:
-    """Read images before the model is built: return the shape of each readable one, and the errors of the others. Raise
-    a RunError if none can be read.
+    """Read all images before the model is built.
 
-    For images of many sizes, PyTorch's caches of oneDNN primitives are limited. By default each keeps 1024 primitives,
-    many for each size. The caches read their variables before the first primitive.
+    If the images have many sizes, environment variables limit PyTorch's caches of oneDNN primitives. PyTorch reads them
+    at the first operation.
+
+    Returns:
+        tuple[dict, list[str]]: Array shape by path of each readable image, and the errors of the others.
+
+    Raises:
+        RunError: No image can be read.
     """
     shapes: dict = {}
     errors: list[str] = []
@@ -225,7 +230,10 @@ def load_model(args: argparse.Namespace, cfg) -> tuple:
 
 
 def build_visualizer(cfg, names: Optional[list], meta: dict):
-    """Build the visualizer of a config with class names and colours: of the checkpoint or data set, else random."""
+    """Build the visualizer of a config, and set its class names and colours.
+
+    Colours are the palette of the checkpoint (``meta``), else that of the data set, else random.
+    """
     kind = dict(mmdet='DetLocalVisualizer', mmseg='SegLocalVisualizer', mmpretrain='UniversalVisualizer')
     given = cfg.get('visualizer') or dict(type=kind[cfg.default_scope])
     visualizer: Any = VISUALIZERS.build(dict(given, name=f'demo_{time.time()}', vis_backends=None))

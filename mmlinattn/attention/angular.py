@@ -22,8 +22,9 @@ class AngularMixer(LocalMixer):
         num_heads (int): Number of heads.
         form (str): ``'released'`` adds half of the token's own value, and divides outputs by their norm within the
             head. ``'paper'`` takes weights ``1/2 + q . k / pi``, divided by their sum.
-        conv (str, optional): The convolution, one kernel a head, no bias: ``'grid'``, 3x3 over the map; ``'sequence'``,
-            9x1 over the token sequence, class token included (release; not for windows). None leaves it out.
+        conv (str, optional): Depth-wise convolution of the values, one kernel per head without bias. ``'grid'`` is 3x3
+            over the feature map. ``'sequence'`` is 9x1 over all tokens with class tokens, as in the released code, and
+            does not support windows. None disables the convolution.
 
     Raises:
         ValueError: For an unknown ``form`` or ``conv``.

@@ -186,7 +186,10 @@ class ReducedKeysAttention(Attention):
 
 
 def source_tokens(x: Tensor, stage: StageContext) -> Tensor:
-    """Return the tokens (B, N, C) to average for the mixer: ``stage.source``, or the attention's input ``x``."""
+    """Return the tokens (B, N, C) whose mean is an input of mixers with ``context``.
+
+    These are ``stage.source`` if it is set, else ``x``, the input of the attention.
+    """
     return x if stage.source is None else stage.source.flatten(1, -2)
 
 

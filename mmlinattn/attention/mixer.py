@@ -106,7 +106,11 @@ class LocalMixer(TokenMixer):
     """A mixer that adds a convolution of the values to its attention: ``out = attend(q, k, v) + convolve(v)``."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, key_grid: Grid, mask: Optional[Tensor] = None) -> Tensor:
-        """Compute the attention without the convolution, (B, N, widths[2]); arguments as in :meth:`forward`."""
+        """Compute the attention without the convolution of the values. Arguments are those of :meth:`forward`.
+
+        Returns:
+            Tensor: (B, N, C_v), with the number of channels of the values, ``widths[2]``.
+        """
         raise NotImplementedError
 
     def convolve(self, v: Tensor, key_grid: Grid, context: Optional[Tensor] = None) -> Optional[Tensor]:
@@ -145,7 +149,7 @@ class RepeatedConv2d(Conv2d):
         self.repeats, self.interleaved = repeats, interleaved
 
     def repeated(self, x: Tensor) -> Tensor:
-        """Expand weights or biases (channels, ...) to all C channels."""
+        """Repeat the weight or bias of each kernel for its channels: (channels, ...) -> (channels * repeats, ...)."""
         if self.interleaved:
             return x.repeat_interleave(self.repeats, dim=0)
         return x.repeat(self.repeats, *(1,) * (x.dim() - 1))

@@ -412,9 +412,9 @@ class PyramidBackbone(Backbone):
         return self.patch_embeds[stage](x)
 
     def stage_context(self, stage: int, x: Tensor) -> StageContext:
-        """Return the context of a stage for the feature map (B, H, W, C) that enters its blocks.
+        """Return the context of a stage for the feature map (B, H, W, C) at the input of its blocks.
 
-        It has the grid alone; subclasses add a rotary table or windows.
+        It holds the size and the windows of the feature map. Subclasses may add a rotary position encoding.
         """
         return StageContext.of(x)
 

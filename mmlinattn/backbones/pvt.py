@@ -16,7 +16,15 @@ INNER_NORM = dict(type='LN', eps=1e-5)  # norm of patch embeddings and of reduce
 
 
 def spatial_attention(backbone: PyramidBackbone, stage: int, spec: Any) -> Attention:
-    """Build an attention over the whole map; a quadratic one gets its keys from a map reduced by ``sr_ratios``."""
+    """Build the attention of a stage over the whole feature map.
+
+    An attention of quadratic cost gets keys and values from a feature map reduced by ``sr_ratios``, as in PVT.
+
+    Args:
+        backbone (PyramidBackbone): Backbone with the channels, heads and ratios.
+        stage (int): Index of the stage, from 0.
+        spec (str | dict): Token mixer, an entry of ``stage_attns``.
+    """
     dim, heads = backbone.embed_dims[stage], backbone.arch['num_heads'][stage]
     ratio = backbone.per_stage('sr_ratios')[stage]
     grid = (backbone.per_stage('grids')[stage],) * 2

@@ -211,7 +211,10 @@ def absorbs_scale(layer: nn.Module, uses: Counter) -> bool:
 
 
 def fold_scale(layer: Any, gamma: Tensor) -> None:
-    """Multiply the output of a linear layer by ``gamma`` (C,), in new parameters: old ones may be buffers or shared."""
+    """Multiply weight and bias of a linear layer by the layer scale ``gamma`` (C,), one factor per output channel.
+
+    The results are new parameters, because the old tensors may be buffers or shared with other layers.
+    """
     for part in (layer, layer.up) if isinstance(layer, FactorisedLinear) else (layer,):
         for key in ('weight', 'bias'):
             value = getattr(part, key, None)

@@ -101,9 +101,9 @@ def _stand_in(name: str, make: Callable) -> type:
 
 @functools.cache
 def safe_globals() -> list[Any]:
-    """Return the harmless types to allow, under the names that checkpoints ask for.
+    """Return the harmless types and functions for the allow-list of ``torch.load(weights_only=True)``.
 
-    Types that could do harm, and those of packages that are usually not installed, have harmless substitutes.
+    Types that could do harm, and those of packages that are rarely installed, have harmless substitutes of their names.
     """
     stand_ins: dict[str, Callable] = {
         'mmengine.logging.history_buffer.HistoryBuffer': _ReadHistoryBuffer,
@@ -220,8 +220,13 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Op
 
 
 def _plain(checkpoint: Any, name: str) -> Any:
-    """Check the types that MMEngine expects in a checkpoint, and remove ``meta['config']``, because MMEngine would run
-    it."""
+    """Check a loaded checkpoint, and return it without ``meta['config']``, which MMEngine would execute.
+
+    Attributes of its containers are deleted, as they could replace methods. ``name`` is the file in messages.
+
+    Raises:
+        CheckpointError: The checkpoint is no state dict, or its ``state_dict``, ``meta`` or a key has another type.
+    """
     if isinstance(checkpoint, (torch.Tensor, np.ndarray)):  # tables of embeddings, which some models load
         return checkpoint
     if not isinstance(checkpoint, dict):

@@ -93,9 +93,9 @@ def backbone_state(
 def model_state(checkpoint: Any, source: str) -> tuple[dict[str, Tensor], list[str]]:
     """Return all weights of a checkpoint under the names of MMDetection, MMSegmentation or MMPretrain.
 
-    Weights of the backbone are renamed, and the neck and head of a released classifier. Other necks and heads keep
-    their names: those of MMDetection 2.x and MMSegmentation 0.x are still current (FPN, RPN, RoI, RetinaNet, Semantic
-    FPN, UperNet, FCN).
+    Weights of the backbone are renamed. So are the neck and the head of a released classifier. Other necks and heads
+    keep their names: those of MMDetection 2.x and MMSegmentation 0.x are still current (FPN, RPN, RoI, RetinaNet,
+    Semantic FPN, UperNet, FCN). ``source`` is the path or address in messages.
 
     Returns:
         tuple[dict, list[str]]: The state dict, and the keys dropped on purpose.

@@ -71,10 +71,10 @@ def plot_confusion(path: str, matrix: np.ndarray, names: Sequence[str], title: s
 
 
 def plot_precision_recall(path: str, precision: np.ndarray, scores: np.ndarray, names: Sequence[str]) -> None:
-    """Plot precision over recall, and F1 over the score threshold, for each class and their mean.
+    """Plot precision over recall and F1 over the score threshold, for each class and their mean.
 
-    ``precision`` (recalls, classes) is at one IoU, -1 for classes without objects. ``scores`` (recalls, classes) are
-    the score thresholds at which the recalls are reached.
+    With more than :data:`MAX_NAMED` classes, the mean alone is plotted. ``precision`` (recalls, classes) is at IoU 0.5,
+    and -1 for classes without objects. ``scores`` (recalls, classes) holds the score threshold of each recall.
     """
     recall = np.linspace(0, 1, len(precision))
     known = [k for k in range(len(names)) if (precision[:, k] > -1).all()]

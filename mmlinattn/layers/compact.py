@@ -129,11 +129,12 @@ def compact(
 ) -> MLP:
     """Factorise one matrix of ``ffn`` in place: the compact feed-forward network, cFFN (Xu et al. 2023, Sec. 3.3).
 
-    The rank ``k = t m C / (m + 1)``, with m = hidden channels / C, keeps the share t of the matrix's parameters. The
-    paper does not give its initialisation. With batch norm gains of one, the branch drowns the residual stream, and
-    small models learned far less. So the last gains of M2, the end of the residual branch, start at zero, as in ResNet
-    (Goyal et al. 2017, Sec. 5.1). The last gains of M1 keep the variance of the linear layer that it replaces (weights
-    of deviation 0.02, tokens of unit variance).
+    ``ffn`` has the matrices M1 (input to hidden channels) and M2 (hidden to output channels). The rank
+    ``k = t m C / (m + 1)``, with m = hidden channels / C, keeps the fraction t of the parameters of the matrix.
+
+    The paper does not specify the initialisation. The weights of the last batch norm of M2 start at zero, as in ResNet
+    (Goyal et al. 2017, Sec. 5.1). With weights of one, small models learned far less. Those of M1 start at the value
+    that keeps the output variance of the replaced linear layer (weights of deviation 0.02, inputs of unit variance).
 
     Args:
         ffn (MLP): Any feed-forward network of the backbones; its depth-wise convolution stays.

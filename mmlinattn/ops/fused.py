@@ -83,7 +83,10 @@ class FusedStep(NamedTuple):
 
 
 def is_plain(layer: Any) -> bool:
-    """Return True for an unaltered leaf. A convolution also has to pad with zeros, by given numbers."""
+    """Return True for a linear layer or convolution without hooks, adapters, parametrisations or overridden methods.
+
+    A convolution also needs zero padding by numbers, not ``'same'`` or ``'valid'``.
+    """
     kind = type(layer)
     if kind not in _FORWARDS or (kind.__call__, kind._call_impl) != _CALL or kind.forward is not _FORWARDS[kind]:
         return False

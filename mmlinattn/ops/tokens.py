@@ -204,7 +204,10 @@ def copy_pair(
 
 
 def copy_heads(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """Copy (B, N, heads * d) to (B, heads, N, d) in the memory layout of :func:`copy_pair`."""
+    """Split heads in a copy of type ``dtype``: (B, N, heads * d) -> (B, heads, N, d).
+
+    On CPUs, the heads of a token are contiguous in memory. On GPUs, the tokens of a head are.
+    """
     if dispatch.on_cpu(x):
         return split_heads(x.to(dtype, copy=True, memory_format=torch.contiguous_format), num_heads)
     return split_heads(x, num_heads).to(dtype, copy=True, memory_format=torch.contiguous_format)

@@ -284,7 +284,10 @@ class Axis:
         return moved + self.padded * ((moved < 0).long() - (moved >= self.padded).long())  # not every exporter knows %
 
     def region(self, x: Tensor) -> Tensor:
-        """Return 1 for positions that the cyclic shift brought from the other end of the axis, else 0: the shape of
-        :meth:`positions`."""
+        """Return the region of each position for the mask of shifted windows, (windows, window length) int64.
+
+        The region is 1 if the cyclic shift moved the position from the other end of the axis, else 0. ``x`` is a tensor
+        on the device of the result.
+        """
         position = self.positions(x)
         return (position >= self.padded - self.shift(x)).long() if self.shifts else position * 0

@@ -296,8 +296,10 @@ def require(cfg: Config, config: str, *keys: str) -> None:
 
 
 def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
-    """Raise a RunError if a folder of a data set of ``stages`` (``'train'``, ``'val'``, ``'test'``) is missing, or
-    class names are no list. ``DataCheckHook`` checks the rest."""
+    """Raise a RunError if the ``data_root`` of a data set does not exist, or if its class names are no list.
+
+    ``stages`` are ``'train'``, ``'val'`` or ``'test'``. Remote and downloadable data sets may be missing.
+    """
     for stage in stages:
         for key, dataset in dataset_configs(cfg, f'{stage}_dataloader'):
             root = str(dataset.get('data_root') or '.')

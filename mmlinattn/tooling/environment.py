@@ -237,8 +237,8 @@ def _lacks_files(name: str) -> bool:
     return any(file.suffix == '.py' and not Path(str(file.locate())).exists() for file in files(name) or ())
 
 
-def _of_versions() -> list:
-    """Return the problems that the list of installed distributions shows."""
+def _version_problems() -> list[Problem]:
+    """Return the problems of installed packages: missing or conflicting distributions, lost files, wrong versions."""
     problems = []
     modules = {name: module for module, family in FAMILIES.items() for name in family if module != 'cv2'}
     modules.update(setuptools='mmengine', transformers='mmpretrain.models')
@@ -311,7 +311,7 @@ def check(modules=WHOLE) -> list:
     After several of them, a line has the command that repairs all. The last one reports operators that fail on the GPU.
     """
     order = {name: place for place, module in reversed([*enumerate(WHOLE)]) for name in (module, module.split('.')[0])}
-    problems: list = _of_versions() if modules is WHOLE else []
+    problems: list = _version_problems() if modules is WHOLE else []
     for module in modules:
         try:
             use(module)

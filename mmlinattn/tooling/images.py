@@ -127,8 +127,11 @@ def resizing(cfg: Config) -> dict:
 
 
 def usual_size(cfg: Config) -> tuple[int, int]:
-    """Return height and width for an exported graph: :func:`test_size`, or of a segmentor its crop. For others it is a
-    3:2 photograph resized by the test pipeline, rounded to multiples of 32."""
+    """Return a typical input size (height, width) in pixels for an exported graph.
+
+    A fixed size of the test pipeline (:func:`test_size`) is returned unchanged. Else a segmentor has its crop size and
+    a classifier (224, 224). A detector has the size of a resized 3:2 image, rounded up to multiples of 32.
+    """
     exact, scope = test_size(cfg), cfg.get('default_scope')
     if exact or scope == 'mmpretrain':
         return exact or (224, 224)

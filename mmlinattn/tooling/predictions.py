@@ -75,8 +75,11 @@ class AnnotationIds(NamedTuple):
 
 
 def annotation_ids(cfg: Config, names: Optional[Sequence[str]]) -> AnnotationIds:
-    """Return the ids of the first COCO file of the test data that has all these class names, without file names that
-    two images share."""
+    """Return the category and image ids of a COCO file of the test data.
+
+    The first file with categories of all class ``names`` is used. Images that share a file name are left out. The
+    result is empty if no file fits.
+    """
     for _, dataset in dataset_configs(cfg, 'test_dataloader'):
         path = osp.join(dataset.get('data_root') or '', dataset.get('ann_file') or '')
         if names and path.endswith('.json') and osp.isfile(path):

@@ -154,7 +154,11 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _places(cfg: dict, name: str, value: Any) -> list[str]:
-    """Return paths of settings with the name of a variable, or else with its value, unless that is a number."""
+    """Return the dotted keys of up to three settings that a variable of a config file was probably used for.
+
+    These are settings with the variable's ``name``. Without such settings, strings, lists and dicts are compared by
+    ``value``.
+    """
     read = [*leaves({key: cfg[key] for key in cfg if key in READ})]
     named = [path for path, _ in read if path.rpartition('.')[2] == name]
     is_telling = isinstance(value, (str, list, tuple, dict)) and len(value) > 0
@@ -162,11 +166,16 @@ def _places(cfg: dict, name: str, value: Any) -> list[str]:
 
 
 def check_options(content: dict, cfg: Config, options: dict) -> None:
-    """Raise a RunError if nothing reads a setting of ``--cfg-options``. It has similar names, or the settings that a
-    variable went into.
+    """Raise a RunError if a setting of ``--cfg-options`` is never read.
 
-    A setting is read if it is in the config, below a key that a Runner reads. Or it is an argument of the object that
-    the dict around it configures. ``content`` is the config without the options, as types may be among these.
+    The message suggests similar names. For a variable of the config file, it lists the settings with its value. A
+    setting is read in two cases: it is in the config below a key of Runner, or the configured class has an argument of
+    this name.
+
+    Args:
+        content (dict): Config before the options are merged.
+        cfg (Config): Config with the options.
+        options (dict): Values by dotted key.
     """
     scope, merged = scope_of(cfg), cfg._cfg_dict.to_dict()
     for option in options:

@@ -28,11 +28,15 @@ def spread(values: list[float]) -> str:
 
 
 def verdict(better: list[float], worse: list[float]) -> str:
-    """Compare the accuracies of two variants over their seeds.
+    """Compare the paper's ranking of two variants with the accuracies measured here.
+
+    Args:
+        better (list[float]): Accuracies of the variant with the higher accuracy in the paper, one per seed.
+        worse (list[float]): Accuracies of the other variant.
 
     Returns:
-        str: ``holds`` or ``reversed`` if the ranges over seeds do not touch, else ``within the spread``; ``one seed``
-        if a variant has a single run.
+        str: ``'holds'`` or ``'reversed'`` if the ranges of both do not overlap, else ``'within the spread'``;
+        ``'one seed'`` if a variant has one run.
     """
     if min(len(better), len(worse)) < 2:
         return 'one seed'
@@ -41,7 +45,7 @@ def verdict(better: list[float], worse: list[float]) -> str:
     return 'reversed' if max(better) < min(worse) else 'within the spread'
 
 
-def attention_of(run: dict) -> dict[str, float]:
+def attention_of(run: dict) -> dict[str, tuple]:
     """Average the attention measures of a run over its blocks.
 
     Returns:
@@ -70,8 +74,10 @@ def attention_of(run: dict) -> dict[str, float]:
 
 
 def _cell(runs: list[dict], key: str, form: str) -> str:
-    """Format a measure of :func:`attention_of`, averaged over runs, by the format string ``form``; '' if a run lacks
-    it."""
+    """Format a measure of :func:`attention_of`, averaged over runs; '' if a run lacks it.
+
+    ``form`` is a format string for two numbers: the value, and its maximum or its value for uniform attention.
+    """
     values = [attention_of(run).get(key) for run in runs]
     if any(value is None for value in values):
         return ''
@@ -133,7 +139,10 @@ def table(results: dict) -> str:
 
 
 def plot(results: dict, path: Path) -> None:
-    """Plot the accuracy of each run, and the mean learning curve of each variant."""
+    """Plot the accuracy of each run and the mean learning curve of each variant to ``path``.
+
+    ``results`` are those of a study as saved by ``study.py``, with the keys ``study`` and ``runs``.
+    """
     runs = by_variant(results)
     figure = Figure(figsize=(12, 0.42 * len(runs) + 2.6), layout='constrained')
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))

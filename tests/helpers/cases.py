@@ -39,7 +39,10 @@ def uniform(seed: int, *shape: int) -> torch.Tensor:
 
 
 def boxes(seed: int, count: int, scale=60.0, whole=False) -> tuple:
-    """Return overlapping boxes (N, 4), left, top, right, bottom in pixels, and different scores (N,)."""
+    """Return ``count`` random overlapping boxes (N, 4) as (x1, y1, x2, y2) in pixels, and different scores (N,).
+
+    ``scale`` is the largest x1 and y1 in pixels. With ``whole``, coordinates are rounded to integers.
+    """
     corners, size = uniform(seed, count, 2) * scale, uniform(seed + 1, count, 2) * 40
     made = torch.cat((corners, corners + size), dim=1)
     scores = torch.tensor(np.random.RandomState(seed + 2).permutation(count) / max(count, 1)).float()

@@ -219,7 +219,10 @@ def inline(mixer, spec, q, k, v, grid, size, bias, context):
 
 
 def focused(mixer, spec, q, k, v, grid, size, bias, context):
-    """Add positions to the keys, and map features before the split into heads (FLatten)."""
+    """Return focused linear attention (FLatten Eq. 5-12) of tensors (B, heads, N, d), as (B, N, heads * d).
+
+    The position table of ``mixer`` is added to the keys. The feature map is applied before the split into heads.
+    """
     q, k, values = (side_by_side(t) for t in (q, k, v))
     if mixer.position is not None:  # class tokens have no position
         k = k + mixer.position(grid)
@@ -336,7 +339,10 @@ def gradients(out, leaves, probe):
 
 
 def assert_same(ours, theirs, leaves, rtol=1e-7, atol=1e-8):
-    """Compare values and gradients, each gradient relative to its largest number."""
+    """Assert that two outputs, and their gradients with respect to ``leaves``, are equal up to tolerances.
+
+    The absolute tolerance of a gradient is multiplied by its largest magnitude, if that exceeds one.
+    """
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
     probe = torch.randn_like(theirs)
     for mine, other in zip(gradients(ours, leaves, probe), gradients(theirs, leaves, probe)):

@@ -44,7 +44,10 @@ FAMILIES = {family: small(name) for family, name in UPSTREAM.items()}
 
 
 def build(family):
-    """Build a detector in eval mode with diverse scores and boxes."""
+    """Build the small detector ``family``, a key of :data:`FAMILIES` such as ``'MaskRCNN'``, in eval mode.
+
+    Random weights of large variance give predictions of different scores and boxes.
+    """
     init_default_scope('mmdet')
     torch.manual_seed(0)
     model = MODELS.build(ConfigDict(FAMILIES[family], data_preprocessor=PREPROCESSOR)).eval().requires_grad_(False)

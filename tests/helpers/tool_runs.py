@@ -86,11 +86,14 @@ def in_this_process(tool, *args):
 
 
 def in_one_process(jobs, folder):
-    """Run ``jobs``, a dict from name to a list of command lines of tools, in one new process.
+    """Run several jobs in one new process; a job ends at its first error, and the others still run.
 
-    Return two dicts by name: the outputs and the errors.
+    Args:
+        jobs (dict): List of command lines of tools by name of the job.
+        folder (Path): Working folder of the process.
 
-    A job ends at its first error, and the others still run. Without an error, its text is ''.
+    Returns:
+        tuple[dict, dict]: Printed output, and error message ('' without an error), by name of the job.
     """
     (folder / 'jobs.json').write_text(json.dumps(jobs))
     try:

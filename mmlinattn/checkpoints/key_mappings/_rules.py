@@ -31,7 +31,9 @@ def down(match: 're.Match') -> int:
 
 
 def convert(state: Mapping[str, Tensor], rules: Sequence[tuple]) -> tuple[dict, dict, list]:
-    """Rename the keys of a state dict, drop derived buffers, and flatten the scales of mixers.
+    """Rename the keys of a released state dict.
+
+    Buffers that the model computes itself are dropped. The parameter ``mixer.scale`` is flattened to one axis.
 
     Args:
         state (dict): Weights by key.

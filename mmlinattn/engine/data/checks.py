@@ -47,7 +47,10 @@ def check_names(key: str, meta: dict) -> Iterator[Finding]:
 
 
 def read_samples(dataset: Any) -> Samples:
-    """Read the labels of about 20000 samples, evenly spaced in a data set, and check that some images exist."""
+    """Read the labels of about 20000 samples, evenly spaced in a data set.
+
+    For some of them, the image file is checked for existence.
+    """
     labels: dict[int, str] = {}
     folders: dict[str, set[int]] = {}
     error = ''
@@ -202,7 +205,11 @@ def check_stages(views: Sequence[View]) -> Iterator[Finding]:
 
 
 def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Finding]:
-    """Check that the class names in a checkpoint of MMEngine are those of the data set."""
+    """Check that the class names in a checkpoint's ``meta`` equal those of the data set.
+
+    ``key`` is the setting of the data set for messages, such as ``'val_dataloader'``. Another order of the classes is
+    an error, other classes are a warning.
+    """
     trained: Any = checkpoint
     for part in ('meta', 'dataset_meta', 'classes'):
         trained = trained.get(part) if isinstance(trained, dict) else None

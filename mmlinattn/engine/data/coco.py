@@ -155,10 +155,18 @@ def _is_lost(entry: dict, images: Container) -> bool:
 def check_categories(
     key: str, file: str, in_file: Sequence, of_labels: Sequence, classes: Sequence, needs_all: bool
 ) -> Iterator[Finding]:
-    """Check that labels, numbered in the order of a COCO file's categories, have the class names of the config.
+    """Check the class names of the config against the categories of a COCO file, in the order of the labels.
 
-    The names of all categories are ``in_file``, those of the labels ``of_labels``. With ``needs_all`` a class without a
-    category is an error rather than a warning.
+    Args:
+        key (str): Setting of the data set for messages, such as ``'train_dataloader'``.
+        file (str): Path of the COCO file.
+        in_file (Sequence[str]): Names of all categories, in the order of the file.
+        of_labels (Sequence[str]): Name of the category of each label.
+        classes (Sequence[str]): Class names of the config.
+        needs_all (bool): A class without a category is an error, else a warning.
+
+    Yields:
+        Finding: At most one.
     """
     if not set(of_labels) <= set(classes):
         return  # data sets that choose categories by something else

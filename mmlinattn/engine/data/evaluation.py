@@ -115,7 +115,10 @@ def _check_coco_metric(name: str, file: str, metric: Any, dataset: Any) -> Itera
 
 
 def _check_iou_metric(name: str, metric: Any, classes: Sequence, head: Any) -> Iterator[Finding]:
-    """Check that ``IoUMetric`` has more than one class, and the ``ignore_index`` of the decode ``head``."""
+    """Check that ``IoUMetric`` has more than one class, and that its ``ignore_index`` equals that of the decode head.
+
+    ``name`` is the metric in messages. Without a head, nothing is checked.
+    """
     if head is None:
         return
     if len(classes) == 1:

@@ -107,8 +107,10 @@ def _check_resumed(runner, checkpoint: dict) -> None:
 
 
 def _modules_of(keys: Collection[str]) -> str:
-    """Return the names of modules with the weights ``keys``, joined by commas, as a value of ``left_out``. More than
-    five modules are replaced by their parent modules."""
+    """Return the modules of state dict ``keys``, joined by commas, as a value of the argument ``left_out``.
+
+    More than five modules are replaced by their parent modules.
+    """
     paths, names = [key.split('.')[:-1] for key in keys], dict.fromkeys([''])
     for depth in range(max(map(len, paths)), 0, -1):
         names = dict.fromkeys('.'.join(path[:depth]) for path in paths)

@@ -119,7 +119,11 @@ class DataCheckHook(Hook):
         yield from checks.check_stages(views)
 
     def _report(self, runner, findings: Iterable[Finding]) -> None:
-        """Run checks in the main process: stop at an error, and log other findings."""
+        """Run the checks in the main process and report their findings as set by ``fault``.
+
+        ``'stop'`` raises a RunError at the first error, ``'warn'`` logs errors, and ``'skip'`` runs no check. Warnings
+        are logged.
+        """
         for finding in findings if is_main_process() and self.fault != 'skip' else ():
             if finding.is_error and self.fault == 'stop':
                 option = f'--cfg-options custom_hooks.{type(self).__name__}.fault=warn'

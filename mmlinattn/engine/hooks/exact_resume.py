@@ -29,8 +29,10 @@ def seed_everything(*key: int) -> None:
 
 
 class _SeededBatch(list):
-    """Indices of the images of a batch. Iteration, in the process that loads the batch, seeds all random generators by
-    ``key``."""
+    """Indices of the images of a batch, with a seed.
+
+    Iterating over the list seeds all random generators with ``key``, in the process that loads the batch.
+    """
 
     def __init__(self, indices: list, key: tuple):
         super().__init__(indices)

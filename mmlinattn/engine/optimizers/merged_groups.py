@@ -44,7 +44,7 @@ def can_be_fused(optimizer: dict, model: nn.Module) -> bool:
 
 
 def undecayed(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that the ``no_weight_decay`` methods of a model and its parts name."""
+    """Return the parameters without weight decay, as named by the ``no_weight_decay`` methods of all modules."""
     found: set[nn.Parameter] = set()
     module: Any
     for module in model.modules():
@@ -153,11 +153,10 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
 
 def _adapt_loading(optimizer: torch.optim.Optimizer, order: list[str]) -> None:
-    """Register hooks that fit loaded states to an optimizer: to its groups, and for fused kernels to its parameters'
-    strides.
+    """Register hooks that adapt a loaded optimizer state to the groups and memory formats of an optimizer.
 
-    On a CPU, fused kernels silently give wrong values if a state and its parameter have different strides. Strides
-    differ after ``model.to(memory_format=...)``, or if the checkpoint was saved in another memory format.
+    Fused kernels on a CPU give wrong values in silence if a state has other strides than its parameter. ``order`` has
+    the names of all parameters, in the order of ``model.named_parameters()``.
     """
     maps = [p for group in optimizer.param_groups for p in group['params'] if p.dim() > 3]
     strides: list[tuple] = []

@@ -21,14 +21,21 @@ def named_wrappers(wrapper: Any) -> dict[str, Any]:
 
 
 def all_schedulers(schedulers: Any) -> list:
-    """Return the built schedulers of a runner: of one optimizer or several, or none."""
+    """Return the schedulers in ``runner.param_schedulers`` as one list.
+
+    ``schedulers`` is a list, None, or for several optimizers a dict of lists by their names.
+    """
     if isinstance(schedulers, dict):
         return [each for part in schedulers.values() for each in all_schedulers(part)]
     return [each for each in schedulers or () if hasattr(each, 'step')]
 
 
 def by_settings(items: Iterable, settings: Callable[[Any], Any]) -> list[tuple[Any, list]]:
-    """Collect items of equal settings, in the order of the first of each. Settings need not be hashable."""
+    """Group items of equal ``settings(item)``, which need not be hashable.
+
+    Returns:
+        list[tuple[Any, list]]: Pairs of settings and items, in the order of first occurrence.
+    """
     found: list[tuple[Any, list]] = []
     for item in items:
         own = settings(item)

@@ -21,9 +21,9 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
     """Return the checkpoint named by ``last_checkpoint`` in a work dir, if it belongs to that run.
 
     A checkpoint belongs to the run if it is in the work dir, or in a folder of the same name (``out_dir`` of
-    CheckpointHook). The path in ``last_checkpoint`` may be outdated, as after moving the work dir: of that file and
-    one of its name in the work dir, the newer one counts. An address (``s3://``) is returned unchecked. Without
-    ``last_checkpoint``, the result is None.
+    CheckpointHook). The path in ``last_checkpoint`` may be outdated, for example after the work dir was moved. So a
+    file of the same name in the work dir is considered too, and the newer of both is returned. An address (``s3://``)
+    is returned unchecked. Without ``last_checkpoint``, the result is None.
 
     Raises:
         CheckpointError: The checkpoint does not exist or belongs to another run.
@@ -120,10 +120,14 @@ def check_same_start(runner: Any) -> None:
 
 
 def fit_iterations(runner: Any, meta: dict, fresh: list[dict]) -> None:
-    """Correct the position of a resumed epoch-based run whose epochs have another number of iterations than before.
+    """Recompute the iteration of a resumed epoch-based run if the number of iterations in an epoch has changed.
 
-    The epoch counts: the iteration, and schedulers by iteration, move to the same part of the training. ``meta`` is
-    that of the checkpoint, and ``fresh`` the attributes of the schedulers as built from the config.
+    The epoch is kept, and schedulers by iteration continue from the new iteration.
+
+    Args:
+        runner (Runner): Runner after resuming.
+        meta (dict): ``meta`` of the checkpoint.
+        fresh (list[dict]): Attributes of each scheduler as built from the config.
     """
     loop = runner.train_loop
     done, length = loop.iter, len(loop.dataloader)

@@ -164,7 +164,10 @@ def watched(model: nn.Module, on_block: Callable[[BlockCall], None]) -> Iterator
 
 
 def _watch(name: str, attention: Any, on_block: Callable) -> list:
-    """Register hooks on one attention module that call ``on_block`` after a forward pass; return their handles."""
+    """Register hooks on an attention module, and return their handles.
+
+    After a forward pass they call ``on_block`` with a :class:`BlockCall`. ``name`` is that of the module in the model.
+    """
     calls: list[Any] = []
     projected: list[Tensor] = []
     mixing = [module for module in attention.modules() if isinstance(module, LePEMixer)]

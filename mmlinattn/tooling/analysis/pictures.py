@@ -90,8 +90,11 @@ def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path
 
 
 def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tuple, path: Path) -> None:
-    """Plot the attention maps of a token over the image, with one row per block and one column per head. ``query`` is
-    (column, row) of the token in the preprocessed image, ``pixel`` is (x, y) in the original image."""
+    """Plot the attention maps of a query token over the image, with one row per block.
+
+    The columns are the image, the mean over heads, and up to :data:`MAX_HEADS` evenly spaced heads. ``query`` is
+    (column, row) of the token in the preprocessed image. ``pixel`` is (x, y) in the original image.
+    """
     rows = []
     for maps in found:
         panels: list[tuple] = [('image and query', picture.shown, {})]

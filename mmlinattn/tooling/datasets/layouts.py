@@ -109,8 +109,12 @@ class Ade:
 
     @classmethod
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
-        """Write image ``number`` of a split, of ``size`` (width, height), and its segmentation mask. Return its name,
-        the scene, and the number of pixels by label plus one."""
+        """Write image ``number`` of a split and its segmentation mask; ``size`` is (width, height) in pixels.
+
+        Returns:
+            dict: ``name`` without suffix, ``scene`` (class of the background) and ``pixels``, a histogram of the mask's
+            values: 0 is unlabelled, i + 1 is label i.
+        """
         scene = draw_scene(rng, size, num_shapes=shapes_of(number), kinds=(*SHAPES, UNLABELLED_SHAPE))
         values = [ADE_CLASSES.index(kind) + 1 for kind in SHAPES] + [0]
         segmentation = np.full(scene.image.shape[:2], ADE_CLASSES.index(scene.background) + 1, np.uint8)

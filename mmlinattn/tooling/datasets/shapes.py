@@ -69,7 +69,9 @@ def draw_scene(
         rng: Random generator.
         size: Width and height in pixels, at least 64.
         num_shapes: Number of shapes, by default drawn from 1 to ``MAX_SHAPES``.
-        kinds, fill, backgrounds: Choices of ``SHAPES`` and ``UNLABELLED_SHAPE``, ``FILLS``, and ``BACKGROUNDS``.
+        kinds: Shapes to draw, of ``SHAPES`` and ``UNLABELLED_SHAPE``.
+        fill: Texture of the shapes, one of ``FILLS``.
+        backgrounds: Backgrounds to draw, of ``BACKGROUNDS``.
         diameters: Smallest and largest diameter, as a fraction of the image's shorter side.
         tinted: Fraction of the shapes in the typical colour of their class; others have a random colour.
 
@@ -209,13 +211,19 @@ def _ramp(size: tuple[int, int], angle: float) -> np.ndarray:
 
 
 def _bands(distance: np.ndarray, period: float) -> np.ndarray:
-    """Return bands of 0 and 1, each half a ``period`` wide, with edges of about one pixel."""
+    """Return alternating bands of 0 and 1 along ``distance``, with soft edges of about one pixel.
+
+    ``distance`` is the position of each pixel across the bands, in pixels. Each band is ``period / 2`` pixels wide.
+    """
     phase = np.abs(np.mod(distance / period, 1.0) - 0.5)  # 0.5 at band starts, 0.25 at the edges
     return np.clip((phase - 0.25) * period + 0.5, 0, 1)
 
 
 def contrasting_colour(rng: np.random.Generator, others: list[np.ndarray], hue: float | None) -> np.ndarray:
-    """Draw eight random colours, of ``hue`` if given, and return the one (3,) that differs most from ``others``."""
+    """Return the one of eight random RGB colours (3,), in [0, 255], that differs most from all ``others``.
+
+    A ``hue`` in [0, 1] restricts the colours to about this hue.
+    """
     if hue is None:
         candidates = rng.uniform(0, 255, (8, 3))
     else:

@@ -51,8 +51,9 @@ class Format:
 
 
 def _dynamic_shapes(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:
-    """Return the example and its ``dynamic_shapes``, None for a fixed size (``smallest`` None).
+    """Return the example input and the ``dynamic_shapes`` of ``torch.export``.
 
+    ``smallest`` is the least height and width in pixels. With None the size is fixed, and ``dynamic_shapes`` is None.
     For dynamic sizes, the example gets a batch of at least two, because exporters specialise a batch of one.
     """
     if smallest is None:

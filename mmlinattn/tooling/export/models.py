@@ -155,10 +155,12 @@ class ExportableModel(nn.Module):
 
 
 def decision(head: Any) -> dict:
-    """Return the activation of a head's logits, and how scores decide.
+    """Return the activation and the decision rule of a head, as metadata of an exported file.
 
-    With softmax, the label is the largest score. With sigmoid, labels are all classes above ``threshold``, or the
-    ``topk`` largest. For one output channel, a score above it means the second class.
+    Returns:
+        dict: ``activation`` is ``'softmax'`` or ``'sigmoid'``. With softmax, the class of the largest score is
+        predicted. With sigmoid, all classes with scores above ``threshold`` are, or the ``topk`` best if it is None. A
+        segmentor of one output channel predicts the second class above ``threshold``.
     """
     if getattr(head, 'out_channels', None) == 1 and hasattr(head, 'threshold'):
         return dict(activation='sigmoid', threshold=head.threshold)

@@ -84,7 +84,10 @@ class Table:
 
     @property
     def has_classes(self) -> bool:
-        """True for a column of classes, a single unknown column without fractions, or columns of 0 and 1."""
+        """True if the table has one class per image.
+
+        Classes are in a column of a known header, a single other column without decimal fractions, or one-hot columns.
+        """
         others = self.unused()
         flags = [row[self.column(name)] for row in self.rows for name in others]
         are_flags = bool(flags) and all(re.fullmatch(r'[01](\.0*)?', cell) for cell in flags)

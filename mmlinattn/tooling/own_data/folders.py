@@ -65,8 +65,17 @@ def _refuse_numbers(data: Data, labels: list[str]) -> None:
 
 
 def _claim(data: Data, kinds: dict[str, list[Source]]) -> tuple[str, list[Photo], list[str]]:
-    """Read the labels from CSV files, else from class folders; return the name of the format, images and notes.
-    ``kinds`` are the label files by format, as of :func:`~.formats.recognise_all`."""
+    """Read images with their labels from CSV files, class folders or text lists.
+
+    Class folders of another split are added to the images of a CSV file. Text lists are read if there are neither.
+
+    Args:
+        data (Data): Files of the data set.
+        kinds (dict[str, list[Source]]): Label files by format, as of :func:`~.formats.recognise_all`.
+
+    Returns:
+        tuple[str, list[Photo], list[str]]: Name of the format, images, and notes for the user.
+    """
     tables = _tables(kinds)
     chosen, notes = data.options.labels, list[str]()
     for source in kinds.get(UNKNOWN, ()):

@@ -28,8 +28,17 @@ class Candidate(NamedTuple):
 
 
 def candidates(network: dict, measured: Measured, new: ZooBackbone, task: str) -> list[Candidate]:
-    """Return the configs to try, in order, with necks and heads adapted to the new backbone's feature maps. The list is
-    empty for detectors and segmentors with a feature map without stride."""
+    """Return the configs to try, in order, with necks and heads adapted to the new backbone.
+
+    For detectors and segmentors the list is empty if an output of the old backbone is no feature map (a vector,
+    tokens).
+
+    Args:
+        network (dict): Config of the upstream model around the backbone.
+        measured (Measured): Feature maps of the upstream backbone.
+        new (ZooBackbone): New backbone.
+        task (str): ``'mmdet'``, ``'mmseg'`` or ``'mmpretrain'``.
+    """
     old = measured.maps
     if task == 'mmpretrain':
         return _for_classifiers(network, measured, new)

@@ -96,7 +96,10 @@ def test_pictures_are_those_of_the_seed():
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Record runs instead of training, with a clock of their own."""
+    """Replace training by a stub that records (variant, seed) in ``.runs``, and return the stub.
+
+    Each run advances a simulated ``time.monotonic`` by ``.seconds``.
+    """
     runs = []
 
     def stand_in(variant, seed, *rest):

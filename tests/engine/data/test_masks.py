@@ -50,10 +50,14 @@ def test_one_channel_tells_two_classes(look, tmp_path):
     assert 'the label 1' in look(made, train=[dataset])[0]
 
 
-@pytest.mark.parametrize(('padding', 'said'), [(255, False), (0, True)])
-def test_padding_that_trains(look, tmp_path, padding, said):
+@pytest.mark.parametrize(
+    ('settings', 'ignored', 'said'),
+    [(dict(seg_pad_val=255), 255, False), (dict(seg_pad_val=0), 255, True), ({}, 254, False)],  # it pads nothing
+)
+def test_padding_that_trains(look, tmp_path, settings, ignored, said):
     made = model(decode_head=2)
-    made.data_preprocessor = SimpleNamespace(seg_pad_val=padding)
+    made.decode_head.ignore_index = ignored
+    made.data_preprocessor = SimpleNamespace(**settings)
     dataset = segmentation(tmp_path / 'data', [0, 1])
     line, warnings = look(made, train=[dataset])
     assert look(made, val=[dataset]) == ('', [])

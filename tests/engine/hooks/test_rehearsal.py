@@ -167,7 +167,11 @@ def test_a_rule_against_the_name_of_its_metric(tmp_path, name, rule, better):
 
 @pytest.mark.parametrize(
     ('settings', 'reason'),
-    [({}, 'the run has no validation'), (validation(Named()), 'two images of the validation give no metric')],
+    [
+        ({}, 'the run has no validation'),
+        (validation(Named()), 'two images of the validation give no metric'),
+        (dict(validation(Named()), val_cfg=dict(type=Silent)), 'two images of the validation give no metric'),
+    ],
 )
 def test_monitors_without_a_metric(tmp_path, settings, reason):
     hooks = dict(checkpoint=dict(type='CheckpointHook', save_best='acc'))

@@ -18,8 +18,12 @@ COSINE = dict(type='CosineAnnealingLR', eta_min=0, begin=5, end=300, T_max=295)
 
 
 def errors(schedules, epochs, rates=(1.0,), by_iteration=False, begin=0):
-    """Errors of schedules, built for epochs of 100 iterations and a parameter of each rate."""
+    """Errors of schedules, built for epochs of 100 iterations and a parameter of each rate above 0.
+
+    The last group has the rate 1e-7 and no parameters, as MMEngine's base_param_settings.
+    """
     groups = [dict(params=[torch.nn.Parameter(torch.zeros(2))], lr=rate) for rate in rates]
+    groups.append(dict(params=[], lr=1e-7))
     wrapper = OptimWrapper(torch.optim.SGD(groups, lr=max(rates), momentum=0.9))
     default = dict(optimizer=wrapper, epoch_length=100)
     built = [PARAM_SCHEDULERS.build(dict(schedule), default_args=default) for schedule in schedules]
