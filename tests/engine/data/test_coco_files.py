@@ -90,13 +90,14 @@ def test_polygons_for_masks(look, tmp_path, polygon, is_right):
     [
         (boxes({}, dict(area=0), dict(image_id=77), dict(bbox=[9, 9, -5, 5])), '3 of 4 annotations are left out'),
         (boxes(dict(ignore=0), dict(ignore=1)), '1 of 2 annotations have ignore = 1, 2 first'),  # as in CrowdHuman
-        (boxes({}, dict(category_id=10, iscrowd=1)), "has no object of ('dog', 'owl')"),
+        (boxes({}, dict(category_id=10, iscrowd=1, ignore=1)), "has no object of ('dog', 'owl')"),
     ],
 )
 def test_objects_and_classes_that_do_not_train_are_named(look, tmp_path, annotations, words):
     dataset = coco_data(write_coco(tmp_path, annotations=annotations))
     line, warnings = look(DETECTOR, train=[dataset])
     assert not line and any(words in warning for warning in warnings)
+    assert ('have ignore' in ''.join(warnings)) == ('have ignore' in words)
     assert not any('has no object' in text for text in look(DETECTOR, val=[dataset])[1])
 
 

@@ -157,6 +157,7 @@ def test_a_checkpoint_of_other_classes(look, tested, stops, warns):
     resumed = look(nn.Module(), train=[named(tested)], checkpoint=checkpoint, resumes=True)
     assert bool(resumed[0]) == bool(stops)
     assert look(nn.Module(), train=[named(tested)], checkpoint=checkpoint) == ('', [])  # fine-tuned
+    assert look(compares('prototype'), test=[named(tested)], checkpoint=checkpoint) == ('', [])
     for meta in (None, dict(dataset_meta=3), dict(dataset_meta=dict(classes='abc'))):
         assert look(nn.Module(), test=[named(tested)], checkpoint=dict(meta=meta, state_dict={})) == ('', [])
 

@@ -189,7 +189,8 @@ def test_a_signal_to_one_process_in_a_validation(tmp_path, monkeypatch, rank):
     store.set(*((stop.SAVED, '1') if rank else ('unused', '1')))
     made = make_runner(tmp_path / 'work', HOOKS, **validation())
     hook = next(hook for hook in made.hooks if isinstance(hook, stop.StopHook))
-    for name, value in dict(get_world_size=lambda: 2, get_rank=lambda: rank, default_store=lambda: store).items():
+    settings = dict(get_world_size=lambda: 2, get_rank=lambda: rank, default_store=lambda: store, barrier=None)
+    for name, value in settings.items():  # the others are in the validation, at no barrier
         monkeypatch.setattr(stop, name, value)
     hook._previous, hook.is_signalled, saved = {signal.SIGTERM: signal.SIG_DFL}, rank == 1, []
     hook._save = lambda runner, meta: saved.append(meta) or 'stopped.pth'
