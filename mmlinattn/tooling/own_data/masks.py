@@ -248,11 +248,12 @@ def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunE
         if image and image.stem != mask.stem:
             return RunError(f'{mask} and {image} differ by capital letters in their names: rename one.')
     remedy = 'give --images DIR and --labels DIR (both DATA, if there are several folders)'
+    are_given = data.options.images and data.options.labels
     for image, mask in zip(images, masks):
         alike = sorted(path.parent.name for path in masks if path.name == mask.name)
         joined = f'; {len(alike)} masks have the name {mask.name}, in {some(alike, 4)}: join them'
         several = joined if len(alike) > 1 else ''
-        if data.options.images and data.options.labels:
+        if are_given:
             remedy = 'let the name of a mask begin with that of its image'
         return RunError(
             f'{mask.parent} has no label image with the name of an image of {image.parent}{several}: {remedy}.'
@@ -262,6 +263,7 @@ def _no_pairs(data: Data, images: Iterable[Path], masks: Iterable[Path]) -> RunE
     if there:
         return data.error(
             f': no annotations in it under known names; {some(map(data.name, there), 6)} seem to be masks: '
-            f'{remedy}, or name them images/x.jpg and masks/x.png (in one folder x.jpg and x_mask.png).'
+            f'{"" if are_given else remedy + ", or "}name them images/x.jpg and masks/x.png (in one folder x.jpg and '
+            'x_mask.png).'
         )
     return refusal(data, recognise_all(data))

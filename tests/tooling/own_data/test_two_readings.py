@@ -512,6 +512,10 @@ def test_masks_with_names_of_their_own(tmp_path):
     assert 'that differ, as 10_training.jpg and manual_10.png' in ' '.join(data.notes)
     (tmp_path / 'photos/9_training.jpg').unlink()
     assert_refused('begin with that of its image', read, tmp_path, 'segmentation', images='photos', labels='vessels')
+    both = tmp_path / 'both'
+    picture(both / 'a.jpg')
+    picture(both / 'a_anno.png', np.resize([0, 1], (HEIGHT, WIDTH)).astype(np.uint8))
+    assert_refused('a_anno.png seem to be masks: name', read, both, 'segmentation', images=str(both), labels=str(both))
 
 
 def test_masks_in_gif_files_are_read_and_photographs_are_not(tmp_path):
