@@ -254,7 +254,8 @@ def layouts(name: str):
 
 
 def measured(call: Callable[[], Any]) -> dict:
-    """Return milliseconds (median) and MiB of a call, and seconds of the first one, with compilation."""
+    """Return the median time of a call (``ms``), its peak memory (``MiB``), and the time of the first call
+    (``first_s``)."""
     seconds = []
     cuda.synchronize()
     for i in range(setup.repeats + 2):

@@ -98,10 +98,10 @@ def run_times(args, mode: str) -> dict[tuple[str, int], float]:
 
 
 def run_memory(args, mode: str, seconds: dict) -> dict[tuple[str, int], int]:
-    """Measure the peak memory of a run in bytes, by (attention, side).
+    """Measure the peak memory in bytes, by (attention, side of the square feature map in tokens).
 
-    Only the two largest measured sides of each attention are used: those with a time in ``seconds``, the result of
-    :func:`run_times`. ``mode`` is ``'forward'`` or ``'train'`` (forward and backward).
+    Of the sides with a time in ``seconds``, the result of :func:`run_times`, the two largest of each attention are
+    measured. ``mode`` is ``'forward'`` or ``'train'`` (forward and backward).
     """
     found = {}
     for name in args.only:

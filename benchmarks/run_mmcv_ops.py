@@ -32,7 +32,10 @@ def load_ours():
 
 
 def boxes(count: int, size: float, width=1216, height=800) -> torch.Tensor:
-    """Draw boxes (N, 4) with sides of up to ``size`` pixels, anywhere in the image."""
+    """Return random boxes (count, 4) as (x1, y1, x2, y2), with sides of up to ``size`` pixels.
+
+    Their top left corners are in the image; boxes may extend beyond its border.
+    """
     values = torch.rand(count, 4)
     start = values[:, :2] * torch.tensor([width, height])
     return torch.cat((start, start + values[:, 2:] * size), dim=1)

@@ -154,7 +154,7 @@ class UseCasts:
 
 
 def recompute(block: nn.Module, x: Tensor, stage: Any) -> Tensor:
-    """Call ``block(x, stage)`` and, if ``x`` has a gradient, repeat the call in the backward pass to save memory."""
+    """Call ``block(x, stage)``, with activation checkpointing if ``x`` requires a gradient."""
     if not x.requires_grad:
         return block(x, stage)
     contexts: dict = {}

@@ -266,8 +266,16 @@ class Predictor:
         self.scores: list[float] = []  # of detectors: the highest of each image
 
     def predict(self, path: str, name: str, file_name: str):
-        """Predict an image, write the files that are asked for under ``name`` and a suffix, and return the sample. Its
-        name in ``--save-json`` is ``file_name``. Raise Failed if the model fails on it."""
+        """Predict an image, write the requested files, and return the data sample.
+
+        Args:
+            path: Image file.
+            name: Name of the written files, without suffix.
+            file_name: Name of the image in ``--save-json``.
+
+        Raises:
+            Failed: The model fails on the image.
+        """
         try:
             data = pseudo_collate([self.pipeline(dict(img_path=path, img_id=0))])
             with torch.no_grad():

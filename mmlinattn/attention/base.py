@@ -186,16 +186,22 @@ class ReducedKeysAttention(Attention):
 
 
 def source_tokens(x: Tensor, stage: StageContext) -> Tensor:
-    """Return the tokens (B, N, C) whose mean is an input of mixers with ``context``.
+    """Return the tokens (B, N, C) to average for a mixer that takes the mean input token (``TokenMixer.context``).
 
-    These are ``stage.source`` if it is set, else ``x``, the input of the attention.
+    A block may set ``stage.source`` to its input before the norm. By default these are ``x``, the input of the
+    attention.
     """
     return x if stage.source is None else stage.source.flatten(1, -2)
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-    """Average the valid tokens: (B, N, C), bool mask (B, N), True for valid tokens -> (B, C) in the dtype of ``x``.
+    """Average the valid tokens of each image, accumulated in float32 or better.
 
-    The sum is accumulated in float32 or better. Padded tokens have to be zero.
+    Args:
+        x (Tensor): Tokens, (B, N, C); padded tokens have to be zero.
+        mask (Tensor, optional): (B, N) bool, True for valid tokens. None counts all tokens.
+
+    Returns:
+        Tensor: (B, C), in the dtype of ``x``.
     """
     return token_mean(x.unsqueeze(1), mask, zero_padded=True).flatten(1).to(x.dtype)

@@ -37,8 +37,7 @@ class TokenMixer(BaseModule):
 
     - ``quadratic``: the cost grows with N^2, so Swin and CSWin give it small windows or stripes, PVT reduced keys.
     - ``gate``: gate of the output by the block's input: None, ``'projection'``, ``'identity'``, ``'tanh'`` (see
-      :class:`~mmlinattn.attention.Attention`). ``'backbone'``, the default, leaves the choice to the backbone (formerly
-      ``'host'``).
+      :class:`~mmlinattn.attention.Attention`). ``'backbone'``, the default, leaves the choice to the backbone.
     - ``rotary``: uses the encoding ``rotary`` of :func:`mmlinattn.layers.rotary_table`.
     - ``bias``: adds ``bias`` to its attention map (relative position bias).
     - ``local_keys``: uses the spatial neighbours of a key, so shifted windows pass ``regions`` in the grid of the keys.

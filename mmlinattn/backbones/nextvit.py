@@ -156,8 +156,10 @@ class LinearNextViT(PyramidBackbone):
 
     @property
     def attn_dims(self) -> tuple[int, ...]:
-        """Channels of attentions and convolution blocks: ``embed_dims``, but 3/4 in stages with attentions, rounded to
-        whole groups."""
+        """Channels of the attentions and convolution blocks of each stage.
+
+        Stages without attention have ``embed_dims``. Others have 3/4 of it, rounded to a multiple of ``group_dim``.
+        """
         group = self.arch['group_dim']
         return tuple(
             int(SHARE * dim / group + 0.5) * group if any(blocks) else dim

@@ -39,7 +39,8 @@ class Fit(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """True if the state dict holds all tensors of the model and no others."""
+        """True if all tensors of the model load and no key is unexpected, aside from ignored keys and
+        ``num_batches_tracked``."""
         return not (self.missing or self.unexpected or self.mismatched or self.not_real)
 
     @property

@@ -222,10 +222,11 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Op
 def _plain(checkpoint: Any, name: str) -> Any:
     """Check a loaded checkpoint, and return it without ``meta['config']``, which MMEngine would execute.
 
-    Attributes of its containers are deleted, as they could replace methods. ``name`` is the file in messages.
+    Attributes of its containers are deleted, as they could replace methods. A single tensor or array is returned
+    unchanged. ``name`` is the file in messages.
 
     Raises:
-        CheckpointError: The checkpoint is no state dict, or its ``state_dict``, ``meta`` or a key has another type.
+        CheckpointError: The checkpoint, its ``state_dict`` or its ``meta`` is no dict, or a key is no printable string.
     """
     if isinstance(checkpoint, (torch.Tensor, np.ndarray)):  # tables of embeddings, which some models load
         return checkpoint

@@ -18,10 +18,11 @@ def _grid(axes) -> None:
 
 
 def plot_training(path: str, losses: dict, rates: dict, metrics: dict, unit: str) -> None:
-    """Plot losses and learning rate over iterations, and metrics over epochs or iterations.
+    """Plot losses and learning rates over iterations, and metrics over epochs or iterations.
 
-    Each dict has pairs (positions, values) by name; positions of ``metrics`` are in ``unit``, ``'epoch'`` or
-    ``'iteration'``. Long losses are plotted faintly below their running mean. A panel without curves is left out.
+    Each dict maps names to pairs (positions, values). ``unit``, ``'epoch'`` or ``'iteration'``, is that of the
+    positions of ``metrics``. Losses of many values are drawn faintly behind their running mean. Empty panels are left
+    out.
     """
     panels = [('loss', losses, 'iteration'), ('learning rate', rates, 'iteration'), ('metric', metrics, unit)]
     panels = [panel for panel in panels if panel[1]]

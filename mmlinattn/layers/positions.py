@@ -15,8 +15,10 @@ class Table(nn.Module):
     table_name: str
 
     def fit(self, table: Tensor) -> Tensor:
-        """Resize a checkpoint's table to the size of this module. A table of another shape is returned unchanged, so
-        that loading reports it."""
+        """Resize a checkpoint's table to the grid or window of this module.
+
+        A table that cannot be resized is returned unchanged, so that loading reports its shape.
+        """
         raise NotImplementedError
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:

@@ -134,7 +134,10 @@ def _focus_backward(x, grad, y, r, norm, inverse_scale, power, out) -> Tensor:
 
 
 def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
-    """Return the output, and state, mean keys and floor of the normaliser for :func:`_backward`."""
+    """Compute :func:`focused_attention`, with its arguments.
+
+    Return the output, and for :func:`_backward` the state, the mean keys and the eps added to the normaliser.
+    """
     wide = accumulation_dtype(q)
     scale = inverse_scale.to(wide)
     batch, count = len(k), count_tokens(k, mask)

@@ -33,10 +33,10 @@ class Leaf:
 
 
 class EqualClass(type):
-    """Metaclass of leaves that equal the class of PyTorch in their attribute ``equals``.
+    """Metaclass of leaf modules; a class compares equal to the PyTorch class in its attribute ``equals``.
 
-    Tools that quantise or count look layers up by their exact class (``torch.ao``, ptflops, thop). In a dictionary or
-    list of classes, they find a leaf as the layer that it computes. Subclasses equal nothing else.
+    Tools for quantisation and FLOP counts look layers up by their exact class (``torch.ao``, ptflops, thop). So they
+    find a leaf in a dictionary or list of PyTorch's classes. Subclasses do not inherit the equality.
     """
 
     def __eq__(cls, other: object) -> bool:

@@ -50,6 +50,9 @@ def sequence_mean(x: Tensor, length: int, dim: int) -> Tensor:
 
 
 def _conv_mean(image: Tensor, size: tuple[int, int], dim: int) -> Tensor:
-    """Compute ``F.avg_pool2d(image, size)`` by a convolution: ``torch.export`` guards pools on divisible sizes."""
+    """Compute ``F.avg_pool2d(image, size)`` of ``dim`` channels by a depth-wise convolution.
+
+    A pool would make ``torch.export`` accept divisible sizes only.
+    """
     weight = image.new_full((dim, 1, *size), 1 / (size[0] * size[1]))
     return F.conv2d(image, weight, stride=size, groups=dim)

@@ -154,7 +154,7 @@ def unusable() -> str:
 
 
 def describe_failure(module: str, error: Exception) -> str:
-    """Return one line for a module that fails on import or in use, its reason, and the command to repair it."""
+    """Describe the failure of a module on import or in use, in one line with its reason and the repair command."""
     return _problem(module, error).line
 
 
@@ -264,7 +264,7 @@ def _version_problems() -> list[Problem]:
 
 
 def use(module: str) -> None:
-    """Import a module, and call functions of it that may fail although the import succeeds, with errors of any type."""
+    """Import a module, and call functions of it that can fail after a successful import. Any error is raised."""
     imported = importlib.import_module(module)
     if module == 'torchvision':
         import torch

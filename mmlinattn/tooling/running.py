@@ -195,7 +195,10 @@ def fit_schedule(cfg: Config, before: dict, options: dict, resumes: bool = False
 
 
 def stretch(schedule: dict, ratio: float, length: int) -> bool:
-    """Multiply the steps of a schedule by a ratio, to whole steps from 1 to ``length``; True if any changed."""
+    """Multiply the steps in the config of a scheduler by ``ratio``, in place, and return True if any changed.
+
+    Steps are rounded, and limited to 1 to ``length``. Milestones from ``length`` on are dropped.
+    """
 
     def scaled(step: int) -> int:
         return min(max(1, round(step * ratio)), length) if 0 < step < INF else step

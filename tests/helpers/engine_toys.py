@@ -113,7 +113,7 @@ class At(Hook):
 
 
 def interrupt(runner):
-    """Break off a run like a kill."""
+    """Raise a KeyboardInterrupt, as Ctrl-C does."""
     raise KeyboardInterrupt
 
 

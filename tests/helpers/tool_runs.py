@@ -57,7 +57,10 @@ def run(*command, cwd, **env):
 
 
 def start(*command, cwd, **env):
-    """Start a command in a process group of its own; ``HoldHook`` makes it wait in the iteration of ``HOLD``."""
+    """Start a command in its own process group.
+
+    With ``HOLD=i`` in ``env``, ``HoldHook`` makes it wait in iteration i.
+    """
     return subprocess.Popen(
         [str(word) for word in command],
         start_new_session=True,

@@ -76,7 +76,11 @@ def found_objects(objects: list) -> list:
 
 
 def make_sheet(results: Path, annotations: Path, images: Path, number: int) -> tuple[Figure, int, int]:
-    """Draw objects of a COCO results file beside the annotations, and return figure, drawn images and all images."""
+    """Draw the objects of a COCO results file beside the annotations, on up to ``number`` evenly spaced images.
+
+    Returns:
+        tuple[Figure, int, int]: The figure, the number of drawn images, and the number of all images.
+    """
     from pycocotools.coco import COCO
 
     try:

@@ -64,7 +64,7 @@ def joined(state: Mapping[str, Tensor], parts: Sequence[str]) -> dict[str, Tenso
 
     Args:
         state (dict): Weights by key.
-        parts (Sequence[str]): Names of the projections.
+        parts (Sequence[str]): Names after ``attn.``, in the order of concatenation, such as ``('q', 'kv')``.
     """
     whole: dict[str, Tensor] = {}
     for key, value in state.items():

@@ -126,7 +126,11 @@ def _unused(view: View, is_detector: bool) -> Iterator[Finding]:
 
 
 def _other_counts(view: View, heads: dict[str, list[int]]) -> Iterator[Finding]:
-    """Report heads whose ``num_classes``, one number per stage, differs from the number of class names."""
+    """Report heads with more classes than the data set, and segmentation heads with fewer.
+
+    ``heads`` has ``num_classes`` of each cascade stage by name of the head. Different numbers in one head are reported
+    too.
+    """
     num = len(view.classes)
     for head, counts in heads.items():
         if len(set(counts)) > 1:

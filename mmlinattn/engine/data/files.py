@@ -13,14 +13,20 @@ _ORIENTATION = 274
 
 
 def spread(length: int, count: int) -> list[int]:
-    """Return up to ``count`` evenly spaced indices below ``length``, shuffled to spread out the first few too."""
+    """Return up to ``count`` evenly spaced indices below ``length``, in a fixed random order.
+
+    So the first few indices are spread out, too.
+    """
     chosen = np.unique(np.linspace(0, max(length - 1, 0), min(length, count)).round().astype(int))
     return [int(i) for i in np.random.default_rng(0).permutation(chosen)]
 
 
 @contextmanager
 def open_image(path: Any) -> Iterator[Image.Image]:
-    """Open an image of any size. OpenCV, which reads the images of upstream, has no limit like Pillow's."""
+    """Open an image with Pillow, without its limit on the number of pixels.
+
+    OpenMMLab's transforms read images with OpenCV, which accepts such sizes.
+    """
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
         with Image.open(path) as image:

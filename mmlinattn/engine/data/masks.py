@@ -131,7 +131,10 @@ def _error_beyond(view: View, masks: Masks, labels: list[int], path: str) -> Fin
 
 
 def _missing(view: View, masks: Masks, labels: list[int], samples: Samples) -> Iterator[Finding]:
-    """Report classes that are in no mask; ``labels`` are the labels found."""
+    """Report classes of the training data that occur in no mask, if all masks were read.
+
+    A last class lost to ``reduce_zero_label=True`` is reported for any sample. ``labels`` are the labels found.
+    """
     missing, classes = sorted(set(range(masks.count)) - set(labels)), view.classes
     if masks.reduces and missing == [masks.count - 1] and masks.ignored in samples.labels:
         yield Finding(

@@ -75,8 +75,13 @@ def _settings_of_checkpoint(runner, optimizer: Optimizer, checkpoint: dict) -> d
 
 
 def _check_resumed(runner, checkpoint: dict) -> None:
-    """Warn of state and settings in which a resumed run differs from the config. Other optimizers or schedulers, and a
-    checkpoint without epoch and iteration, raise a RunError."""
+    """Warn of state and settings in which a resumed run differs from the config.
+
+    Parameter groups in ``checkpoint`` are rearranged for the optimizer, in place.
+
+    Raises:
+        RunError: The checkpoint is of another optimizer or other schedulers, or has no epoch and iteration.
+    """
     warn, meta = runner.logger.warning, checkpoint.get('meta') or {}
     own = dict(optimizer=runner.optim_wrapper, param_schedulers=runner.param_schedulers)
     lost = [key for key, value in own.items() if value and not checkpoint.get(key)]

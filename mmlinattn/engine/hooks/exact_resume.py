@@ -196,7 +196,7 @@ class ExactResumeHook(Hook):
 
 
 def is_validation_due(runner: Any) -> bool:
-    """Return True if the training validates at its present position, but the resumed checkpoint was saved before."""
+    """Return True if the present epoch or iteration has a validation that had not run when the checkpoint was saved."""
     loop, done = runner.train_loop, runner.message_hub.runtime_info.get(_VALIDATED)
     if runner._val_loop is None or not hasattr(loop, 'val_interval') or done in (None, runner.iter):
         return False

@@ -233,7 +233,7 @@ class ResultsHook(Hook):
             file.write(text.getvalue().encode())
 
     def _plot(self, runner, path: str) -> None:
-        """Plot losses and learning rates of the message hub, and metrics of the rows, to a PNG file."""
+        """Plot losses and learning rates of the message hub, and metrics of :attr:`rows`, to a PNG file."""
         from ..plots import plot_training
 
         losses, rates = {}, {}

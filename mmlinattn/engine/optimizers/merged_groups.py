@@ -180,7 +180,7 @@ def _adapt_loading(optimizer: torch.optim.Optimizer, order: list[str]) -> None:
 
 
 def _log_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Log the settings of up to four groups, of more the first and the last."""
+    """Log the settings of each parameter group; of more than four groups, log those of the first and the last."""
     groups, parts = optimizer.param_groups, []
     for group in groups:
         settings = [f'{key}={group[key]:.4g}' for key in ('lr', 'weight_decay') if isinstance(group.get(key), float)]

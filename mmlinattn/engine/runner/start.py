@@ -22,8 +22,8 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
 
     A checkpoint belongs to the run if it is in the work dir, or in a folder of the same name (``out_dir`` of
     CheckpointHook). The path in ``last_checkpoint`` may be outdated, for example after the work dir was moved. So a
-    file of the same name in the work dir is considered too, and the newer of both is returned. An address (``s3://``)
-    is returned unchecked. Without ``last_checkpoint``, the result is None.
+    file of the same name in the work dir is considered too, and the newer of both is returned. An address such as
+    ``s3://`` needs that folder too; its existence is not checked. Without ``last_checkpoint``, the result is None.
 
     Raises:
         CheckpointError: The checkpoint does not exist or belongs to another run.
@@ -51,9 +51,11 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
 
 
 def _checkpoint_of_restart(work_dir: str, launch_times: list[Optional[str]]) -> Optional[str]:
-    """Return the last checkpoint if it is newer than the first launch, as after a restart by torchrun; else None.
+    """Return the last checkpoint if it was saved since the launch of this run, as after a restart by torchrun, else
+    None.
 
-    ``launch_times`` has the start of ``tools/launch.py`` in seconds for each process, or None without that tool.
+    ``launch_times`` has one Unix time per process, as a string from ``tools/launch.py``, or None without that tool. The
+    earliest time counts.
     """
     times, pointer = [float(time) for time in launch_times if time], osp.join(work_dir, 'last_checkpoint')
     # file systems round down
@@ -92,7 +94,7 @@ def agree_on_start(work_dir: str, load_from: Optional[str], resume: bool) -> tup
 
 
 def _fingerprint(model: Any) -> int:
-    """Return a checksum of the parameters of a data-parallel model; 0 for models whose processes hold parts."""
+    """Return a checksum of the parameters of a DistributedDataParallel model, and 0 of others (sharded models)."""
     if not isinstance(model, DistributedDataParallel):
         return 0
     total = 0
@@ -103,10 +105,10 @@ def _fingerprint(model: Any) -> int:
 
 
 def check_same_start(runner: Any) -> None:
-    """Compare position and weights of all processes before the first step.
+    """Check that all processes have the same epoch, iteration and weights before the first step.
 
     Raises:
-        RunError: They differ.
+        RunError: Processes differ.
     """
     if get_world_size() == 1:
         return

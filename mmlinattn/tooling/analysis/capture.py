@@ -69,7 +69,8 @@ class Window(NamedTuple):
         return found
 
     def state(self) -> Optional[Tensor]:
-        """Return ``keys^T @ values``, (heads, d, e), or None for an attention without state."""
+        """Return ``phi(keys)^T @ values``, (heads, d, e), up to one factor per head; None for an attention without
+        state."""
         state = mixer_state(self.mixer, **{name: value for name, value in self.inputs.items() if name != 'context'})
         return None if state is None else state[0]
 

@@ -128,7 +128,7 @@ class Ade:
 
     @staticmethod
     def write_index(root: Path, records: dict[str, list[dict]]) -> None:
-        """Write ``objectInfo150.txt`` of the occurring classes, and ``sceneCategories.txt``."""
+        """Write ``objectInfo150.txt`` and ``sceneCategories.txt``; ``records`` are those of :meth:`write_image`."""
         pixels = {split: np.stack([record['pixels'] for record in part]) for split, part in records.items()}
         ratios = pixels['train'].sum(axis=0) / pixels['train'].sum()
         images = {split: np.count_nonzero(part, axis=0) for split, part in pixels.items()}

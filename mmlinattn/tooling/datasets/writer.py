@@ -32,7 +32,7 @@ class DatasetSpec:
         num_train, num_val: Images for training and validation, at least 1.
         seed: At least 0. An image depends on the seed, its split and its number only.
         size: Width and height in pixels, each in ``[MIN_SIDE, MAX_SIDE]``.
-        size_jitter: Largest fraction, in [0, 0.5], by which a random image is narrower or lower than ``size``.
+        size_jitter: Largest fraction, in [0, 0.5], by which width and height are reduced, drawn for each image.
 
     Raises:
         SettingError: An argument is out of range.

@@ -198,8 +198,8 @@ def normalisation(cfg: Config) -> dict:
     return {**given, **{key: step[key] for key in ('mean', 'std')}, 'to_rgb': step.get('to_rgb', True)}
 
 
-def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
-    """Return metadata that applications need to run the graph, as a dict that JSON can store.
+def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], outputs: list[str]) -> dict:
+    """Return metadata for applications that run the graph, as a dict for JSON. ``outputs`` are its names of outputs.
 
     These may be None: ``input_range`` of pixels if it depends on the image file, ``channel_order`` unless there are
     three channels, ``classes`` without names. ``windows`` (``crop_size``, ``stride``) are those that a segmentor is
@@ -215,7 +215,7 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
         mmlinattn=__version__,
         task=task,
         serves=sizes.describe(),
-        outputs=names,
+        outputs=outputs,
         input_range=[0, 255] if is_8_bit(cfg) else None,
         channel_order=('RGB' if is_rgb else 'BGR') if sizes.channels == 3 else None,
         mean=_per_channel(given.get('mean'), 0.0, sizes.channels),

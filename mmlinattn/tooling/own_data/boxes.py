@@ -306,7 +306,7 @@ def _have_polygons(objects: list[Object], notes: list[str]) -> bool:
 
 
 def _notes_on_polygons(photos: list[Photo]) -> list[str]:
-    """Return a note on objects whose box and polygons overlap by less than half."""
+    """Return a note if boxes have an IoU below 0.5 with the bounds of their polygons, except rotated boxes."""
     from mmdet.structures.bbox import bbox_overlaps
 
     both = [

@@ -181,13 +181,15 @@ class Data:
         if not self.images:
             raise self.error(f': no image in it{found}.')
 
-    def agreed(self, found: dict[Path, _T], kept: str) -> Optional[_T]:
-        """Return the content that all files of ``found`` (content by file) share, or None without files. A difference
-        raises a RunError that ends with ``kept``: the subject and the remedy."""
+    def agreed(self, found: dict[Path, _T], subject: str) -> Optional[_T]:
+        """Return the common content of the files in ``found`` (content by file), or None without files.
+
+        The files count as used. If two differ, a RunError says "FILE and FILE differ in ``subject``".
+        """
         for path, content in found.items():
             first = next(iter(found))
             if content != found[first]:
-                raise RunError(f'{first} and {path} differ in {kept}.')
+                raise RunError(f'{first} and {path} differ in {subject}.')
         self.used.update(found)
         return next(iter(found.values()), None)
 

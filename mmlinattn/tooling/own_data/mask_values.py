@@ -121,8 +121,17 @@ def remap(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
 
 
 class _Masks(NamedTuple):
-    """First image and mask of a data set, the values of all masks (``values`` ascending), and class names. The names
-    are ``listed`` by value or colour in a file, ``named`` in the order of the values, or ``given`` by ``--classes``."""
+    """Values of all masks of a data set, and the sources of class names.
+
+    Attributes:
+        image: First image.
+        mask: Its mask.
+        seen: Counts of the values.
+        values: All values, ascending.
+        listed: Class names by value or colour, from a file, or {}.
+        named: Class names in the order of the values, from a file.
+        given: Class names of ``--classes``.
+    """
 
     image: Path
     mask: Path

@@ -110,8 +110,12 @@ def _is_mixed(data: Data, split: str, chosen: list[Photo], places: list[_Place])
 def _all_pairs(data: Data) -> list[Photo]:
     """Pair each image with its segmentation mask.
 
-    The folders of both are equal except for generic words (images, masks, labels). The name of the mask begins with
-    that of the image. If no mask has an image by these names, words in folders of images alone are ignored.
+    Their folders are equal except for generic words (images, masks, labels). The name of the mask begins with that of
+    the image. Without any pair, words that only folders of images have are ignored. With ``--images`` and ``--labels``
+    those of folders of masks are ignored too, and at last the common beginnings and endings of names.
+
+    Raises:
+        RunError: There are no pairs, or a mask has another size than its image.
     """
     images, masks = _folder_keys(data)
     images = {path: key for path, key in images.items() if path.suffix.lower() not in MASKS_ONLY}

@@ -64,8 +64,12 @@ def measure(upstream: Upstream) -> Measured:
 
 
 def _check_supported(upstream: Upstream, backbone: dict) -> None:
-    """Raise Unsupported for a network whose head reads a class token beside each feature map, without a head, or with
-    masks of masked image modelling as inputs of the backbone."""
+    """Check that the backbone of an upstream network can be replaced.
+
+    Raises:
+        Unsupported: The head reads a class token beside each feature map. Or a classifier has no head. Or the backbone
+            takes masks, for masked image modelling.
+    """
     network = upstream.network
     kind = bare_name(network.get('type'))
     if backbone.get('output_cls_token'):

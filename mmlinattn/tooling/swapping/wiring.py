@@ -21,11 +21,18 @@ _NO_READERS = ('backbone', 'neck', 'train_cfg', 'test_cfg', 'data_preprocessor',
 
 
 def assign_stages(old: Sequence[FeatureMap], stages: Sequence[FeatureMap], deepest_last: bool) -> Optional[list[int]]:
-    """Return the stages, ascending, that replace upstream's feature maps.
+    """Return the indices of the stages, ascending, that replace the feature maps of the upstream backbone.
 
-    Stages match by stride. The last feature maps of dilated networks share a stride and match by order. Among equal
-    matches the deepest is taken. With ``deepest_last`` the last one is the deepest stage; not in detectors, as anchors
-    depend on strides. The result is None for too many feature maps, or strides that do not ascend.
+    They have the nearest strides. The last feature maps of dilated networks share a stride and match by order. Among
+    equal matches the deepest stages are taken.
+
+    Args:
+        old: Feature maps of the upstream backbone.
+        stages: Feature maps of the new backbone.
+        deepest_last: The last feature map matches the deepest stage. False for detectors, as anchors depend on strides.
+
+    Returns:
+        list[int] | None: None for more feature maps than stages, and for strides that are unknown or descend.
     """
     if any(a.stride is None or b.stride is None or a.stride > b.stride for a, b in zip(old, old[1:])):
         return None

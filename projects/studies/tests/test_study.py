@@ -22,7 +22,7 @@ SMALL = Settings(iterations=4, batch=4, num_train=8, num_val=8)
 
 
 class Toy(nn.Linear):
-    """Classifier of two classes that records its images."""
+    """Linear classifier of ``width`` classes; it records the first initial weight of each model, and the images."""
 
     weights: list
     images: list

@@ -40,7 +40,8 @@ def test_variants_build_in_the_order_of_the_papers(name):
 
 
 def test_confused_softmax():
-    """In each head, queries of the same direction are equal, and negative ones are zero (InLine Tab. 1)."""
+    """Check the weights of each head: equal for queries of one direction, and uniform for negative ones (InLine Tab.
+    1)."""
     kind = STUDIES['inline']().variants['softmax, confused'].backbone['stage_attns'][0]['type']
     mixer, grid = kind(8, 2), Grid(1, 5)
     q, k, v = torch.randn(3, 1, 5, 8)
