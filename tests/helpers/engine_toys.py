@@ -160,8 +160,7 @@ def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, optim=
         train_cfg=train_cfg or dict(by_epoch=True, max_epochs=2),
         optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01, momentum=0.9), **(optim or {})),
         custom_hooks=hooks,
-        log_level='ERROR',
         experiment_name=f'{work_dir}_{random.random()}',
         default_scope='mmengine',
-        **kwargs,
+        **{'log_level': 'ERROR', **kwargs},
     )

@@ -69,11 +69,13 @@ def test_resizing_for_the_metadata_of_a_graph(steps, resize, crop):
         (dict(type='RAVLT', in_channels=5), [1.0] * 3, 5),
         (dict(type='LoRAModel', module=dict(type='RAVLT', in_channels=4)), None, 4),
         (dict(type='mmpretrain.LeNet5'), [1.0], 1),
+        (dict(type='ResNet', depth=18), [1.0], 3),  # of the scope of the config
         (dict(type=torch.nn.Identity), None, 3),
     ],
 )
 def test_channels_follow_from_the_model(backbone, mean, channels):
     pytest.importorskip('mmpretrain')
+    init_default_scope('mmengine')
     assert images.image_channels(config(model=dict(backbone=backbone, data_preprocessor=dict(mean=mean)))) == channels
 
 

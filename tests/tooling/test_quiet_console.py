@@ -3,12 +3,15 @@
 
 import io
 import logging
+import re
 import sys
 import warnings
 
 import pytest
+from helpers.engine_toys import Count, make_runner, validation
 
 from mmlinattn.tooling.console import HIDDEN, quiet_console, quiet_upstream
+from mmlinattn.tooling.running import ToolRunner
 
 INFO, WARNING, ERROR = logging.INFO, logging.WARNING, logging.ERROR
 RECORDS = [(INFO, HIDDEN[0]), (WARNING, f'{HIDDEN[-1]} x'), (ERROR, f'{HIDDEN[-1]} y'), (INFO, f'Not {HIDDEN[1]}')]
@@ -25,6 +28,13 @@ def test_records_by_their_beginning_and_level(tmp_path, level, shown):
         logger.log(*record)
     assert console.getvalue() == ''.join(f'{text}\n' for _, text in shown)
     assert (tmp_path / 'a.log').read_text() == ''.join(f'{text}\n' for _, text in RECORDS)
+
+
+def test_a_run_shows_its_course_alone(tmp_path, capsys):
+    make_runner(tmp_path, [], kind=ToolRunner, log_level='INFO', **validation(dict(type=Count))).train()
+    lines = capsys.readouterr().out.splitlines()
+    course = re.compile(r'.* - mmengine - .* - (Epoch\((train|val)\) \[|Saving checkpoint|`save_param_scheduler` is)')
+    assert lines and [line for line in lines if not course.match(line)] == []
 
 
 @pytest.mark.parametrize('options', [[], ['default']])

@@ -9,6 +9,7 @@ from helpers.engine_toys import refused
 from helpers.tool_runs import QUICK
 from mmengine.config import Config
 from mmengine.optim import OptimWrapper
+from mmengine.registry import Registry
 from mmengine.runner import EpochBasedTrainLoop
 from torch.optim import SGD
 
@@ -92,6 +93,19 @@ def test_a_decimal_comma_makes_a_list(value, line):
 )
 def test_classes_that_take_an_argument(name, kind, found):
     assert set(found) <= set(takers := settings.takers(name, kind)) and bool(found) == bool(takers)
+
+
+@pytest.mark.parametrize('count', [0, 1, 4, 5])
+def test_at_most_four_classes_with_an_argument(monkeypatch, count):
+    class Other:
+        pass
+
+    kinds = [type(f'Kind{i}', (), dict(__init__=lambda self, wanted=1: None)) for i in range(count)]
+    registry = Registry('toy')
+    for kind in (Other, *kinds):
+        registry.register_module(module=kind)
+    monkeypatch.setattr(settings, 'ROOTS', [registry])
+    assert settings.takers('wanted', Other) == ([kind.__name__ for kind in kinds] if count <= 4 else [])
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,20 @@ def test_a_folder_of_pictures(run, pictures, tmp_path, capsys, task):
         assert 1 <= labels.min() <= labels.max() <= 10  # reduce_zero_label
 
 
+@pytest.mark.parametrize('key', [ord('q'), 27])
+def test_windows_show_the_drawings_until_a_key_ends_them(run, pictures, tmp_path, monkeypatch, key):
+    folder, out, shown, keys = tmp_path / 'few', tmp_path / 'out', [], iter([ord('a'), 1 << 8 | key])
+    for i in range(3):
+        mmcv.imwrite(mmcv.imread(str(pictures / 'b.png'))[i:], str(folder / f'{i}.png'))
+    monkeypatch.setenv('DISPLAY', ':0')
+    monkeypatch.setattr(cv2, 'imshow', lambda name, drawn: shown.append(drawn))
+    monkeypatch.setattr(cv2, 'waitKey', lambda wait: next(keys) if wait == 0 else pytest.fail('does not wait'))
+    run('mmpretrain', folder, out, '--show')
+    assert len(shown) == 2
+    for i, drawn in enumerate(shown):
+        assert np.array_equal(drawn, mmcv.imread(str(out / f'{i}.png')))
+
+
 @pytest.mark.parametrize('task', TASKS)
 @pytest.mark.parametrize('named', ['checkpoint', 'config', 'nobody'])
 def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, capsys, task, named):

@@ -33,6 +33,7 @@ def data_with(meta):
     return data
 
 
+FOLDERS = dict(folder_to_idx=dict(a=0, b=1, c=2), data_prefix=dict(img_path=''))
 SMALL = '{}_dataloader: num_classes = 2 of the head is too small for the data: a.jpg has label 2 (c), and the '
 MORE = 'num_classes = 4 of the decode_head is more than the 3 classes'
 OTHER = "label 1 is 'b' in train_dataloader and 'c' in val_dataloader"
@@ -72,6 +73,7 @@ OTHER = "label 1 is 'b' in train_dataloader and 'c' in val_dataloader"
             'num_classes = 3 of the head is too small',
         ),
         (parts(), dict(train=[named('abc')], val=[named('acb')]), OTHER),
+        (parts(), dict(train=[named('abc', **FOLDERS)], val=[named('acb')]), OTHER),
         (parts(), dict(train=[named('abc')], val=[named('ABC')]), ''),
         (parts(), dict(train=[named('abc')], val=[named('ab')]), ''),  # the last has no image
         (parts(), dict(train=[named('a')], val=[named('b')]), ''),  # one class by two names

@@ -134,8 +134,8 @@ def with_backbone(hides=False, **options):
         model.backbone = RAVLT(ARCH, **options)
         if hides:
 
-            def hide(module, state, *_):
-                for key in [key for key in state if key.startswith('backbone.')]:
+            def hide(module, state, prefix, *_):
+                for key in [key for key in state if key.startswith(f'{prefix}backbone.')]:
                     del state[key]
 
             model._register_state_dict_hook(hide)
@@ -167,8 +167,11 @@ def test_adapters_that_hide_the_backbone_freeze_its_statistics(tmp_path, hides):
         assert 'backbone.' not in ''.join(load(tmp_path, 'train', of_backbone(), with_backbone(hides=True)))
     runner = make_runner(tmp_path, [dict(type='CheckpointMatchHook')])
     runner.model = with_backbone(hides)(runner.model)
-    assert len(warnings_of(runner, 'running statistics of backbone stay as they are')) == hides
-    assert runner.model.backbone.patch_embeds[0].layers[1].training != hides and runner.model.training
+    runner.model.teacher = with_backbone(hides)(nn.Module())
+    said = ' '.join(warnings_of(runner))
+    for name in ('backbone', 'teacher.backbone'):
+        assert said.count(f'running statistics of {name} stay as they are') == hides
+        assert runner.model.get_submodule(name).patch_embeds[0].layers[1].training != hides and runner.model.training
 
 
 def test_a_backbone_that_lacks_weights_of_the_checkpoint(tmp_path):

@@ -10,8 +10,10 @@ from mmlinattn.engine.hooks import data_check
 from mmlinattn.engine.hooks.data_check import extend_palette
 
 
-def test_an_empty_data_set(tmp_path, monkeypatch):
-    runner = make_runner(tmp_path, [dict(type='DataCheckHook')], loader=dict(dataset=dict(type='ToyDataset', size=0)))
+@pytest.mark.parametrize('part', [{}, dict(num_batch_per_epoch=1)], ids=['whole', 'part'])
+def test_an_empty_data_set(tmp_path, monkeypatch, part):
+    loader = dict(dataset=dict(type='ToyDataset', size=0), **part)
+    runner = make_runner(tmp_path, [dict(type='DataCheckHook')], loader=loader)
     with pytest.raises(RunError, match='train_dataloader .ToyDataset, ann_file .* holds no image'):
         runner.train()
     monkeypatch.setattr(data_check, 'is_main_process', lambda: False)  # one process looks for all

@@ -112,7 +112,7 @@ def test_two_images_and_no_other_hook(tmp_path, loop):
 
 def test_an_error_of_the_validation_comes_first(tmp_path):
     made = make_runner(tmp_path, HOOK, **validation(Broken()))
-    with refused(r'the validation would fail, .*: KeyError: gt_label \(in Broken\)'):
+    with refused(r'the validation would fail, .*: KeyError: gt_label \(in Broken\). Correct val_data'):
         made.train()
     assert made.iter == 0
     tests = {f'test{key[3:]}': value for key, value in validation(Broken()).items()}
@@ -129,6 +129,10 @@ def monitors(kind):
     return dict(type=kind, monitor='mIou', rule='greater')
 
 
+class Unmonitored(Hook):
+    monitor = None
+
+
 SHARP = dict(sharpness=1.0)
 
 
@@ -139,6 +143,7 @@ SHARP = dict(sharpness=1.0)
         ({'coco/bbox_mAP': 1.0}, best('bbox_mAP'), "Did you mean 'coco/bbox_mAP'?"),
         (dict(acc=1.0), best('acc'), ''),
         (dict(acc=1.0), best('auto'), ''),
+        (dict(acc=1.0), dict(hooks=[*HOOK, Unmonitored()]), ''),
         (SHARP, best('auto'), "save_best='auto': the first metric is 'sharpness'"),
         (SHARP, best('auto', rule='greater'), ''),
         (SHARP, best('auto', greater_keys=['sharp']), ''),

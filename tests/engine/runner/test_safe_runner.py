@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import engine_toys
-from helpers.engine_toys import validation
+from helpers.engine_toys import At, validation
 
 from mmlinattn.checkpoints import load_file
 from mmlinattn.engine import SafeRunner
@@ -90,6 +90,15 @@ def test_foreign_files_that_a_checkpoint_names_stay(resume, files, key, value, s
 def test_a_run_that_only_loads_the_weights_names_no_files(resume):
     runner, lines = resume(dict(best_ckpt='/elsewhere/best_acc.pth'), resumes=False)
     assert runner.iter == 6 and lines == []
+
+
+def test_processes_that_the_launcher_started_again_resume(tmp_path, monkeypatch):
+    monkeypatch.setenv('MMLINATTN_LAUNCHED', '0')
+    make_runner(tmp_path, [], train_cfg=dict(by_epoch=True, max_epochs=1)).train()
+    trained = []
+    runner = make_runner(tmp_path, [At(i, lambda runner: trained.append(runner.iter)) for i in range(6)])
+    runner.train()
+    assert trained == [3, 4, 5]
 
 
 @pytest.mark.parametrize('out_dir', [None, 'out'])

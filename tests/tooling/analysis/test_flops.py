@@ -152,6 +152,9 @@ class Segmentor(nn.Module):
         self.fails = fails
         if reads:  # as adapters initialise real tensors
             float(self.norm.weight[0])
+        else:  # shared parameters count once
+            self.tied = nn.Module()
+            self.tied.weight = self.backbone.weight
 
     def train(self, mode=True):  # as of MMDetection's students: gives nothing back
         super().train(mode)

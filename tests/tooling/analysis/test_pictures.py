@@ -52,6 +52,15 @@ def test_plots_of_the_measures_of_a_block(tmp_path):
     assert pictures.plot_measures([dict(block='a', mixer='rala', ccs=None)], ['ccs'], tmp_path, 'mine') == []
 
 
+def test_plots_begin_at_zero_or_at_the_lowest_value(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(pictures, '_save', lambda figure, path: figures.append(figure))
+    for value in (0.5, -0.5):
+        pictures.plot_measures([dict(block='a', mixer='rala', ccs=value)], ['ccs'], tmp_path, 'mine')
+    first, second = (figure.axes[0].get_ylim()[0] for figure in figures)
+    assert first == 0 and second <= -0.5
+
+
 def test_numbers_of_lines():
     maps = pictures.QueryMaps('a', 'softmax', np.array([[[0.5, np.nan, np.nan]], [[0.25, 0.5, np.nan]]]), (1, 3))
     np.testing.assert_array_equal(maps.mean, [[0.375, 0.25, np.nan]])

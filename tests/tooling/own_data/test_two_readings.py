@@ -436,14 +436,13 @@ def test_lists_of_one_image(tmp_path):
 
 def test_numbers_of_lists_are_named_by_class_folders(tmp_path):
     images(tmp_path / 'train/cat', 'abc')
-    images(tmp_path / 'train/dog', 'def')
+    images(tmp_path / 'train/dog', 'abc')
     images(tmp_path / 'val', 'gh')
-    text(
-        tmp_path / 'meta/train.txt',
-        '\n'.join(f'{"cat" if name < "d" else "dog"}/{name}.jpg {int(name > "c")}' for name in 'abcdef'),
-    )
+    lines = [f'{folder}/{name}.jpg {i}' for i, folder in enumerate(('cat', 'dog')) for name in 'abc']
+    text(tmp_path / 'meta/train.txt', '\n'.join(lines))
     text(tmp_path / 'meta/val.txt', 'g.jpg 0\nh.jpg 1')
-    assert read(tmp_path, 'classification').classes == ['cat', 'dog']
+    data = read(tmp_path, 'classification')
+    assert data.classes == ['cat', 'dog'] and len(data.images['train']) == len(lines)
 
 
 @pytest.mark.parametrize('file', ['classes.txt', 'label_list.txt'])
@@ -596,6 +595,19 @@ def test_lists_with_the_names_of_cub(tmp_path, lines):
         text(tmp_path / name, lines)
     data = read(tmp_path, 'classification')
     assert data.classes == ['cat', 'dog'] and sum(map(len, data.images.values())) == len(NAMES)
+
+
+@pytest.mark.parametrize(
+    ('segmentation', 'expected'),
+    [
+        ([[1, 2, 3, 4, 5, 6]], [[[1, 2], [3, 4], [5, 6]]]),
+        (dict(size=[4, 4], counts=[0, 2, 2, 1, 11]), [[[0, 0], [0, 1], [1, 0]]]),
+        (dict(size=[4, 4], counts=[0, 1, 15]), []),  # a pixel has no area
+        (None, []),
+    ],
+)
+def test_outlines_of_coco_masks(segmentation, expected):
+    assert [sorted(part.tolist()) for part in drawing._polygons(segmentation)] == expected
 
 
 def test_labels_png_shows_training_images(tmp_path):
