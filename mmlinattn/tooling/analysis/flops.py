@@ -88,7 +88,11 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
         with torch.device('meta'):
             model = revert_sync_batchnorm(build_model(cfg))
     except RunError:  # constructors of adapters need tensors with values
-        model = revert_sync_batchnorm(build_model(cfg)).to('meta')
+        model = revert_sync_batchnorm(build_model(cfg))
+    params: Counter = Counter()
+    for name, parameter in model.named_parameters():
+        params[part_of(name)] += parameter.numel()
+    model.to('meta')  # this separates shared parameters
     model.eval()  # not chained: distillers of MMDetection return None
     image = torch.empty(1, image_channels(cfg), *shape, device='meta')
     notes = ['one multiply-add is one operation; norms, activations, pooling and resizing are not counted']
@@ -102,9 +106,6 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
     except Exception as error:  # the forward pass takes data samples, or reads values
         reason = f'it does not run on an image without values ({described(error)})'
         raise RunError(f'{type(model).__name__} cannot be counted: {reason}') from error
-    params: Counter = Counter()
-    for name, parameter in model.named_parameters():
-        params[part_of(name)] += parameter.numel()
     macs: Counter = Counter()
     for (name, kind), number in count.macs.items():
         macs[part_of(name), kind] += number

@@ -152,9 +152,8 @@ class Segmentor(nn.Module):
         self.fails = fails
         if reads:  # as adapters initialise real tensors
             float(self.norm.weight[0])
-        else:  # shared parameters count once
-            self.tied = nn.Module()
-            self.tied.weight = self.backbone.weight
+        self.tied = nn.Module()
+        self.tied.weight = self.backbone.weight  # counts once
 
     def train(self, mode=True):  # as of MMDetection's students: gives nothing back
         super().train(mode)
