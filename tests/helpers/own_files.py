@@ -97,8 +97,9 @@ def boxes_of(data, *splits):
 
 
 def assert_refused(said, read, *args, **options):
-    """Check that ``read(*args, **options)`` raises one line with the given words."""
+    """Check that ``read(*args, **options)`` raises one line with the given words, and return it."""
     with pytest.raises(RunError) as error:
         read(*args, **options)
     line = str(error.value)
     assert all(word in line for word in ([said] if isinstance(said, str) else said)) and '\n' not in line, line
+    return line

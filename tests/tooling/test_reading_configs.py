@@ -155,6 +155,7 @@ def test_missing_packages_are_named_for_pip(tmp_path, monkeypatch, scope, line, 
     [
         ('gone_package.part', '', "No module named 'gone_package'. Add its folder to PYTHONPATH$"),
         ('own_module', 'import gone_package', "'own_module': ModuleNotFoundError: No module named 'gone_package'$"),
+        ('own_module', 'import own', "'own_module': ModuleNotFoundError: No module named 'own'$"),  # begins like it
         ('own_module', 'from os import gone', "'own_module': ImportError: cannot import name 'gone' from 'os'"),
         ('own_module', 'import mmdet', 'needs mmdet, which is not installed in .*: pip install "mmdet'),
     ],

@@ -48,6 +48,15 @@ def test_a_metric_with_another_file(look, tmp_path, changes, words):
     assert re.search(rf'val_evaluator \(CocoMetric\): {words.format(file)}', ''.join([line, *warnings]))
 
 
+def test_image_ids_from_zero(look, tmp_path):
+    file = write_coco(
+        tmp_path,
+        images=[dict(IMAGES[0], id=0), IMAGES[1]],
+        annotations=[dict(BOX, id=i + 1, image_id=2 * (i % 2), category_id=7 * i + 3) for i in range(3)],
+    )
+    assert look(DETECTOR, val=[coco_data(file), coco_metric(file)]) == ('', [])
+
+
 def test_images_of_the_file_that_the_data_set_lacks(look, tmp_path):
     file = write_coco(tmp_path)
     dataset = coco_data(file, indices=1)

@@ -205,6 +205,16 @@ def test_hidden_folders_are_no_class(look, tmp_path, name):
     assert f'{tmp_path}/a/{name} counts as a class, of label 0. Remove it.' in line
 
 
+def test_folders_of_joined_data_sets(look, tmp_path):
+    """A later data set adds folders to the comparison, and none to the first data set."""
+    found = ('ant', 'bee'), ('ant', 'bee', 'cat')
+    first, more = (folders(tmp_path / str(i), names) for i, names in enumerate(found))
+    val = folders(tmp_path / 'val', ('ant', 'bee', 'dog'))
+    line, _ = look(CLASSIFIER, train=[SimpleNamespace(datasets=[first, more])], val=[val])
+    assert "label 2 is the folder 'cat' in train_dataloader and the folder 'dog' in val_dataloader" in line
+    assert first.folder_to_idx == dict(ant=0, bee=1)
+
+
 def test_lists_that_number_folders_otherwise(look, tmp_path):
     def listed(*lines):
         (tmp_path / 'list.txt').write_text('\n'.join(lines))

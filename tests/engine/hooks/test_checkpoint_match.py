@@ -254,6 +254,7 @@ def both(schedule, **options):
         (both(STEPS), ''),
         (dict(before=STEPS, after=dict(STEPS, gamma=0.5)), 'MultiStepLR.gamma = 0.1 (the config has 0.5). '),
         (dict(before=dict(LINEAR, end=3), after=LINEAR), 'LinearLR.end = 3 (the config has 2)'),
+        (dict(before=[LINEAR, STEPS], after=[LINEAR, dict(STEPS, gamma=0.5)]), ' MultiStepLR.gamma = 0.1'),
         # a schedule by iteration is fitted to other epochs
         *(
             (

@@ -12,7 +12,7 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from mmlinattn.attention import Grid, HallucinatedMixer, InLineMixer
-from mmlinattn.tooling.analysis.flops import CONV, LINEAR, PRODUCT, OpCounter, count_model
+from mmlinattn.tooling.analysis.flops import CONV, LINEAR, PRODUCT, OpCounter, count_model, part_of
 from mmlinattn.utils.errors import RunError
 
 # --- operations and memory --------------------------------------------------------------------------------------------
@@ -70,6 +70,7 @@ def test_counts_by_kind_and_module(device):
     for _ in range(2):
         with torch.no_grad(), OpCounter(model) as count:
             model(x)
+        model(x)  # behind the context, nothing counts
         assert count.macs == {
             ('0.conv', CONV): tokens * 8 * 2 * 9,
             ('0.linear', LINEAR): tokens * 8 * 6,
@@ -139,6 +140,23 @@ def test_every_stage_of_a_cascade_counts():
     cost = count_model(Config(dict(model=FAMILIES['CascadeRCNN'], default_scope='mmdet')), (64, 64))
     # 60 RoIs: 7 * 7 * 8 -> 16 -> 16 -> 4 classes and 4 coordinates
     assert cost.macs['roi_head.bbox_head', LINEAR] == 3 * 60 * (7 * 7 * 8 * 16 + 16 * 16 + 16 * (4 + 4))
+
+
+@pytest.mark.parametrize(
+    ('name', 'part'),
+    [
+        ('backbone.patch_embeds.0.proj.weight', 'backbone.stage1'),
+        ('backbone.out_norms.3.bias', 'backbone.stage4'),
+        ('backbone.layer1.0.conv1.weight', 'backbone.stage1'),
+        ('backbone.module.stages.2.0.attn', 'backbone.stage3'),  # in a wrapper, as adapters are
+        ('backbone.module.layer10.0', 'backbone.stage10'),
+        ('backbone.stem.weight', 'backbone'),
+        ('roi_head.bbox_head.0.fc_cls', 'roi_head.bbox_head'),
+        ('', 'model'),
+    ],
+)
+def test_parts_of_a_model(name, part):
+    assert part_of(name) == part
 
 
 class Segmentor(nn.Module):

@@ -4,9 +4,11 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from test_inspecting import block_of
 
 from mmlinattn.attention import GlobalAttention
@@ -59,6 +61,15 @@ def test_plots_begin_at_zero_or_at_the_lowest_value(tmp_path, monkeypatch):
         pictures.plot_measures([dict(block='a', mixer='rala', ccs=value)], ['ccs'], tmp_path, 'mine')
     first, second = (figure.axes[0].get_ylim()[0] for figure in figures)
     assert first == 0 and second <= -0.5
+
+
+@pytest.mark.parametrize('blocks', [1, 3])
+def test_rows_of_a_query_plot_have_the_shape_of_the_image(tmp_path, blocks):
+    """Each block adds a row, in inches, to the height of a plot at 110 dots per inch."""
+    maps = pictures.QueryMaps('a', 'softmax', np.full((2, 4, 8), 1 / 32), (4, 8))
+    pictures.plot_query([maps] * blocks, of_size((32, 64)), (3, 1), (3, 1), tmp_path / 'query.png')
+    row = 1.7 * 32 / 64 + 0.35
+    assert abs(Image.open(tmp_path / 'query.png').height - 110 * (row * blocks + 0.9)) <= 1
 
 
 def test_numbers_of_lines():

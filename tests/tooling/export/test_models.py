@@ -59,8 +59,10 @@ def test_a_test_pipeline_that_normalises():
     assert said(step, **neutral) == said(step) == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], 'RGB']
     assert said(dict(step, to_rgb=False))[2] == 'BGR'
     other = dict(step, type='torchvision/Normalize')
-    for steps, given in (([step], dict(to_rgb=True)), ([step, step], {}), ([other], {}), ([step], dict(std=2))):
-        with pytest.raises(RunError, match='the file cannot say how to normalise. Write mean and std'):
+    for steps, given in (([step], dict(to_rgb=True)), ([step, step], {}), ([other], {}), ([step], dict(mean=7, std=2))):
+        with pytest.raises(
+            RunError, match=f'mean={given.get("mean")}: the file cannot say how to normalise. Write mean'
+        ):
             said(*steps, **given)
 
 

@@ -492,6 +492,16 @@ def test_masks_of_several_folders_are_copied_on_request(tmp_path):
     assert [len(each) for each in patients] == [3, 1] and not patients[0] & patients[1]
 
 
+def test_folders_of_one_name_are_drawn_apart(tmp_path):
+    """Two hospitals number their patients from one."""
+    for place in ('east', 'west'):
+        for i in range(4):
+            voc_files(tmp_path / place / f'p{i}', names=[f'{place}{i}{j}' for j in range(2)])
+    train, val = ({path.parent for path in read(tmp_path).images[split]} for split in ('train', 'val'))
+    assert len(train) + len(val) == 8 and not train & val
+    assert {path.name for path in val} <= {path.name for path in train}
+
+
 def test_folders_of_one_class_are_divided(tmp_path):
     for name in NAMES[:4]:
         for i in range(3):

@@ -46,6 +46,14 @@ def test_settings_of_memory_and_freezing_are_kept(given, kept):
     assert _inherited_settings(given, 4) == {key: given[key] for key in kept.split()}
 
 
+@pytest.mark.parametrize('has_masks', [False, True])
+def test_dummy_objects_have_masks_if_the_data_has_them(has_masks):
+    """Assigners read masks that are there."""
+    source = SimpleNamespace(task='mmdet', image_channels=3, has_masks=has_masks)
+    batch = batch_for(SimpleNamespace(data_preprocessor=None), source, {}, (32, 48))
+    assert {'masks' in sample.gt_instances for sample in batch['data_samples']} == {has_masks}
+
+
 @pytest.mark.parametrize('task', ['mmdet', 'mmseg'])
 def test_dummy_images_have_the_channels_of_the_model(task):
     source = SimpleNamespace(task=task, image_channels=4, has_masks=False)
