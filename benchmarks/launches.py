@@ -121,7 +121,7 @@ TENSORS, BLOCKS, BLOCK = {1: 110, 2: 64, 3: 48, 4: 36}, 320, 65536
 
 
 def multi_tensor_launches(tensors: list[Tensor], lists: int) -> int:
-    """Count the launches of a foreach or fused kernel on ``lists`` lists of tensors, each shaped like ``tensors``."""
+    """Return a lower bound of the launches of a foreach or fused kernel on ``lists`` lists of ``tensors``."""
     blocks = sum(math.ceil(x.numel() / BLOCK) for x in tensors)
     return max(math.ceil(len(tensors) / TENSORS[lists]), math.ceil(blocks / BLOCKS))
 

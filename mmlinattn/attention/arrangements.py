@@ -113,10 +113,15 @@ class WindowAttention(Attention):
         return self.proj(self.apply_gate(out, x, gate))
 
     def map_bias(self, windows, hidden: Optional[Tensor], batch: int) -> Optional[Tensor]:
-        """Return the bias added to the logits, (1 or B * windows, heads or 1, N, N); None if there is none.
+        """Add the relative position bias and the mask of a shifted map.
 
-        It is the sum of the relative position bias and ``hidden`` (windows, 1, N, N), which separates the regions of a
-        shifted map.
+        Args:
+            windows (Windows | DynamicWindows): Windows of the feature map; there are W in an image.
+            hidden (Tensor, optional): (W, 1, N, N), logits added between regions of a shifted map.
+            batch (int): Number of images B.
+
+        Returns:
+            Tensor | None: Bias of the logits, (1 or B * W, heads or 1, N, N); None without both terms.
         """
         # four dimensions: for a bias of three, PyTorch does not use its fused attention
         bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]

@@ -117,14 +117,14 @@ class AveragedKeysAttention(ReducedKeysAttention):
 
 
 class ConvBlock(BaseModule):
-    """Next convolution block: ``x + ConvAttention(x)``, then ``x + FFN(BN(x))``.
+    """Next convolution block: ``x + ConvAttention(x)``, then ``x + FFN(BN(x))``; (B, H, W, in_dim) -> (B, H, W, C).
 
     Args:
-        in_dim (int): Channels of the feature map that enters.
+        in_dim (int): Channels of the input.
         dim (int): Channels C of the block; if it differs from ``in_dim``, a 1x1 convolution comes first.
         group_dim (int): See :class:`ConvAttention`.
-        ffn (nn.Module): Takes and gives feature maps of C channels.
-        norm_cfg (dict): All norms.
+        ffn (nn.Module): Feed-forward network on (B, H, W, C) feature maps.
+        norm_cfg (dict): Config of all norms.
         drop_path (float): Rate of stochastic depth.
     """
 
@@ -148,8 +148,8 @@ class TransformerBlock(BaseModule):
     ``a = x + Attention(BN(x)); y = Conv1x1(a); c = y + ConvAttention(y); z = concat(a, c); out = z + FFN(BN(z))``.
 
     Args:
-        in_dim (int): Channels of the feature map that enters.
-        attn (nn.Module): Attention on feature maps of ``attn_dim`` channels.
+        in_dim (int): Channels of the input, (B, H, W, in_dim); the result is (B, H, W, dim).
+        attn (nn.Module): Attention on (B, H, W, attn_dim) feature maps.
         attn_dim (int): Channels of x and a; if it differs from ``in_dim``, a 1x1 convolution comes first.
         dim (int): Channels of the result, above ``attn_dim``.
         group_dim, ffn, norm_cfg, drop_path: See :class:`ConvBlock`.

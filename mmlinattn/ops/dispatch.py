@@ -204,8 +204,11 @@ def function_of(equation: Callable, forward: Optional[Callable] = None, gradient
 
 
 def with_gradient(equation: Callable, *others: Callable) -> Callable:
-    """Return a function ``op(*tensors, **options)`` that calls ``equation`` if :func:`needs_reference` is True, else
-    the autograd function ``function_of(equation, *others)``."""
+    """Return an op with an analytic gradient, a function ``op(*tensors, **options)``.
+
+    It calls ``equation`` if :func:`needs_reference` is True for the tensors, else an autograd function. ``others`` are
+    the arguments ``forward`` and ``gradient`` of :func:`function_of`.
+    """
     function = function_of(equation, *others)
 
     def op(*tensors: Optional[Tensor], **options) -> Any:

@@ -8,10 +8,7 @@ from mmengine.logging import MMLogger
 
 @contextmanager
 def log_level(lowest: int, *others: logging.Logger) -> Iterator[None]:
-    """Suppress lines of MMEngine's logger, and of ``others``, below a level.
-
-    Setting the level also clears what loggers have cached.
-    """
+    """Suppress messages below the level ``lowest`` in MMEngine's logger and ``others``, inside a ``with`` block."""
     levels = {logger: logger.level for logger in (MMLogger.get_current_instance(), *others)}
     for logger, level in levels.items():
         logger.setLevel(max(level, lowest))

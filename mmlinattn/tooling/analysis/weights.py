@@ -136,11 +136,20 @@ def local_weights(convolve: Callable[[Tensor], Tensor], v: Tensor, heads: int, r
 
 
 def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows: Rows) -> tuple[Tensor, float]:
-    """Return the matrix of a function (B, M, E) -> (B, N, E) that is linear in the values of each head, and its error.
+    """Compute the matrix of a function of the values by differentiation at ``v``.
 
-    The matrix (B, heads, N or len(rows), M) is the derivative at ``v``. Channels of a head share it, so that one
-    backward pass gives as many rows as a head has channels. The error is the deviation of ``matrix @ v`` from the
-    function, relative to the summed magnitudes.
+    The function maps (B, M, E) to (B, N, E), by one matrix (N, M) for all channels of a head. So one backward pass
+    gives as many rows as a head has channels.
+
+    Args:
+        function (Callable): Function of the values.
+        v (Tensor): Values (B, M, E).
+        heads (int): Number of heads.
+        rows (Sequence[int] | Tensor, optional): Rows to compute; None for all.
+
+    Returns:
+        tuple[Tensor, float]: The matrix (B, heads, N or len(rows), M), and the error of ``matrix @ v``: the norm of the
+        difference from the function, divided by the norm of ``|matrix| @ |v|``.
     """
     with torch.inference_mode(False), torch.enable_grad():
         v = v.clone().requires_grad_()

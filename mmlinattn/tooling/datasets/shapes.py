@@ -189,7 +189,10 @@ def _rgb(hue: float, saturation: float, value: float) -> np.ndarray:
 
 
 def _mix(rng: np.random.Generator, size: tuple[int, int], kind: str) -> np.ndarray:
-    """Return the weight of the second colour in each pixel of a background, ``(H, W)`` in [0, 1]."""
+    """Return the weights of a background's second colour, ``(H, W)`` in [0, 1].
+
+    ``size`` is (width, height), and ``kind`` one of :data:`BACKGROUNDS`.
+    """
     if kind == 'clouds':
         return cv2.resize(rng.random((9, 9)), size, interpolation=cv2.INTER_CUBIC).clip(0, 1)
     angle = rng.uniform(0, 2 * np.pi)

@@ -145,7 +145,11 @@ READERS = {name: use for name, use in FORMATS.items() if not isinstance(use, str
 
 
 def recognise(path: Path) -> Source:
-    """Return a label file with its format by content, or :data:`UNKNOWN`; broken JSON or annotation XML is an error."""
+    """Recognise the format of a label file by its suffix and content; other files have the format :data:`UNKNOWN`.
+
+    Raises:
+        RunError: The file is broken JSON, or a broken annotation in XML.
+    """
     suffix, content = path.suffix.lower(), None
     if container(path):
         return Source(path, container(path))

@@ -144,7 +144,8 @@ class Pictures:
         return lambda path: len(os.path.commonprefix([of_file, self.rel(path).parts[:-1]]))
 
     def _is_exact(self, file: Path, name: str) -> Callable[[Path], bool]:
-        """Return a function of an image: True if ``name`` is its path from DATA or from the folder of ``file``."""
+        """Return a test of image paths: True if ``name`` is the path, relative to DATA or to the folder of the label
+        ``file``."""
         paths = [Path(os.path.normpath(top / name.replace('\\', '/'))) for top in (self.root, file.parent)]
         return lambda path: path in paths
 
